@@ -111,7 +111,7 @@ def attack(args: argparse.Namespace, folder: Path, tally: Tally) -> None:
 
 
 def options(args: argparse.Namespace | None, checkpoint: Path, form: str) -> Any:
-    from mdi.node.options import StarterOptions
+    from mdi.spec.options import StarterOptions
 
     fields: dict[str, Any] = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", "placement": "even"}
     if args is not None:

@@ -93,9 +93,9 @@ class Nodes:
         self._checkpoint = checkpoint
 
     def starter(self) -> Any:
-        from mdi.node.options import StarterOptions
         from mdi.run.nodes import GivenNodes
         from mdi.run.run import Run
+        from mdi.spec.options import StarterOptions
 
         options = StarterOptions(
             ckpt=self._checkpoint, prompt_style="none", device="cpu", placement="even", wait_s=60.0

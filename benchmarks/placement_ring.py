@@ -93,11 +93,11 @@ def make_checkpoint(folder: Path) -> None:
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
     from mdi.checkpoint.shapes import read_config
-    from mdi.control.requested import Requested
     from mdi.machine.computing import choose_computing
     from mdi.machine.threads import choose_threads
     from mdi.measure.profiler import bench_of
     from mdi.measure.profiling import Subject
+    from mdi.spec.options import Requested
 
     choose_threads(1)
     config = read_config(ckpt / "model_config.yaml")
@@ -114,9 +114,9 @@ def child_starter(ckpt: Path, nodes: Path) -> None:
     from mdi.config import ClusterConfig, load_cluster
     from mdi.engine.sequence import SamplingParams
     from mdi.machine.threads import choose_threads
-    from mdi.node.options import StarterOptions
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
+    from mdi.spec.options import StarterOptions
 
     choose_threads(1)
     cluster = load_cluster(nodes)

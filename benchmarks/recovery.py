@@ -75,9 +75,9 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
     """Token ids; and how long after the loss the ring was formed, the next token came, and all texts went on."""
     from mdi.cache_dir import default_cache_dir
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.options import StarterOptions
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
+    from mdi.spec.options import StarterOptions
 
     options = StarterOptions(
         ckpt=args.ckpt, device="cpu", quantize=args.quantize, quantize_head=args.quantize, placement="even", wait_s=120,

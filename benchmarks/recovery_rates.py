@@ -58,8 +58,8 @@ def secondaries(ckpt: Path, stack: contextlib.ExitStack) -> list[Any]:
     """Nodes in this process, which have the weights."""
     from mdi.checkpoint.source import open_source
     from mdi.config import NodeConfig
-    from mdi.control.requested import Requested
     from mdi.node.secondary import SecondaryNode
+    from mdi.spec.options import Requested
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     nodes = []
@@ -100,9 +100,9 @@ class Ring:
         self, nodes: list[Any], args: argparse.Namespace, replay_bytes: int, places: Sequence[Any], n_texts: int = 1
     ) -> None:
         from mdi.config import ClusterConfig, NodeConfig
-        from mdi.node.options import StarterOptions
         from mdi.run.nodes import GivenNodes
         from mdi.run.run import Run
+        from mdi.spec.options import StarterOptions
 
         self._nodes = nodes
         options = StarterOptions(

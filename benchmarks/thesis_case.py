@@ -40,9 +40,9 @@ def run_case(case: Case) -> dict[str, Any]:
     from mdi.machine.threads import choose_threads
     from mdi.metrics import tokens_over_time
     from mdi.node.local import LocalRing
-    from mdi.node.options import StarterOptions
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
+    from mdi.spec.options import StarterOptions
     from mdi.stages.model_family import ModelFamily
 
     model = BY_KEY[case.key]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mdi.config import ClusterConfig, NodeConfig
-from mdi.control.requested import Requested
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import Requested, StarterOptions
 from tiny_checkpoint import encode
 
 library.load()  # in a new cache folder the first node would compile, and say so, instead of what a test expects

@@ -14,7 +14,6 @@ from families import config_of
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
-from mdi.control.requested import Requested
 from mdi.errors import PlacementError
 from mdi.kernels import library
 from mdi.machine.computing import choose_computing
@@ -23,11 +22,11 @@ from mdi.measure.model_shape import model_shape
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Speeds
 from mdi.node import placing
-from mdi.node.options import StarterOptions
 from mdi.partition.model import Workload
 from mdi.partition.plan import plan
 from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.spec.options import Requested, StarterOptions
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 

@@ -429,7 +429,7 @@ def test_a_missing_field_is_named(url: str, key: str) -> None:
     body = REQUEST.to_json()
     del body[key]
     status, error = refused(send("POST", url + "/init", json=body))
-    assert status == 400 and error.startswith(f"request: the field {key!r} is missing: expected ")
+    assert status == 400 and error == f"request: Object missing required field `{key}`"
 
 
 @pytest.mark.parametrize("value", [None, True, 1.5, -1, "", [], {}, ["x", 3], [1, 2, 3], "x" * 2000, 10**30], ids=repr)
@@ -466,20 +466,20 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
     [
         ({"blocks": [3, 3]}, r"blocks: \[3, 3\] is no range of a model of 5 blocks"),
         ({"blocks": [4, 6]}, r"blocks: \[4, 6\] is no range"),
-        ({"blocks": [-1, 2]}, "request.blocks: expected"),
-        ({"blocks": [1, True]}, r"expected \[start, stop\]"),
+        ({"blocks": [-1, 2]}, "request.blocks"),
+        ({"blocks": [1, True]}, "request.blocks"),
         ({"blocks": [0, 10**12], "config": {"n_layer": 10**12}}, "n_layer"),
         ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "parts that are named are not those of blocks"),
         ({"blocks": [2, 4]}, "parts that are named are not those of blocks"),
         ({"config": {}}, "a model of None blocks"),
         ({"config": {"n_layer": "5"}}, "n_layer"),
-        ({"index": 0}, "request.index: expected a whole number from 1 to 2, found 0"),
+        ({"index": 0}, "request.index"),
         ({"index": 3}, "request.index: .* found 3"),
-        ({"epoch": "0123456789ABCDEF"}, "request.epoch: expected 16 hex digits"),
-        ({"next_port": 0}, "request.next_port: expected a whole number from 1 to 65535, found 0"),
-        ({"parts": [7]}, r"request.parts\[0\]: expected an object, found 7"),
-        ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, "sha256: expected 64 hex digits"),
-        ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, "n_bytes: expected a whole number from 1"),
+        ({"epoch": "0123456789ABCDEF"}, "request.epoch"),
+        ({"next_port": 0}, "request.next_port"),
+        ({"parts": [7]}, "request.parts"),
+        ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, r"request.parts.*\.sha256"),
+        ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, r"request.parts.*\.n_bytes"),
         ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 5"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mdi.cli import COMMANDS
+from mdi.cli import COMMANDS, parser_of
 from mdi.config import load_cluster
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -24,9 +24,7 @@ def parse(command_line: list[str]) -> argparse.Namespace:
     """As `mdi` would; SystemExit for a flag that there is not."""
     command, *flags = command_line
     module: Any = importlib.import_module(COMMANDS[command][0])
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    module.add_arguments(parser)
-    return parser.parse_args(flags)
+    return parser_of(module).parse_args(flags)
 
 
 def services() -> dict[str, dict[str, Any]]:

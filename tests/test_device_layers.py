@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from families import config_of, random_gpt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
-from mdi.control.requested import Requested
 from mdi.kernels.codes import codes_of
 from mdi.kernels.layout import pack, unpack
 from mdi.machine import resources
@@ -21,6 +20,7 @@ from mdi.machine.computing import choose_computing
 from mdi.model import stage as stage_module
 from mdi.model.packed_linear import DeviceLayers, DeviceLinear, unpacked
 from mdi.model.stage import StarterStage
+from mdi.spec.options import Requested
 from mdi.weight_formats import LAYOUTS
 from test_packed_linear import weights_of
 from tiny_checkpoint import plain as plain_config

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from mdi.cli import COMMANDS
+from mdi.cli import COMMANDS, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -74,8 +73,8 @@ def test_the_readme_names_every_launcher(path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_stands_in_the_configuration(command: str) -> None:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
-    flags = set(re.findall(r"--[a-z][a-z-]+", parser.format_help())) - {"--help"}
+    parser = parser_of(importlib.import_module(COMMANDS[command][0]))
+    parser.description = parser.epilog = None  # which may name flags of other programs
+    flags = set(re.findall(r"--[a-z][a-z-]+", parser.format_help())) - {"--help", "--version"}
     said = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")))
     assert flags - said == set()

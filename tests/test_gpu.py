@@ -16,7 +16,6 @@ import torch
 from families import FAMILIES, config_of, greedy, model_of, prompt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
-from mdi.control.requested import Requested
 from mdi.engine.rows import pinned_buffer
 from mdi.kernels.codes import codes_of
 from mdi.kernels.layout import pack
@@ -29,6 +28,7 @@ from mdi.measure.reading import reader
 from mdi.model.packed_linear import DeviceLinear
 from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
+from mdi.spec.options import Requested
 from secondaries import cluster_of, secondaries, text_of
 from tensor_frames import frame_of, rows_of
 from test_packed_linear import weights_of

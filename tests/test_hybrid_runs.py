@@ -18,9 +18,9 @@ from mdi.config import ClusterConfig
 from mdi.errors import SplitError, UsageError
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
-from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import ClusterProfile, LinkProfile
+from mdi.spec.options import ParallelOptions
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
 from mdi.window.window_options import WindowMemory, WindowOptions
 from secondaries import cluster_of, entry_of, secondaries

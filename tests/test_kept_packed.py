@@ -20,9 +20,9 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import ClusterConfig
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.node.options import StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from mdi.stages.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
 from secondaries import cluster_of, secondary
 from test_node import generate

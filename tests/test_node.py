@@ -32,12 +32,12 @@ from mdi.machine.neighbours import fair_threads
 from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.run.form import Preparation
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from mdi.stages.cache_budget import check_capacity
 from mdi.stages.torch_stage import TorchStage
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint

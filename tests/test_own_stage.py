@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mdi.cancel import Cancel
-from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
 from mdi.run.choice import starter_computing
+from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.model_family import ModelFamily
 from tiny_checkpoint import write_checkpoint

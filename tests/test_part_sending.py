@@ -22,7 +22,6 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.node import part_sending
-from mdi.node.options import StarterOptions
 from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
@@ -30,6 +29,7 @@ from mdi.node.worker import RingWorker
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Better, Form, Stage
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint
 from waiting import until

@@ -21,7 +21,7 @@ import mdi.periodic
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
-from mdi.cli.session_flags import chosen_placement
+from mdi.cli.session import chosen_placement
 from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest, Slots
@@ -36,13 +36,13 @@ from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Bench, Speeds, Subject
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.profile import NodeProfile
 from mdi.run.ending import dismiss
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
 
@@ -497,18 +497,16 @@ def test_hosts() -> None:
 
 
 def test_the_default_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    import argparse
-
     monkeypatch.delenv("MDI_PLACEMENT", raising=False)
-    assert chosen_placement(argparse.Namespace(placement=None)) is None
-    assert chosen_placement(argparse.Namespace(placement="opa")) == "opa"
+    assert chosen_placement(None) is None
+    assert chosen_placement("opa") == "opa"
     monkeypatch.setenv("MDI_PLACEMENT", "gma")
-    assert chosen_placement(argparse.Namespace(placement=None)) == "gma"
-    assert chosen_placement(argparse.Namespace()) == "gma"
-    assert chosen_placement(argparse.Namespace(placement="opa")) == "opa"
+    assert chosen_placement(None) == "gma"
+    assert chosen_placement(None) == "gma"
+    assert chosen_placement("opa") == "opa"
     monkeypatch.setenv("MDI_PLACEMENT", "best")
     with pytest.raises(UsageError, match="MDI_PLACEMENT='best': expected throughput"):
-        chosen_placement(argparse.Namespace(placement=None))
+        chosen_placement(None)
 
 
 # The command

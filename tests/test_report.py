@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from mdi.cli.output import report
 from mdi.metrics import NodeMetrics, RunMetrics, SampleMetrics
 from mdi.run.report import format_comparison
+from mdi.spec.options import Options
 
 
 def run_of(n_nodes: int, duration_s: float, ids: list[list[int]]) -> RunMetrics:
@@ -45,7 +45,7 @@ def test_nothing_to_compare() -> None:
 
 
 def test_a_run_that_was_interrupted_shows_the_texts_that_were_begun(capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(json=False, seed=1)
+    args = Options(seed=1)
     for ids, wanted in (
         ([[1, 2], []], "what each sample had reached:\n--- sample 0 (2 tokens)\npt"),
         ([[], []], "no sample had a token yet"),

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, fields, replace
 
 import pytest
 
-from mdi.cli import starter
-from mdi.control.requested import ANYTHING, Requested
+from mdi.cli import options_of, parser_of, starter
 from mdi.errors import ControlError
-from mdi.json_fields import Fields
-from mdi.node.options import StarterOptions
+from mdi.spec.decode import decode
+from mdi.spec.options import ANYTHING, Requested, StarterOptions
 
 ASKED = Requested(device="cuda:1", threads=2, quantize="int8", kv_dtype="bf16", compile=True)
 
 
 def read(values: object) -> Requested:
-    return Requested(**Requested.read(Fields(values, "request", lambda message: ControlError(message, 400))))
+    return decode(Requested, values, "request", lambda message: ControlError(message, 400))
 
 
 def test_every_field_has_a_flag_and_travels() -> None:
-    parser = argparse.ArgumentParser()
-    starter.add_arguments(parser)
+    parser = parser_of(starter)
     args = parser.parse_args(["--device", "cuda:1", "--threads", "2", "--quantize", "int8", "--kv-dtype", "bf16", "-c"])
-    assert parser.parse_args(["--allow-clipping"]).allow_clipping is True
+    assert options_of(parser, parser.parse_args(["--allow-clipping"])).allow_clipping is True
     assert all(hasattr(args, f.name) for f in fields(Requested))
-    assert Requested.of(args) == ASKED
+    assert Requested.of(options_of(parser, args)) == ASKED
     assert Requested.of(StarterOptions(**vars(ASKED))) == ASKED == read(asdict(ASKED))
 
 

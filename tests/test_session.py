@@ -12,12 +12,12 @@ from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
 from mdi.node.local import LocalRing
-from mdi.node.options import StarterOptions
 from mdi.run.choice import Choice
 from mdi.run.form import Former
 from mdi.run.loop import RingLoop
 from mdi.run.nodes import NodeSource, OwnProcesses
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from tiny_checkpoint import reference, write_checkpoint
 
 GREEDY = SamplingParams(6, temperature=0)

@@ -17,10 +17,10 @@ from mdi.errors import ControlError, NodeLostError
 from mdi.kernels import library
 from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
-from mdi.node.options import StarterOptions
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint

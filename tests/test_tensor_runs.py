@@ -28,11 +28,11 @@ from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.kernels import library
 from mdi.kernels.layout import Matrix, unpack
 from mdi.metrics import RunMetrics
-from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report
 from mdi.run.run import Run
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.tensor.group import group_of
 from mdi.tensor.mesh import Mesh

@@ -17,6 +17,7 @@ from mdi.cli import launch
 from mdi.cli import output as cli_output
 from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
+from mdi.spec.options import Options
 from mdi.terminal import one_line, plain, show
 
 HOSTILE = "before \x1b]0;owned\x07\x1b[31m\x9b2J\x08after\n\tnext"
@@ -73,7 +74,7 @@ def test_texts_that_are_shown_when_they_are_complete(
     sample = SampleMetrics.from_times(HOSTILE, HOSTILE, [1], [1], "length", [0.1])
     metrics = RunMetrics.from_parts(HOSTILE, [sample], [], 1.0)
     node = SimpleNamespace(metrics=lambda: metrics, context_length=10, config=SimpleNamespace(block_size=10))
-    args = argparse.Namespace(json=False, seed=1, time_run=None, plots=False)
+    args = Options(seed=1)
     cli_output.report(args, node, failure, False)  # type: ignore[arg-type]
     assert "owned" in screen.getvalue() and not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")
 

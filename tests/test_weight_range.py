@@ -17,11 +17,11 @@ from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, plain
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
-from mdi.control.requested import Requested
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import bf16_from_float32, pack, unpack
 from mdi.kernels.weight_range import MOST, largest_of
 from mdi.machine.computing import Computing, choose_computing
+from mdi.spec.options import Requested
 from mdi.stages.loading import torch_weights
 from mdi.weight_formats import LAYOUTS
 from tiny_checkpoint import tiny_gpt, write_checkpoint

@@ -14,7 +14,6 @@ Options:
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -23,13 +22,15 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from mdi.cli import session_flags
+from mdi.cli import options_of, parser_of
 from mdi.cli import starter as cli_starter
+from mdi.cli.session import run_options
 from mdi.engine.sequence import SamplingParams
 from mdi.machine.threads import choose_threads
 from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import Options
 from peers.protocol import Case, serve
 from ring.quota import Quotas
 
@@ -73,7 +74,7 @@ class RingSystem:
         choose_threads(args.threads, self._ring.cluster.starter.cores)
         self._node = Run(
             GivenNodes(self._ring.cluster, look=self._ring.check),
-            session_flags.starter_options(args),
+            run_options(args),
             options["max_length"],
         )
         self._node.open()
@@ -123,16 +124,16 @@ def _memory(pid: int) -> dict[str, Any]:
     return {"resident_bytes": psutil.Process(pid).memory_info().rss, "has_torch": has_torch}
 
 
-def parse(flags: list[str]) -> argparse.Namespace:
+def parse(flags: list[str]) -> Options:
     """The starter's flags; ValueError says which one this version does not know."""
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(message)
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(message)
 
-    parser = Parser(allow_abbrev=False)
-    cli_starter.add_arguments(parser)
-    return parser.parse_args(flags)
+    parser = parser_of(cli_starter)
+    parser.error = refuse  # type: ignore[method-assign]
+    options: Options = options_of(parser, parser.parse_args(flags))
+    return options
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mdi.errors import UsageError
+from mdi.spec.parser import Parser
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
+def add_arguments(parser: Parser) -> None:
+    from mdi.spec.options import COMMON
 
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="CSV file for the samples (default: print them)"
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--interval", type=float, default=1.0, metavar="S", help="seconds between samples (1)")
     parser.add_argument("--img", type=Path, metavar="FILE", help="draw a figure of the memory over time")
     parser.add_argument("--per-node", action="store_true", help="draw a line per node instead of sums")
-    add_common_flags(parser)
+    parser.options(None, *COMMON)
     parser.add_argument(
         "command", metavar="CMD", nargs=argparse.REMAINDER, help="the command and its arguments, or all in one string"
     )

@@ -14,10 +14,11 @@ import re
 from pathlib import Path
 
 from mdi.errors import UsageError
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
+def add_arguments(parser: Parser) -> None:
+    from mdi.spec.options import COMMON
 
     parser.add_argument("model", metavar="MODEL_DIR", help="the model's folder, or its name as in the file names")
     parser.add_argument("-nt", "--no-title", action="store_true", help="no title above the figure")
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file of the figure (src/img/time_vs_tokens_<model>.png)"
     )
-    add_common_flags(parser)
+    parser.options(None, *COMMON)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mdi.errors import UsageError
+from mdi.spec.parser import Parser
 
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
+def add_arguments(parser: Parser) -> None:
+    from mdi.spec.options import COMMON
 
     parser.add_argument("data", metavar="DATA", help="a UTF-8 text, a folder with texts, or org/name on the hub")
     parser.add_argument(
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hub.add_argument("--split", default="train", help="take the files with this word in their names (%(default)s)")
     hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private data sets (default: $HF_TOKEN)")
     hub.add_argument("--revision", help="branch, tag or commit (default: main)")
-    add_common_flags(parser)
+    parser.options(None, *COMMON)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -155,7 +155,7 @@ def find_checkpoint(ckpt: str, token: str | None) -> Path:
     from mdi.checkpoint.download import download
     from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
-    from mdi.cli.checks import found_ckpt
+    from mdi.cli.session import found_ckpt
 
     folder = Path(ckpt).expanduser()
     if folder.exists() or not is_repo_id(ckpt):

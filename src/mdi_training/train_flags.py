@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
+from mdi.spec.parser import Parser
 from mdi_training.schedule import SCHEDULES
 from mdi_training.training_settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
 
@@ -19,8 +20,9 @@ DEFAULT_DATASET = Path("data/shakespeare")
 DEFAULT = TrainingSettings(sequence_length=1)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags, default_ckpt_folder
+def add_arguments(parser: Parser) -> None:
+    from mdi.cli import default_ckpt_folder
+    from mdi.spec.options import COMMON
 
     ckpt = str(default_ckpt_folder() / "custom" / "NanoLlama")
     parser.add_argument(
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="CPU threads (default: this process's share of the cores)"
     )
     parser.add_argument("-c", "--compile", action="store_true", help="compile the model first (needs a C++ compiler)")
-    add_common_flags(parser)
+    parser.options(None, *COMMON)
     _add_length_flags(parser)
     _add_optimizer_flags(parser)
     _add_lora_flags(parser)
@@ -77,7 +79,7 @@ def _number(group: argparse._ArgumentGroup, flag: str, value_type: type, text: s
     )
 
 
-def _add_length_flags(parser: argparse.ArgumentParser) -> None:
+def _add_length_flags(parser: Parser) -> None:
     group = parser.add_argument_group(
         "how long and how much at once (when resuming, the defaults are the earlier run's)"
     )
@@ -99,7 +101,7 @@ def _add_length_flags(parser: argparse.ArgumentParser) -> None:
     _number(group, "seed", int, "seed of the first weights and the order of the windows")
 
 
-def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+def _add_optimizer_flags(parser: Parser) -> None:
     group = parser.add_argument_group("optimizer (AdamW) and learning rate (rises linearly, then falls)")
     _number(group, "lr", float, "learning rate after the warm-up")
     _number(group, "min-lr", float, "learning rate at the end; by default a tenth of --lr, if that is given")
@@ -113,7 +115,7 @@ def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     _number(group, "grad-clip", float, "largest norm of the gradient; 0 is no limit")
 
 
-def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
+def _add_lora_flags(parser: Parser) -> None:
     lora = LoraSettings(r=1)
     group = parser.add_argument_group("LoRA (with --init finetune)")
     group.add_argument("--lora-r", type=int, metavar="N", help="train adapters of this rank, not the weights (off)")

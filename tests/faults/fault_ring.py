@@ -22,10 +22,10 @@ from mdi.config import ClusterConfig, load_cluster
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import MdiError
 from mdi.node.local import free_ports
-from mdi.node.options import StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import BROUGHT_DOWN, Decision, Event, Lost
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from processes import Process, Reader, is_running
 
 DEADLINE_S = 120.0

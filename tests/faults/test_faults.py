@@ -14,7 +14,7 @@ from faulty_links import Pace
 
 from mdi.config import standalone
 from mdi.errors import NodeLostError
-from mdi.node.options import StarterOptions
+from mdi.spec.options import StarterOptions
 from tiny_checkpoint import write_checkpoint
 
 if sys.platform != "linux":

@@ -11,13 +11,13 @@ import pytest
 from prometheus_client.core import CounterMetricFamily
 
 from mdi.engine.sequence import SamplingParams
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.serve.prometheus import ring_metrics
 from mdi.serve.questions import handlers
 from mdi.serve.snapshot import Snapshots
+from mdi.spec.options import StarterOptions
 from mdi.tracing.recorder import SERVE_SPANS
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from families import config_of
 from mdi.cli.resume import Journaling
 from mdi.machine.computing import Computing
 from mdi.metrics import RunMetrics, SampleMetrics
-from mdi.node.options import StarterOptions
 from mdi.node.setup import arithmetic_of
 from mdi.run.identity import numbers_of
 from mdi.run.journal import Journal, JournalText, find_run, read_record
 from mdi.run.policy import Form, Stage
 from mdi.run.records import REPLAY, TOKENS, Records
 from mdi.run.report import format_report
+from mdi.spec.options import Options, StarterOptions
 
 CONFIG = asdict(config_of("pythia-14m"))
 KERNELS = Computing("cpu", "float32", packing=SimpleNamespace(blocks="int8", head="int8"))  # type: ignore[arg-type]
@@ -159,7 +158,7 @@ def session_of(numbers: str, told: dict[int, int | None]) -> Any:
 
 
 def begun(folder: Path, session: Any, resume: str | None = None) -> Journaling:
-    args = argparse.Namespace(resume=resume, run_dir=folder, n_tokens=9)
+    args = Options(resume=resume, run_dir=folder, n_tokens=9)
     journaling = Journaling(args)
     journaling.begin(args, session, ["a", "b", "c"])
     return journaling

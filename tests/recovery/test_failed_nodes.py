@@ -18,11 +18,11 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.worker import SecondaryLoop
 from mdi.errors import CheckpointError, NodeLostError
 from mdi.net.hello import Fault
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.run.loop import RingLoop
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 from waiting import until

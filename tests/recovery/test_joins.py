@@ -20,7 +20,6 @@ from mdi.discovery.announcement import Announcement
 from mdi.discovery.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import UsageError
-from mdi.node.options import StarterOptions
 from mdi.partition.cost import CostModel
 from mdi.partition.model import Workload
 from mdi.run.cut import MovingCut
@@ -28,6 +27,7 @@ from mdi.run.lookout import Joins
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

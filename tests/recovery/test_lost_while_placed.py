@@ -20,9 +20,9 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import NodeLostError
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Speeds
-from mdi.node.options import StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint
 

@@ -15,9 +15,9 @@ import pytest
 from mdi.checkpoint.convert import convert
 from mdi.config import ClusterConfig, standalone
 from mdi.engine.sequence import Event, SamplingParams
-from mdi.node.options import StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import StarterOptions
 from references.write_models import FAMILIES, version
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import tokenizer

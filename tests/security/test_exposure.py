@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from cluster_keys import key_file
 from mdi.cli.access import KEY_VARIABLE, own_address, refuse_exposure, split_address, with_keys
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.errors import UsageError
+from mdi.spec.options import Options
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-FLAGS = Namespace(key=None, insecure=False)
+FLAGS = Options()
 
 
 def node(addr: str, bind: str | None = None, port: int = 8088) -> NodeConfig:
@@ -33,7 +33,7 @@ def test_any_other_address_needs_one(addr: str, tmp_path: Path) -> None:
     for one in (node(addr), node("127.0.0.1", bind=addr)):
         with pytest.raises(UsageError):
             refuse_exposure(FLAGS, None, one)
-        refuse_exposure(Namespace(insecure=True), None, one)
+        refuse_exposure(Options(insecure=True), None, one)
         refuse_exposure(FLAGS, key_file(tmp_path / "cluster.key"), one)
 
 

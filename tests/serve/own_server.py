@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mdi.engine.starter import StarterEngine
-from mdi.node.options import StarterOptions
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import NodeSource
 from mdi.serve.api_state import ApiState
@@ -23,6 +22,7 @@ from mdi.serve.process import Lines
 from mdi.serve.questions import handlers
 from mdi.serve.serve_settings import ServeSettings
 from mdi.serve.snapshot import Snapshots
+from mdi.spec.options import StarterOptions
 from secondaries import cluster_of
 from tiny_checkpoint import encode, reference
 

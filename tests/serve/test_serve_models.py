@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import ipaddress
 import json
@@ -19,9 +18,10 @@ from cryptography.x509.oid import NameOID
 
 from conftest import Server
 from mdi.cli import launch
-from mdi.cli.serve_flags import add_serve_flags, serve_settings
+from mdi.cli.serve_settings import serve_settings
 from mdi.errors import UsageError
 from mdi.serve.process import listening_socket
+from mdi.spec.options import Options
 from tiny_checkpoint import reference, write_checkpoint
 
 
@@ -120,10 +120,7 @@ def test_what_is_wrong_with_the_flags_is_told_at_once(tmp_path: Path, capsys: py
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
 def test_a_file_of_api_keys_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "keys").write_text("long-enough alpha\n")
-    parser = argparse.ArgumentParser()
-    add_serve_flags(parser)
-    parser.set_defaults(insecure=False)
-    args = parser.parse_args(["--api-key-file", str(tmp_path / "keys")])
+    args = Options(api_key_file=tmp_path / "keys")
     (tmp_path / "keys").chmod(0o600)
     assert [key.name for key in serve_settings(args).keys] == ["alpha"]
     (tmp_path / "keys").chmod(mode)

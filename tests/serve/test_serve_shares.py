@@ -11,8 +11,8 @@ from own_server import right, run, server
 
 from mdi.kernels import library
 from mdi.node.group_member import share_metrics
-from mdi.node.options import ParallelOptions
 from mdi.node.secondary import SecondaryNode
+from mdi.spec.options import ParallelOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 

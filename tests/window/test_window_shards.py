@@ -15,9 +15,9 @@ from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
-from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group_sum import GroupSum

@@ -8,10 +8,11 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
     from gpt.commands.left_out import describe_cut, leave_out
     from mdi.cli import local_ring as cli_local_ring
@@ -22,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from gpt.commands.families import gpt2
     from gpt.rings import GPT2Ring
     from mdi.cli.local_ring import run_ring
 
-    return run_ring(args, GPT2Ring, gpt2)
+    return run_ring(options, GPT2Ring, gpt2)

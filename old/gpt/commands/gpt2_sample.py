@@ -6,10 +6,11 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.gpt2_starter import N_TOKENS
     from gpt.commands.left_out import leave_out
     from mdi.cli import sample as cli_sample
@@ -19,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from gpt.commands.families import gpt2
     from mdi.cli.starter import run_on
     from mdi.config import standalone
 
-    return run_on(args, standalone, family=gpt2)
+    return run_on(options, standalone, family=gpt2)

@@ -6,10 +6,11 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.gpt2_starter import SETTINGS
     from gpt.commands.left_out import leave_out
     from mdi.cli import secondary as cli_secondary
@@ -19,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json"), "0"])
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.cli.secondary import place_of, serve
     from mdi.config import load_nodes, load_secondary
 
-    path, index = place_of(args)
+    path, index = place_of(options)
     config = load_secondary(path, index)
     from gpt.commands.families import gpt2
 
-    return serve(args, config, gpt2, load_nodes(path))
+    return serve(options, config, gpt2, load_nodes(path))

@@ -9,14 +9,16 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 SETTINGS = Path(__file__).resolve().parents[2] / "GPT2" / "settings"
 N_TOKENS = 400  # per sample: thesis, section 4.2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.left_out import describe_cut, leave_out
     from mdi.cli import starter as cli_starter
 
@@ -26,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from gpt.commands.families import gpt2
     from mdi.cli.starter import run_on
     from mdi.config import load_cluster
 
-    return run_on(args, lambda: load_cluster(args.nodes_config), family=gpt2)
+    return run_on(options, lambda: load_cluster(options.nodes_config or SETTINGS / "3nodes.json"), family=gpt2)

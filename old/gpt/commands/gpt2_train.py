@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt.commands.nano_train import refuse_foreign, resumed
+from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
     from gpt.model import PositionGPT
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _SHAPE = ("n_layer", "n_embd", "n_head")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from mdi_training import train_command as cli_train
 
     cli_train.add_arguments(parser)

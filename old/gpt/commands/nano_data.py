@@ -11,14 +11,16 @@ import argparse
 from fractions import Fraction
 from pathlib import Path
 
+from mdi.spec.parser import Parser
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
+
+def add_arguments(parser: Parser) -> None:
+    from mdi.spec.options import COMMON
 
     parser.add_argument("data", metavar="DATA", type=Path, help="a UTF-8 text, or a folder with .txt and .md files")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: the folder of the text)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="byte pairs, at most N (default: characters)")
-    add_common_flags(parser)
+    parser.options(None, *COMMON)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,14 +8,13 @@ example:
 
 from __future__ import annotations
 
-import argparse
-
 from gpt.commands.nano_intermediate import add_arguments, serve_as
+from mdi.spec.options import Options
 
 __all__ = ["add_arguments", "run"]
 
 IS_ENDED_AT_ONCE = True
 
 
-def run(args: argparse.Namespace) -> int:
-    return serve_as(args, "finisher")
+def run(options: Options) -> int:
+    return serve_as(options, "finisher")

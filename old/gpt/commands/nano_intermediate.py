@@ -8,12 +8,13 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 IS_ENDED_AT_ONCE = True
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.left_out import leave_out
     from gpt.commands.nano_starter import SETTINGS
     from mdi.cli import secondary as cli_secondary
@@ -23,17 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nodes_config=[str(SETTINGS / "3nodes.json")])
 
 
-def run(args: argparse.Namespace) -> int:
-    return serve_as(args, "intermediate")
+def run(options: Options) -> int:
+    return serve_as(options, "intermediate")
 
 
-def serve_as(args: argparse.Namespace, role: str) -> int:
+def serve_as(options: Options, role: str) -> int:
     """Be a node of the ring in this role."""
     from gpt.nodes_file import load_nano_cluster, load_nano_node
     from mdi.cli.secondary import place_of, serve
 
-    path, index = place_of(args)
+    path, index = place_of(options)
     config = load_nano_node(path, role, index)
     from gpt.commands.families import nano
 
-    return serve(args, config, lambda: nano(role), load_nano_cluster(path).nodes)
+    return serve(options, config, lambda: nano(role), load_nano_cluster(path).nodes)

@@ -8,10 +8,11 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.left_out import describe_cut, leave_out
     from gpt.commands.nano_starter import N_TOKENS
     from mdi.cli import local_ring as cli_local_ring
@@ -22,11 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from gpt.commands.families import nano
-    from gpt.commands.nano_starter import fill_in
+    from gpt.commands.nano_starter import filled_in
     from gpt.rings import NanoRing
     from mdi.cli.local_ring import run_ring
 
-    fill_in(args, args.nodes)
-    return run_ring(args, NanoRing, nano)
+    return run_ring(filled_in(options, options.nodes or 1), NanoRing, nano)

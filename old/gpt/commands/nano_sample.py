@@ -6,10 +6,13 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import replace
+
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.left_out import leave_out
     from gpt.commands.nano_starter import N_TOKENS
     from mdi.cli import sample as cli_sample
@@ -19,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from gpt.commands.families import nano
     from mdi.cli.starter import run_on
     from mdi.config import standalone
 
-    args.prompt = args.prompt or ["\n"]
-    return run_on(args, standalone, family=nano)
+    options = replace(options, prompt=options.prompt or ("\n",))
+    return run_on(options, standalone, family=nano)

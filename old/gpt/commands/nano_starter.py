@@ -9,14 +9,17 @@ examples:
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import replace
 from pathlib import Path
+
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 SETTINGS = Path(__file__).resolve().parents[2] / "nanoGPT" / "settings"
 N_TOKENS = 1000  # per sample: thesis, section 4.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from gpt.commands.left_out import describe_cut, leave_out
     from mdi.cli import starter as cli_starter
 
@@ -26,22 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from gpt.commands.families import nano
     from gpt.nodes_file import load_nano_cluster
     from mdi.cli.starter import run_on
 
-    cluster = load_nano_cluster(args.nodes_config)
-    fill_in(args, cluster.n_nodes)
-    return run_on(args, lambda: cluster, family=nano)
+    cluster = load_nano_cluster(options.nodes_config or SETTINGS / "3nodes.json")
+    return run_on(filled_in(options, cluster.n_nodes), lambda: cluster, family=nano)
 
 
-def fill_in(args: argparse.Namespace, n_nodes: int) -> None:
-    """A sample for each node, from a line end if nothing else is given. Raises UsageError for another number."""
+def filled_in(options: Options, n_nodes: int) -> Options:
+    """The options with a sample for each node, from a line end without a prompt. UsageError for another number."""
     from mdi.errors import UsageError
 
-    args.prompt = args.prompt or ["\n"]
-    if args.n_samples not in (None, n_nodes) or len(args.prompt) > n_nodes:
-        wanted = args.n_samples or f"{len(args.prompt)} prompts"
+    prompt = options.prompt or ("\n",)
+    if options.n_samples not in (None, n_nodes) or len(prompt) > n_nodes:
+        wanted = options.n_samples or f"{len(prompt)} prompts"
         raise UsageError(f"NanoGPT's ring has as many samples as nodes: {n_nodes}, not {wanted}")
-    args.n_samples = n_nodes
+    return replace(options, prompt=prompt, n_samples=n_nodes)

@@ -14,6 +14,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi.spec.parser import Parser
+
 if TYPE_CHECKING:
     from gpt.shape import GPTConfig
     from mdi_training.begin import Beginning
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 FOREIGN = ("config", "fit_vocab", "hf_token", "lora_r")  # flags of src/train.py that have no meaning here
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from mdi_training import train_command as cli_train
 
     cli_train.add_arguments(parser)

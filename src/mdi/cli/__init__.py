@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import logging
@@ -20,9 +21,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import mdi
-from mdi.cli.parser import Parser
 from mdi.errors import MdiError, UsageError
 from mdi.log_lines import JSON, VARIABLE, form_of, formatter
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 from mdi.terminal import LineFormatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
@@ -128,9 +130,7 @@ def launch(
     """
     set_wait_policy()
     module = importlib.import_module(module_name or COMMANDS[command][0])
-    parser = Parser(prog=prog, description=module.__doc__)
-    parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
-    module.add_arguments(parser)
+    parser = parser_of(module, prog)
     args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
@@ -139,8 +139,7 @@ def launch(
     try:
         with _log_lines(command, args), _signals(is_ended_at_once):
             try:
-                _open_gguf(args)
-                status: int = module.run(args)
+                status: int = module.run(options_of(parser, args))
                 return status
             except Exception as e:
                 return _status_of(e, bool(getattr(args, "debug", False)), show or _show_failure)
@@ -211,13 +210,37 @@ def set_wait_policy() -> None:
         os.environ.update(WAIT_POLICY)
 
 
-def _open_gguf(args: argparse.Namespace) -> None:
-    """--ckpt may be a GGUF file: replace it by the directory that is made for it."""
-    path = getattr(args, "ckpt", None)
-    if isinstance(path, Path) and path.suffix == ".gguf":
-        from mdi.checkpoint.ggufsource import gguf_directory
+def parser_of(module: Any, prog: str | None = None) -> Parser:
+    """The parser of a command, a module with add_arguments."""
+    words = {"ckpt_folder": str(default_ckpt_folder()), "nodes_config": str(default_nodes_config())}
+    parser = Parser(Options, words, prog=prog, description=module.__doc__)
+    parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
+    module.add_arguments(parser)
+    return parser
 
-        args.ckpt = gguf_directory(path.expanduser(), default_ckpt_folder())
+
+def options_of(parser: Parser, args: argparse.Namespace) -> Any:
+    """The checked options of what was typed; `args` itself where a command has flags of its own. Raises MdiError.
+
+    --ckpt may be a GGUF file: it becomes the directory that is made for it.
+    """
+    declared, given = tuple(parser.declared.values()), vars(args)
+    known = {option.dest for option in declared} | {field.name for field in dataclasses.fields(Options)}
+    if not given.keys() <= known:
+        return args
+    try:
+        options = Options(declared=declared).with_given(given)
+    except UsageError as e:
+        if given.get("json") and "no_stream" in given:  # a program reads what a run prints
+            from mdi.cli.output import print_json
+
+            print_json({"error": str(e), "samples": []})
+        raise
+    if options.ckpt is None or options.ckpt.suffix != ".gguf":
+        return options
+    from mdi.checkpoint.ggufsource import gguf_directory
+
+    return dataclasses.replace(options, ckpt=gguf_directory(options.ckpt.expanduser(), default_ckpt_folder()))
 
 
 def ignore_interrupts() -> None:
@@ -228,15 +251,6 @@ def ignore_interrupts() -> None:
 def heed_interrupts() -> None:
     """After `ignore_interrupts`, if the command continues."""
     _on_signal(signal.SIGINT, _raise_interrupted)
-
-
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """-v, -d and --log-json, for every command."""
-    parser.add_argument("-v", "--verb", action="store_true", help="print more about what happens")
-    parser.add_argument(
-        "-d", "--debug", action="store_true", help="write a debug log to logs/, and show tracebacks of errors"
-    )
-    parser.add_argument("--log-json", action="store_true", help="write log lines as JSON objects")
 
 
 def launchers() -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import os
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdi.errors import UsageError
+from mdi.spec.options import Options
 
 if TYPE_CHECKING:
     from mdi.config import ClusterConfig, NodeConfig
@@ -20,38 +20,27 @@ KEY_VARIABLE = "MDI_KEY_FILE"
 N_PORTS_TRIED = 32
 
 
-def add_access_flags(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--key", type=Path, metavar="FILE", help="the cluster's key, the same on all nodes, made by `mdi key` "
-        f"(default: {KEY_VARIABLE}, else none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without a key: anybody who reaches the ports can "
-        "use the node and read its traffic",
-    )  # fmt: skip
-
-
-def open_keys(args: argparse.Namespace) -> KeyFile | None:
+def open_keys(options: Options) -> KeyFile | None:
     """The key file of --key, else of the environment, else None. Raises UsageError."""
     from mdi.security.keys import KeyFile
 
-    named = getattr(args, "key", None) or os.environ.get(KEY_VARIABLE) or None
+    named = options.key or os.environ.get(KEY_VARIABLE) or None
     return None if named is None else KeyFile(Path(named).expanduser())
 
 
-def with_keys(args: argparse.Namespace, cluster: ClusterConfig) -> ClusterConfig:
+def with_keys(options: Options, cluster: ClusterConfig) -> ClusterConfig:
     """The cluster with its key. UsageError if the key cannot be read, or is needed and missing."""
     from dataclasses import replace
 
-    keys = open_keys(args)
+    keys = open_keys(options)
     if cluster.secondaries or cluster.starter.port:
-        refuse_exposure(args, keys, cluster.starter)
+        refuse_exposure(options, keys, cluster.starter)
     return replace(cluster, keys=keys)
 
 
-def refuse_exposure(args: argparse.Namespace, keys: KeyFile | None, node: NodeConfig) -> None:
+def refuse_exposure(options: Options, keys: KeyFile | None, node: NodeConfig) -> None:
     """Raises UsageError if the node would listen beyond this machine without a key."""
-    if keys is None and not getattr(args, "insecure", False) and not _is_loopback(node.listen_addr):
+    if keys is None and not options.insecure and not _is_loopback(node.listen_addr):
         raise UsageError(
             f"{node.name} would listen on {node.listen_addr} without a key: make one with `mdi key FILE`, copy the file to "
             "each node and start all with --key FILE (or, if everybody in the network may use the nodes, with --insecure)"

@@ -10,16 +10,17 @@ Ctrl-C ends an answer; /help lists the commands.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
+from mdi.spec.parser import Parser
 from mdi.terminal import show, show_error
 
 if TYPE_CHECKING:
@@ -37,73 +38,60 @@ logger = logging.getLogger("mdi")
 CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, little enough for position tables
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-    from mdi.cli.access import add_access_flags
-    from mdi.cli.discover import add_discovery_flags
-    from mdi.cli.flags import add_generation_flags, add_model_flags, add_ring_flags
-    from mdi.cli.output import add_trace_flag
-
-    add_model_flags(parser)
-    parser.add_argument(
-        "--nodes-config", type=Path, metavar="FILE", help="nodes file: chat over the ring of these nodes"
-    )
-    add_access_flags(parser)
-    add_discovery_flags(parser)
-    add_ring_flags(parser)
-    parser.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the chat")
-    add_generation_flags(parser, n_tokens=500, with_prompt=False)
-    add_trace_flag(parser.add_argument_group("output"))
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options("model", *MODEL)
+    ring = {"help": "nodes file: chat over the ring of these nodes"}
+    parser.options(None, "nodes_config", *ACCESS, *DISCOVERY, *RING, "stop_nodes", nodes_config=ring,
+                   stop_nodes={"help": "end the secondaries' processes after the chat"})  # fmt: skip
+    parser.options("generation", *DRAWING, n_tokens=500)
+    parser.options("output", "trace")
+    parser.options(None, *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from contextlib import ExitStack
 
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import with_keys
-    from mdi.cli.checks import check_computing, check_model
     from mdi.cli.discover import discovered_cluster
     from mdi.cli.output import write_trace_of
-    from mdi.cli.session_flags import nodes_of, sampling_params, starter_options, tell_seed
+    from mdi.cli.session import nodes_of, run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.config import load_cluster, standalone
     from mdi.run.run import Run
 
     def find() -> ClusterConfig:
-        if args.nodes_config is not None:
-            cluster = load_cluster(args.nodes_config)
+        if options.nodes_config is not None:
+            cluster = load_cluster(options.nodes_config)
         else:
-            cluster = discovered_cluster(args) if args.nodes is not None else standalone()
-        cluster = with_keys(args, cluster)  # refused before anything is said
-        logger.info("loading %s ...", (args.ckpt or args.chunk).name)
+            cluster = discovered_cluster(options) if options.nodes is not None else standalone()
+        cluster = with_keys(options, cluster)  # refused before anything is said
+        logger.info("loading %s ...", (options.ckpt or options.chunk or Path()).name)
         return cluster
 
-    check_computing(args)
-    params = sampling_params(args)
-    check_model(args)
-    limit = args.sequence_length or CONTEXT_LIMIT
+    options = with_model(options)
+    params = sampling_params(with_seed(options))
+    limit = options.sequence_length or CONTEXT_LIMIT
     with ExitStack() as stack:
-        nodes, options = stack.enter_context(nodes_of(args, find)), starter_options(args)
+        nodes = stack.enter_context(nodes_of(options, find))
         session = stack.enter_context(
-            Run(nodes, options, limit, n_texts=1, leave=args.stop_nodes, on_close=ignore_interrupts)
+            Run(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
         )
-        tell_seed(params)
-        _talk(session, params, args.stop)
+        show_seed(params)
+        _talk(session, params, options.stop)
         session.raise_failure()
-    if args.trace is not None:
-        write_trace_of(session, args.trace)
+    if options.trace is not None:
+        write_trace_of(session, options.trace)
     return 0
 
 
-def _talk(session: Run, params: Any, stop: list[str]) -> None:
+def _talk(session: Run, params: Any, stop: Sequence[str]) -> None:
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
     lines = InputLines(lambda: session.failed)
     if is_terminal:
         nodes = "this machine" if session.cluster.n_nodes == 1 else f"{session.cluster.n_nodes} nodes"
-        show(
-            f"\nHello! This is {session.model.weights.model} on {nodes}. Say something; /help lists commands, /quit ends.\n"
-        )
+        model = session.model.weights.model
+        show(f"\nHello! This is {model} on {nodes}. Say something; /help lists commands, /quit ends.\n")
     while not session.failed:
         if is_terminal:
             print("You: ", end="", flush=True)
@@ -127,7 +115,7 @@ def _obey(command: str, history: list[tuple[str, str]]) -> str:
     return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
-def answer(session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: list[str]) -> str:
+def answer(session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str]) -> str:
     """Stream one answer; its text. Raises MdiError if the ring broke."""
     from mdi.errors import MdiError, UsageError
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mdi.spec.options import Options
 from mdi.terminal import show
 
 if TYPE_CHECKING:
@@ -29,25 +29,7 @@ _RELAYS: dict[tuple[str, int], Relay] = {}
 logger = logging.getLogger("mdi")
 
 
-def add_discovery_flags(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="without a nodes file: wait for N nodes, including this one, and print "
-        "codes for boards that want to join (default: all nodes found within some seconds)",
-    )  # fmt: skip
-    add_network_flags(parser)
-    parser.add_argument(
-        "--dial-port", type=int, metavar="PORT", help="without a nodes file: let nodes that cannot be reached, for example "
-        "behind a router, connect to this port (`mdi join --dial`)",
-    )  # fmt: skip
-
-
-def add_network_flags(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--addr", help="this machine's address in the network of the nodes (default: that of the default route)"
-    )
-
-
-def cluster_of_flags(args: argparse.Namespace) -> ClusterConfig:
+def cluster_of_options(options: Options) -> ClusterConfig:
     """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
 
     Raises:
@@ -57,15 +39,15 @@ def cluster_of_flags(args: argparse.Namespace) -> ClusterConfig:
     from mdi.cli.access import open_keys
     from mdi.config import load_cluster
 
-    if args.nodes_config is None and (
-        args.nodes is not None or args.dial_port is not None or open_keys(args) is not None
+    if options.nodes_config is None and (
+        options.nodes is not None or options.dial_port is not None or open_keys(options) is not None
     ):
-        return discovered_cluster(args)
-    return load_cluster(args.nodes_config or default_nodes_config())
+        return discovered_cluster(options)
+    return load_cluster(options.nodes_config or default_nodes_config())
 
 
 @contextmanager
-def reachable(args: argparse.Namespace, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
+def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
     """While this node waits and works, the starters of its cluster can find it. Raises UsageError."""
     from mdi.cli.access import own_address, split_address
     from mdi.errors import UsageError
@@ -73,17 +55,17 @@ def reachable(args: argparse.Namespace, node: SecondaryNode, keys: KeyFile | Non
     config, process = node.config, node.process
     with ExitStack() as stack:
         if keys is None:
-            if args.dial is not None:
+            if options.dial is not None:
                 raise UsageError("--dial needs the cluster's key: see --key, and `mdi key --help`")
             yield
             return
-        if args.dial is not None:
+        if options.dial is not None:
             from mdi.discovery.dial_out import DialOut
 
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
-            stack.callback(DialOut(split_address(args.dial, 0), keys, config.name, process, ports).close)
-        elif not args.no_announce:
+            stack.callback(DialOut(split_address(options.dial, 0), keys, config.name, process, ports).close)
+        elif not options.no_announce:
             stack.callback(_announced(node, keys))
         yield
 
@@ -105,24 +87,22 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
         return lambda: None
 
 
-def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
+def discovered_cluster(options: Options) -> ClusterConfig:
     """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
     from mdi.cli.access import free_port, open_keys, own_address
     from mdi.config import NodeConfig
     from mdi.discovery.gather import Gathering, Guests, cluster_of
     from mdi.errors import UsageError
 
-    keys = open_keys(args)
+    keys = open_keys(options)
     if keys is None:
         raise UsageError("nodes are found by their key: make one with `mdi key FILE`, and give it with --key FILE")
-    if args.nodes is not None and args.nodes < 1:
-        raise UsageError(f"--nodes must be at least 1, got {args.nodes}")
-    addr = args.addr or own_address()
+    addr = options.addr or own_address()
     starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
-    wanted = None if args.nodes is None else args.nodes - 1
-    wait_s = args.wait if wanted is None else max(args.wait, INVITED_WAIT_S)
+    wanted = None if options.nodes is None else options.nodes - 1
+    wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
     guests = Guests()
-    with sources(args, keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
+    with sources(options, keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
         logger.info("looking for nodes of this key on %s ...", addr)
         gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", told(node)))
         nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
@@ -133,23 +113,21 @@ def discovered_cluster(args: argparse.Namespace) -> ClusterConfig:
 
 
 @contextmanager
-def sources(args: argparse.Namespace, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
+def sources(options: Options, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
     """The sources of nodes."""
     with ExitStack() as stack:
         # The network of an address that the user gave, else all networks of this machine.
-        yield listen(args, keys, addr, [addr] if args.addr else [], stack)
+        yield listen(options, keys, addr, [addr] if options.addr else [], stack)
 
 
-def listen(
-    args: argparse.Namespace, keys: KeyFile, addr: str, interfaces: Sequence[str], stack: ExitStack
-) -> list[Source]:
+def listen(options: Options, keys: KeyFile, addr: str, interfaces: Sequence[str], stack: ExitStack) -> list[Source]:
     """The same until the stack is closed. Raises UsageError."""
     from mdi.discovery.mdns import Browser
 
     browser = Browser(keys, interfaces)
     stack.callback(browser.close)
     found: list[Source] = [browser.nodes]
-    if (port := getattr(args, "dial_port", None)) is not None:
+    if (port := options.dial_port) is not None:
         found.append(_relay(addr, port, keys).nodes)
     return found
 
@@ -164,12 +142,12 @@ def _relay(addr: str, port: int, keys: KeyFile) -> Relay:
     return _RELAYS[addr, port]
 
 
-def arrivals(args: argparse.Namespace, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
+def arrivals(options: Options, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
     """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
     from mdi.cli.access import ip_address, open_keys
     from mdi.discovery.arrivals import Arrivals
 
-    keys = None if getattr(args, "fixed", True) else open_keys(args)
+    keys = None if options.fixed else open_keys(options)
     if keys is None:
         return None
 
@@ -177,7 +155,7 @@ def arrivals(args: argparse.Namespace, cluster: Callable[[], ClusterConfig | Non
         found = cluster()
         assert keys is not None and found is not None
         addr = found.starter.addr
-        return listen(args, keys, addr, [ip_address(addr)], stack)
+        return listen(options, keys, addr, [ip_address(addr)], stack)
 
     return Arrivals(heard, keys)
 

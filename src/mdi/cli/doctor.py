@@ -9,71 +9,53 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi.spec.options import ACCESS, COMMON, Options
+from mdi.spec.parser import Parser
 from mdi.terminal import show
 
 if TYPE_CHECKING:
     from mdi.config import ClusterConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags, default_nodes_config
-    from mdi.cli.access import add_access_flags
-
-    parser.add_argument(
-        "--nodes-config",
-        type=Path,
-        metavar="FILE",
-        default=default_nodes_config(),
-        help="nodes file (%(default)s)",
-    )
-    add_access_flags(parser)
-    parser.add_argument("--ckpt", type=Path, metavar="DIR", help="also check whether the blocks of this checkpoint fit")
-    parser.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: an even split)")
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="time limit of each connection and each answer (%(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options(
+        None, "nodes_config", *ACCESS, "ckpt", "layers", "deadline", "json", *COMMON,
+        nodes_config={"help": "nodes file ({nodes_config})"},
+        ckpt={"help": "also check whether the blocks of this checkpoint fit"},
+        layers={"help": "blocks per node, starter first (default: an even split)"},
+    )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
+    from mdi.cli import default_nodes_config
     from mdi.cli.access import with_keys
     from mdi.config import load_cluster
-    from mdi.errors import UsageError
 
-    if not 0.1 <= args.deadline <= 600:
-        raise UsageError(f"--deadline must be from 0.1 to 600 seconds, got {args.deadline}")
-    cluster = with_keys(args, load_cluster(args.nodes_config))
-    if args.ckpt is not None:
-        from mdi.cli.checks import check_cut, check_model
+    cluster = with_keys(options, load_cluster(options.nodes_config or default_nodes_config()))
+    if options.ckpt is not None:
+        from mdi.cli.session import check_cut, with_model
 
-        check_model(args)
-        check_cut(args, cluster.n_stages)
+        options = with_model(options)
+        check_cut(options, cluster.n_stages)
 
     from mdi.cache_dir import default_cache_dir
     from mdi.examine.doctor import examine
 
-    report = examine(cluster, args.deadline, _needed_bytes(args, cluster), default_cache_dir())
-    show(json.dumps(report.to_json()) if args.json else str(report))
+    report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir())
+    show(json.dumps(report.to_json()) if options.json else str(report))
     return 0 if report.is_well else 1
 
 
-def _needed_bytes(args: argparse.Namespace, cluster: ClusterConfig) -> dict[str, int]:
+def _needed_bytes(options: Options, cluster: ClusterConfig) -> dict[str, int]:
     """Weights of each node's stage, as they are stored."""
-    if args.ckpt is None:
+    if options.ckpt is None:
         return {}
     from mdi.node.starter_weights import StarterWeights
 
-    weights = StarterWeights(args.ckpt, None, cluster.n_nodes, args.layers)
+    weights = StarterWeights(options.ckpt, None, cluster.n_nodes, options.layers)
     try:
         return {node.name: weights.stage_bytes(i) for i, node in enumerate(cluster.nodes)}
     finally:

@@ -11,30 +11,27 @@ To see the file as a picture, open it in chrome://tracing or https://ui.perfetto
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
+from mdi.spec.options import COMMON, Options
+from mdi.spec.parser import Parser
 from mdi.terminal import show
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-
-    parser.add_argument("file", type=Path, metavar="FILE", help="file that --trace wrote")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    file = {"help": "file that --trace wrote"}
+    parser.options(None, "file", "json", *COMMON, file=file, json={"help": "print one JSON object"})
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.errors import UsageError
     from mdi.tracing.explain import explain, format_explanation, summarize
     from mdi.tracing.trace import read_trace
 
-    trace = read_trace(args.file)
+    trace = read_trace(options.file)
     summary = summarize(trace)
     if summary is None:
-        raise UsageError(f"{args.file}: no frame in it went round the whole ring, so there is nothing to explain")
+        raise UsageError(f"{options.file}: no frame in it went round the whole ring, so there is nothing to explain")
     explanation = explain(summary)
-    show(json.dumps(explanation.to_json()) if args.json else format_explanation(trace, explanation))
+    show(json.dumps(explanation.to_json()) if options.json else format_explanation(trace, explanation))
     return 0

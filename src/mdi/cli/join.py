@@ -11,14 +11,16 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdi.errors import UsageError
+from mdi.spec.options import COMMON, Options
+from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
     from mdi.security.invitation import GuestNode
@@ -26,48 +28,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-    from mdi.cli.secondary import add_node_flags
+def add_arguments(parser: Parser) -> None:
+    from mdi.cli.secondary import add_node_options
 
-    parser.add_argument("where", nargs="?", metavar="ADDR:PORT", help="address that was printed with the invitation")
-    parser.add_argument("code", nargs="?", metavar="CODE", help="code of the invitation")
-    parser.add_argument(
-        "--key", type=Path, metavar="FILE", help="where the key is kept (default: in your settings folder)"
-    )
-    parser.add_argument("--port", type=int, default=8088, help="control port, or the next free one (%(default)s)")
-    parser.add_argument("--port-in", type=int, default=5088, help="ring port, or the next free one (%(default)s)")
-    parser.add_argument("--addr", help="address to listen on (default: that of the route to the cluster)")
-    parser.add_argument("--no-start", action="store_true", help="fetch the key and end")
-    add_node_flags(parser)
-    add_common_flags(parser)
+    parser.options(
+        None, "where", "code", "key", "port", "port_in", "addr", "no_start",
+        key={"help": "where the key is kept (default: in your settings folder)"},
+        port={"help": "control port, or the next free one (%(default)s)", "default": 8088},
+        addr={"help": "address to listen on (default: that of the route to the cluster)"},
+    )  # fmt: skip
+    add_node_options(parser)
+    parser.options(None, *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.cli.access import default_key_file, free_port, ip_address, own_address, split_address
     from mdi.cli.secondary import serve
     from mdi.config import NodeConfig
     from mdi.security.invitation import GuestNode
 
-    args.key = (args.key or default_key_file()).expanduser()
-    if (args.where is None) != (args.code is None):
+    key = (options.key or default_key_file()).expanduser()
+    if (options.where is None) != (options.code is None):
         raise UsageError("give the address and the code that `mdi key FILE --invite` printed, or nothing at all")
-    host, where = (None, 0) if args.where is None else split_address(args.where, 0)
-    addr = args.addr or own_address(host)
-    port, port_in = free_port(addr, args.port), free_port(addr, args.port_in)
+    host, where = (None, 0) if options.where is None else split_address(options.where, 0)
+    addr = options.addr or own_address(host)
+    port, port_in = free_port(addr, options.port), free_port(addr, options.port_in)
     name = socket.gethostname()[:40] or "secondary"
-    if host is not None:
-        is_reached = not args.no_start and args.dial is None
-        fetch(
-            host, where, args.code, args.key, GuestNode(name, ip_address(addr), port, port_in) if is_reached else None
-        )
-    elif not args.key.exists():
-        raise UsageError(f"{args.key} has no key yet: run `mdi key FILE --invite` on a node with one")
-    if args.no_start:
+    if host is not None and options.code is not None:
+        is_reached = not options.no_start and options.dial is None
+        fetch(host, where, options.code, key, GuestNode(name, ip_address(addr), port, port_in) if is_reached else None)
+    elif not key.exists():
+        raise UsageError(f"{key} has no key yet: run `mdi key FILE --invite` on a node with one")
+    if options.no_start:
         return 0
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
     logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
-    return serve(args, NodeConfig(name, addr, port, port_in))
+    return serve(replace(options, key=key), NodeConfig(name, addr, port, port_in))
 
 
 def fetch(addr: str, port: int, code: str, path: Path, node: GuestNode | None = None) -> None:

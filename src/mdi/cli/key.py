@@ -14,44 +14,33 @@ examples:
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 from mdi.errors import AccessError, UsageError
+from mdi.spec.options import COMMON, Options
+from mdi.spec.parser import Parser
 from mdi.terminal import show
 
 INVITE_PORT = 8088
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-
-    parser.add_argument("file", type=Path, metavar="FILE", help="the key file")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--invite", action="store_true", help="print a code with which one board can fetch the key (`mdi join`)"
-    )
-    what.add_argument("--add", action="store_true", help="add a new key, which nodes then accept")
-    what.add_argument("--switch", action="store_true", help="sign with the newest key; the others are still accepted")
-    what.add_argument("--drop", action="store_true", help="remove all keys but the one that signs")
-    parser.add_argument(
-        "--listen", metavar="ADDR[:PORT]", help=f"address for --invite (default: this machine's, port {INVITE_PORT})"
-    )
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options(None, "file")
+    parser.options(None, "invite", "add", "switch", "drop", is_one=True)
+    parser.options(None, "listen", *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.security.keys import N_KEYS_LIMIT, KeyFile, new_secret, write_keys
 
-    path = args.file.expanduser()
-    if args.invite:
-        return invite(KeyFile(path), args.listen)
-    if args.add or args.switch or args.drop:
+    path = options.file.expanduser()
+    if options.invite:
+        return invite(KeyFile(path), options.listen)
+    if options.add or options.switch or options.drop:
         keys = KeyFile(path).keys
-        if args.add and len(keys) == N_KEYS_LIMIT:
+        if options.add and len(keys) == N_KEYS_LIMIT:
             raise UsageError(f"{path} holds {N_KEYS_LIMIT} keys already: drop some with --drop")
-        changed = (*keys, new_secret()) if args.add else (keys[-1], *keys[:-1]) if args.switch else keys[:1]
+        changed = (*keys, new_secret()) if options.add else (keys[-1], *keys[:-1]) if options.switch else keys[:1]
         write_keys(path, changed)
         show(f"{path} holds {len(changed)} keys; copy it to every node before the next step")
         return 0

@@ -9,37 +9,31 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
+
+from mdi.spec.options import COMMON, Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags, default_ckpt_folder
-
-    parser.add_argument(
-        "--ckpt-folder",
-        type=Path,
-        default=default_ckpt_folder(),
-        metavar="DIR",
-        help="folder of the models (%(default)s)",
-    )
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options(None, "ckpt_folder", *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.checkpoint.folder import checkpoints_in, stated_blocks
+    from mdi.cli import default_ckpt_folder
     from mdi.columns import table
     from mdi.terminal import show
     from mdi.units import counted, size
 
-    names = checkpoints_in(args.ckpt_folder)
+    home = options.ckpt_folder or default_ckpt_folder()
+    names = checkpoints_in(home)
     if not names:
-        print(f"no model is ready in {args.ckpt_folder}: mdi pull org/name fetches one")
+        print(f"no model is ready in {home}: mdi pull org/name fetches one")
         return 0
     rows = []
     for name in names:
-        folder = args.ckpt_folder / name
+        folder = home / name
         files = [path.stat() for path in folder.rglob("*") if path.is_file()]
         changed = time.strftime("%Y-%m-%d", time.localtime(max((f.st_mtime for f in files), default=0)))
         n_blocks = stated_blocks(folder)

@@ -11,10 +11,12 @@ examples:
 
 from __future__ import annotations
 
-import argparse
-import copy
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,58 +29,44 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import starter as cli_starter
+def add_arguments(parser: Parser) -> None:
+    from mdi.cli import starter
 
-    parser.add_argument(
-        "--nodes", type=int, default=3, metavar="N", help="number of nodes, with the starter (%(default)s)"
-    )
-    parser.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="extra nodes, which replace lost ones (%(default)s)"
-    )  # fmt: skip
-    parser.add_argument("--devices", metavar="DEV,DEV,...", help="device of each node, starter first")
-    parser.add_argument("--pin", action="store_true", help="run each node on its own share of --cores, or of all cores")
-    parser.add_argument(
-        "--compare", action="store_true", help="then generate the same texts on one node, and compare the speeds"
-    )
-    cli_starter.add_arguments(parser, is_resumable=False)
-    parser.set_defaults(nodes_config=None)
+    parser.options(None, "nodes", "spares", "devices", "pin", "compare",
+                   nodes={"help": "number of nodes, with the starter (%(default)s)", "default": 3})  # fmt: skip
+    starter.add_arguments(parser, is_resumable=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.node.local import LocalRing
 
-    return run_ring(args, LocalRing)
+    return run_ring(options, LocalRing)
 
 
-def run_ring(
-    args: argparse.Namespace, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None = None
-) -> int:
+def run_ring(options: Options, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None = None) -> int:
     """One run on a ring of child processes; `family` makes that of the model, None is litgpt's."""
-    from mdi.cli.checks import check_cut
-    from mdi.cli.session_flags import processes_of
+    from mdi.cli.session import check_cut, on_processes, processes_of, with_model, with_seed
     from mdi.cli.starter import generate_on
     from mdi.errors import UsageError
 
-    if args.nodes_config is not None:
+    if options.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
-    if args.compare and (args.json or args.ckpt is None):
+    if options.compare and (options.json or options.ckpt is None):
         raise UsageError("--compare needs the whole model (--ckpt), and prints for people (no --json)")
-    as_given = copy.copy(args)
+    options, n_nodes = with_seed(options), options.nodes or 1
 
     def nodes() -> NodeSource:
-        if args.nodes >= 1:
-            check_cut(args, args.nodes)
-        return processes_of(args, make_ring, _cores(args), args.spares, _tell_processes)
+        found = with_model(options, is_litgpt=family is None)
+        check_cut(found, n_nodes)
+        return processes_of(found, n_nodes, make_ring, _cores(found), _show_processes)
 
-    metrics = generate_on(args, nodes, family)
-    if args.compare:
-        as_given.seed = args.seed
-        _compare(as_given, metrics, family)
+    metrics = generate_on(on_processes(options), nodes, family)
+    if options.compare:
+        _compare(options, metrics, family)
     return 0
 
 
-def _tell_processes(ring: LocalRing) -> None:
+def _show_processes(ring: LocalRing) -> None:
     from mdi.machine.neighbours import fair_threads
 
     nodes = (*ring.cluster.nodes, *ring.cluster.spares)
@@ -90,26 +78,25 @@ def _tell_processes(ring: LocalRing) -> None:
         logger.info("  %-12s control port %d, ring port %d, %s", node.name, node.port, node.port_in, what)
 
 
-def _compare(args: argparse.Namespace, ring: RunMetrics, family: Callable[[], ModelFamily] | None) -> None:
+def _compare(options: Options, ring: RunMetrics, family: Callable[[], ModelFamily] | None) -> None:
     """The same texts on one node with all cores, and the difference in words."""
     from mdi.cli import heed_interrupts
-    from mdi.cli.session_flags import nodes_of
+    from mdi.cli.session import nodes_of
     from mdi.cli.starter import generate_on
     from mdi.config import standalone
     from mdi.machine.neighbours import fair_threads
     from mdi.run.report import format_comparison
 
-    for name in ("layers", "placement", "chunk", "frames"):  # these say how a ring is laid out
-        setattr(args, name, None)
+    # These say how a ring is laid out.
+    options = replace(options, layers=None, placement=None, chunk=None, n_frames=None)
     print("\nthe same on one node ...", flush=True)
     heed_interrupts()
-    alone = generate_on(args, lambda: nodes_of(args, standalone), family, is_reported=False)
+    alone = generate_on(options, lambda: nodes_of(options, standalone), family, is_reported=False)
     print(format_comparison(ring, alone, fair_threads([])))
 
 
-def _cores(args: argparse.Namespace) -> Sequence[int] | None:
+def _cores(options: Options) -> Sequence[int] | None:
     """Cores to divide among the nodes; None if none is to be kept on any."""
-    from mdi.cli.session_flags import cores_of
     from mdi.node.local import pinnable_cores
 
-    return pinnable_cores() if args.cores is None and args.pin else cores_of(args)
+    return pinnable_cores() if options.cores is None and options.pin else options.cores

@@ -8,26 +8,18 @@ examples:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import ACCESS, COMMON, Options
+from mdi.spec.parser import Parser
 
 WAIT_S = 3.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-    from mdi.cli.access import add_access_flags
-    from mdi.cli.discover import add_network_flags
-
-    add_access_flags(parser)
-    add_network_flags(parser)
-    parser.add_argument(
-        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long to listen for nodes (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    wait = {"help": "how long to listen for nodes (%(default)s)", "default": WAIT_S}
+    parser.options(None, *ACCESS, "addr", "wait_s", "json", *COMMON, wait_s=wait)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from pathlib import Path
 
     from mdi.cli.access import default_key_file, open_keys, own_address
@@ -39,17 +31,17 @@ def run(args: argparse.Namespace) -> int:
     from mdi.security.keys import KeyFile
     from mdi.terminal import show
 
-    keys = open_keys(args)
+    keys = open_keys(options)
     if keys is None and Path(default_key_file()).exists():
         keys = KeyFile(default_key_file())
     if keys is None:
         raise UsageError("nodes are found by their key: give it with --key FILE, or fetch it with `mdi join`")
-    if not 0 < args.wait <= 600:
-        raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {args.wait}")
-    with sources(args, keys, args.addr or own_address()) as found:
-        nodes = Gathering(found, keys).within(args.wait)
+    if not 0 < options.wait_s <= 600:
+        raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {options.wait_s}")
+    with sources(options, keys, options.addr or own_address()) as found:
+        nodes = Gathering(found, keys).within(options.wait_s)
     rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
-    if args.json:
+    if options.json:
         print_json({"nodes": rows})
     elif not rows:
         show("no node of this key answers in this network: run `mdi join` on a board, see `mdi join --help`")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.spec.options import Options
 from mdi.terminal import show
 
 if TYPE_CHECKING:
@@ -16,24 +16,6 @@ if TYPE_CHECKING:
     from mdi.run.run import Run
 
 logger = logging.getLogger("mdi")
-
-
-def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
-    output.add_argument("--no-stream", action="store_true", help="print the texts when they are complete")
-    output.add_argument(
-        "-p", "--plots", action="store_true", help="write tokens over time as CSV and figure (logs/, img/)"
-    )
-    output.add_argument("--time-run", type=Path, metavar="FILE", help="append one line about this run to a CSV file")
-    add_trace_flag(output)
-
-
-def add_trace_flag(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write what each node did with each frame, as Chrome trace events; "
-        "`mdi explain FILE` says what limited the run",
-    )  # fmt: skip
 
 
 def write_trace_of(node: Run, path: Path) -> None:
@@ -46,13 +28,13 @@ def write_trace_of(node: Run, path: Path) -> None:
         logger.info("wrote %s; `mdi explain %s` says what limited the run", path, path)
 
 
-def report(args: argparse.Namespace, node: Run, failure: BaseException | None, was_streamed: bool) -> None:
+def report(options: Options, node: Run, failure: BaseException | None, was_streamed: bool) -> None:
     """All that a run leaves behind: texts, tables, files; of one that failed, what each sample had reached."""
     from mdi.run.report import format_report
 
     metrics = node.metrics()
-    if args.json:
-        result = {**metrics.to_json(), "seed": args.seed}
+    if options.json:
+        result = {**metrics.to_json(), "seed": options.seed}
         if failure is not None:
             result = {"error": str(failure) or "interrupted", "samples": result["samples"]}
         print_json(result)
@@ -64,27 +46,27 @@ def report(args: argparse.Namespace, node: Run, failure: BaseException | None, w
             sample = metrics.samples[i]
             show(f"--- sample {i} ({len(sample.token_ids)} tokens)\n{sample.prompt}{sample.text}")
     if failure is None:
-        if not args.json:
+        if not options.json:
             show("\n" + format_report(metrics))
-        _write_files(args, metrics, min(node.model.context_length, int(node.model.config.block_size)))
-        if getattr(args, "trace", None) is not None:
-            write_trace_of(node, args.trace)
+        _write_files(options, metrics, min(node.model.context_length, int(node.model.config.block_size)))
+        if options.trace is not None:
+            write_trace_of(node, options.trace)
 
 
-def _write_files(args: argparse.Namespace, metrics: RunMetrics, context_size: int) -> None:
+def _write_files(options: Options, metrics: RunMetrics, context_size: int) -> None:
     """Write the files of --time-run and --plots; reports on stderr, because a program may read stdout."""
     from mdi.cli import output_dir
     from mdi.metrics import append_time_run, write_tokens_csv
 
-    if args.time_run is not None:
+    if options.time_run is not None:
         append_time_run(
-            args.time_run,
+            options.time_run,
             n_samples=len(metrics.samples),
             n_layers=max(node.layers[1] for node in metrics.nodes),
             context_size=context_size,
             gen_time_s=metrics.duration_s,
         )
-    if args.plots:
+    if options.plots:
         from mdi_tools.plots import plot_tokens_over_time, sample_series
 
         csv = write_tokens_csv(output_dir("logs"), metrics)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cli import called
-from mdi.cli.flags import add_allow_clipping
 from mdi.config import DTYPES
 from mdi.errors import UsageError
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 from mdi.units import size
 from mdi.weight_formats import PACKED
 
@@ -48,48 +49,31 @@ number of blocks, because the starter may have none.
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="a directory, a GGUF file, or a name on the hub: org/name")
-    cut = parser.add_argument_group("cut")
-    cut.add_argument("--n-nodes", type=int, metavar="N", help="cut the model for a ring of N nodes")
-    cut.add_argument("--layers", metavar="N,N,...", help="blocks per node, starter first (default: even)")
-    cut.add_argument("--dtype", choices=DTYPES, help="number type to store the weights in (default: as they are)")
-    cut.add_argument(
-        "--quantize", choices=PACKED, help="store the blocks in this weight format; int8 takes a quarter of float32's size, "
-        "int4 an eighth (default: the smallest without loss)",
+def add_arguments(parser: Parser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.options(None, "model")
+    parser.options(
+        "cut", "n_nodes", "layers", "dtype", "quantize", "quantize_head", "allow_clipping",
+        layers={"help": "blocks per node, starter first (default: even)"},
+        dtype={"help": "number type to store the weights in (default: as they are)", "choices": DTYPES},
+        quantize={
+            "help": "store the blocks in this weight format; int8 takes a quarter of float32's size, int4 an eighth (default: "
+            "the smallest without loss)", "choices": PACKED, "metavar": None,
+        },
+        quantize_head={"choices": PACKED, "metavar": None},
     )  # fmt: skip
-    cut.add_argument("--quantize-head", choices=PACKED, help="the same for head and embedding (default: as --quantize)")
-    add_allow_clipping(cut)
-    hub = parser.add_argument_group("hub")
-    hub.add_argument(
-        "--ckpt-folder", type=Path, metavar="DIR", help="folder for downloaded models (default: src/checkpoints)"
-    )
-    hub.add_argument("--hf-token", metavar="TOKEN", help="for gated and private models (default: $HF_TOKEN)")
-    hub.add_argument("--revision", help="branch, tag or commit (default: main)")
-    conversion = parser.add_argument_group("conversion")
-    conversion.add_argument(
-        "--export",
-        choices=("hf",),
-        help="instead of cutting, write the model as a Hugging Face directory (config.json, safetensors)",
-    )
-    conversion.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for the model and its chunks, or for the result of --export "
-        "(default: MODEL; for a Hugging Face directory elsewhere, one of its name in the checkpoints folder)",
-    )  # fmt: skip
-    conversion.add_argument("--model-name", metavar="NAME", help="litgpt's name of the model, if it is not MODEL's")
-    conversion.add_argument("--device", help="accepted for compatibility; no step uses a GPU")
-    parser.add_argument("-v", "--verb", action="store_true", help="print more about what happens")
-    parser.add_argument("-d", "--debug", action="store_true", help="write a debug log, and show tracebacks of errors")
+    home = {"help": "folder for downloaded models (default: src/checkpoints)"}
+    parser.options("hub", "ckpt_folder", "hf_token", "revision", ckpt_folder=home)
+    device = {"help": "accepted for compatibility; no step uses a GPU", "read": None}
+    parser.options("conversion", "export", "out", "model_name", "device", device=device)
+    parser.options(None, "verb", "debug", debug={"help": "write a debug log, and show tracebacks of errors"})
 
 
-def run(args: argparse.Namespace) -> int:
-    _check_flags(args)
-    directory = _find(args)
-    _check_cut(directory, args)
-    _check_files(directory, args)
+def run(options: Options) -> int:
+    options = _checked(options)
+    directory = _find(options)
+    _check_cut(directory, options)
+    _check_files(directory, options)
 
     from mdi.checkpoint.derived import CastSource, PackedSource
     from mdi.checkpoint.folder import GGUF_NOTE, TOKENIZERS
@@ -97,52 +81,56 @@ def run(args: argparse.Namespace) -> int:
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing
 
-    directory, results = _convert(directory, args)
+    directory, results = _convert(directory, options)
     if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
         logger.warning(
             "warning: %s has no tokenizer: copy %s there before it is run", directory, " or ".join(TOKENIZERS)
         )
     source = open_source(directory)
-    if args.dtype is not None and any(spec.is_floating and spec.name != args.dtype for spec in source.specs.values()):
-        source = CastSource(source, args.dtype, args.allow_clipping)
-    if args.n_nodes is not None:
+    if options.dtype is not None and any(
+        spec.is_floating and spec.name != options.dtype for spec in source.specs.values()
+    ):
+        source = CastSource(source, options.dtype, options.allow_clipping)
+    if options.n_nodes is not None:
         own = own_packing(source.dtype)
-        head = args.quantize_head or args.quantize or own.head
-        source = PackedSource(source, Packing(args.quantize or own.blocks, head, args.allow_clipping))
+        head = options.quantize_head or options.quantize or own.head
+        source = PackedSource(source, Packing(options.quantize or own.blocks, head, options.allow_clipping))
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.config_dict["n_layer"]
         stored = source.packing.blocks if source.packing else source.dtype
         print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {size(n_bytes)}")
-        if args.export is not None:
-            _export(source, directory, args)
-        elif args.n_nodes is None:
+        if options.export is not None:
+            _export(source, directory, options)
+        elif options.n_nodes is None:
             print(
                 f"run it on this machine: {called('chat')} --ckpt {directory}, or {called('sample')}, or {called('serve')}"
             )
         else:
-            _cut(source, results, args)
+            _cut(source, results, options)
     finally:
         source.close()
     return 0
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    if args.n_nodes is None and args.layers is not None:
-        args.n_nodes = args.layers.count(",") + 1
-    if (args.quantize or args.quantize_head) and args.n_nodes is None:
+def _checked(options: Options) -> Options:
+    """The options with the number of nodes that --layers says. Raises UsageError."""
+    if options.n_nodes is None and options.layers is not None:
+        options = replace(options, n_nodes=options.layers.count(",") + 1)
+    if (options.quantize or options.quantize_head) and options.n_nodes is None:
         raise UsageError(
             "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
         )
-    if args.export is not None and args.out is None:
+    if options.export is not None and options.out is None:
         raise UsageError("--export needs --out DIRECTORY, a new one")
-    if args.export is not None and args.n_nodes is not None:
+    if options.export is not None and options.n_nodes is not None:
         raise UsageError("--export writes one directory: leave --n-nodes and --layers out")
-    if args.n_nodes is not None and args.n_nodes < 1:
-        raise UsageError(f"--n-nodes {args.n_nodes}: a ring has one node at least")
+    if options.n_nodes is not None and options.n_nodes < 1:
+        raise UsageError(f"--n-nodes {options.n_nodes}: a ring has one node at least")
+    return options
 
 
-def _check_cut(directory: Path, args: argparse.Namespace) -> None:
+def _check_cut(directory: Path, options: Options) -> None:
     """Raises UsageError if there is no model in the directory, or it has too few blocks for the cut."""
     from mdi.checkpoint.folder import check_folder, stated_blocks
     from mdi.partition.split import check_n_nodes, parse_layers
@@ -150,15 +138,15 @@ def _check_cut(directory: Path, args: argparse.Namespace) -> None:
     if not (directory / "config.json").is_file():
         check_folder(directory)
     n_blocks = stated_blocks(directory)
-    if n_blocks is None or args.n_nodes is None:
+    if n_blocks is None or options.n_nodes is None:
         return
-    if args.layers is not None:
-        parse_layers(args.layers, n_blocks, args.n_nodes)
+    if options.layers is not None:
+        parse_layers(options.layers, n_blocks, options.n_nodes)
     else:
-        check_n_nodes(n_blocks, args.n_nodes)
+        check_n_nodes(n_blocks, options.n_nodes)
 
 
-def _check_files(directory: Path, args: argparse.Namespace) -> None:
+def _check_files(directory: Path, options: Options) -> None:
     """What is damaged in a directory that is to be converted, as far as that is known without importing torch.
 
     Raises:
@@ -169,7 +157,7 @@ def _check_files(directory: Path, args: argparse.Namespace) -> None:
     from mdi.checkpoint.safetensors_layout import read_header
     from mdi.cli import default_ckpt_folder
 
-    target = args.out or (args.ckpt_folder or default_ckpt_folder()) / directory.resolve().name
+    target = options.out or (options.ckpt_folder or default_ckpt_folder()) / directory.resolve().name
     if is_lit_dir(directory) or is_lit_dir(target):
         return
     read_hf_config(directory / "config.json")
@@ -177,79 +165,81 @@ def _check_files(directory: Path, args: argparse.Namespace) -> None:
         read_header(path)
 
 
-def _find(args: argparse.Namespace) -> Path:
+def _find(options: Options) -> Path:
     """The model's directory; downloaded, if MODEL is a name on the hub."""
     from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
     from mdi.config import nearest_existing
 
-    local = Path(args.model).expanduser()
+    local = Path(options.model).expanduser()
     if local.is_dir():
         return local
     if local.suffix == ".gguf":
         from mdi.checkpoint.ggufsource import gguf_directory
 
-        return gguf_directory(local, args.ckpt_folder or default_ckpt_folder())
+        return gguf_directory(local, options.ckpt_folder or default_ckpt_folder())
     if local.exists():
-        raise UsageError(f"MODEL {args.model} is a file: give the directory that it is in, or a .gguf file")
-    looks_local = args.model.startswith((".", "/", "~")) or not is_repo_id(args.model)
+        raise UsageError(f"MODEL {options.model} is a file: give the directory that it is in, or a .gguf file")
+    looks_local = options.model.startswith((".", "/", "~")) or not is_repo_id(options.model)
     if looks_local:
         raise UsageError(
-            f"no such directory: {args.model} (the nearest that exists is {nearest_existing(local)}); a model on the hub "
+            f"no such directory: {options.model} (the nearest that exists is {nearest_existing(local)}); a model on the hub "
             "is named org/name"
         )
     from mdi.checkpoint.download import download
 
-    folder = args.ckpt_folder or default_ckpt_folder()
-    logger.info("looking for %s in %s", args.model, folder)
-    return download(args.model, folder, args.hf_token, args.revision)
+    folder = options.ckpt_folder or default_ckpt_folder()
+    logger.info("looking for %s in %s", options.model, folder)
+    return download(options.model, folder, options.hf_token, options.revision)
 
 
-def _convert(directory: Path, args: argparse.Namespace) -> tuple[Path, Path]:
+def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
     """The folders of the LitGPT checkpoint and of its chunks."""
     from mdi.checkpoint.convert import ready
     from mdi.checkpoint.shapes import read_config
     from mdi.cli import default_ckpt_folder
 
-    out = None if args.export is not None else args.out
-    home, clips = args.ckpt_folder or default_ckpt_folder(), args.allow_clipping
-    checkpoint, results = ready(directory, home, out, args.model_name, args.dtype, clips)
-    if args.model_name is not None:
+    out = None if options.export is not None else options.out
+    home, clips = options.ckpt_folder or default_ckpt_folder(), options.allow_clipping
+    checkpoint, results = ready(directory, home, out, options.model_name, options.dtype, clips)
+    if options.model_name is not None:
         held = read_config(checkpoint / "model_config.yaml")
         names = {held["name"], (held["hf_config"] or {}).get("name")}
-        if args.model_name not in names:
+        if options.model_name not in names:
             raise UsageError(
-                f"{checkpoint} was converted as {held['name']!r}, not {args.model_name!r}: remove its lit_model.pth to "
+                f"{checkpoint} was converted as {held['name']!r}, not {options.model_name!r}: remove its lit_model.pth to "
                 "convert it again"
             )
     return checkpoint, results
 
 
-def _export(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+def _export(source: WeightSource, directory: Path, options: Options) -> None:
     from mdi.checkpoint.export import export_hf
 
+    assert options.out is not None
     with _bar("exporting") as progress:
-        export_hf(source, directory, args.out, progress)
-    print(f"written as a Hugging Face model: {args.out}")
+        export_hf(source, directory, options.out, progress)
+    print(f"written as a Hugging Face model: {options.out}")
 
 
-def _cut(source: WeightSource, directory: Path, args: argparse.Namespace) -> None:
+def _cut(source: WeightSource, directory: Path, options: Options) -> None:
     from mdi.block_ranges import block_span
     from mdi.checkpoint.chunks import node_names, write_chunks
     from mdi.partition.split import default_split, parse_layers, ranges
 
+    assert options.n_nodes is not None
     n_layer = source.config_dict["n_layer"]
-    if args.layers is not None:
-        counts = parse_layers(args.layers, n_layer, args.n_nodes)
+    if options.layers is not None:
+        counts = parse_layers(options.layers, n_layer, options.n_nodes)
     else:
-        counts = default_split(source.config_dict, args.n_nodes)
+        counts = default_split(source.config_dict, options.n_nodes)
     with _bar("cutting") as progress:
         paths = write_chunks(source, directory, counts, progress)
-    rows = zip(node_names(args.n_nodes), ranges(counts), paths, strict=True)
+    rows = zip(node_names(options.n_nodes), ranges(counts), paths, strict=True)
     for node, (start, stop), path in rows:
         extra = "embedding and head, " if node == "starter" else ""
         print(f"  {node:<12} {extra}{block_span(start, stop)}, {size(path.stat().st_size)}: {path}")
-    if args.n_nodes == 1:
+    if options.n_nodes == 1:
         print(f"run it on this machine: {called('starter')} --chunk {paths[0]}")
     else:
         print(

@@ -9,17 +9,18 @@ examples:
 
 from __future__ import annotations
 
-import argparse
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     from mdi.cli import prepare_model
 
     prepare_model.add_arguments(parser)
     parser.description, parser.epilog = __doc__, None
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.cli import prepare_model
 
-    return prepare_model.run(args)
+    return prepare_model.run(options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
+from mdi.spec.options import Options
 
 if TYPE_CHECKING:
     from mdi.run.journal import JournalText, RunRecord
@@ -23,58 +23,49 @@ OWN = (
 logger = logging.getLogger("mdi")
 
 
-def add_resume_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("going on with a run")
-    group.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN", help="continue an interrupted run, named here or `last`, with its "
-        "flags and prompts; --nodes-config may be given again; without a name, list such runs",
-    )  # fmt: skip
-    group.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="folder for the journals of runs, readable by you only (default: runs/ in "
-        "the cache folder)",
-    )  # fmt: skip
-    group.add_argument("--no-journal", action="store_true", help="write no journal; such a run cannot be resumed")
-
-
-def run_folder(args: argparse.Namespace) -> Path:
+def run_folder(options: Options) -> Path:
     from mdi.cache_dir import default_cache_dir
 
-    return args.run_dir if args.run_dir is not None else default_cache_dir() / "runs"
+    return options.run_dir if options.run_dir is not None else default_cache_dir() / "runs"
 
 
 class Journaling:
     """The journal of a run of the starter, from its flags to its end.
 
     Args:
-        args: of the command; with --resume, the flags of the resumed run are written into it.
+        options: of the command.
+
+    Attributes:
+        options: those, with the flags of the resumed run.
 
     Raises:
         UsageError: the run does not exist, or another process has resumed it.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         from mdi.run.journal import Journal, find_run
 
-        self._folder = run_folder(args)
+        self.options = options
+        self._folder = run_folder(options)
         self._journal: Journal | None = None
         self._record: RunRecord | None = None
-        if args.resume:
-            self._journal, self._record = Journal.reopen(find_run(self._folder, args.resume))
-            _restore(args, self._record.flags)
+        if options.resume:
+            self._journal, self._record = Journal.reopen(find_run(self._folder, options.resume))
+            self.options = _restored(options, self._record.flags)
 
     @property
     def texts(self) -> list[JournalText] | None:
         """The record of the resumed run; None if this is a new one."""
         return None if self._record is None else self._record.texts
 
-    def begin(self, args: argparse.Namespace, session: Run, prompts: list[str]) -> None:
+    def begin(self, options: Options, session: Run, prompts: list[str]) -> None:
         """From here on generated tokens are recorded. UsageError if the run began with something else."""
         from mdi.run.journal import Journal, JournalText, RunRecord, new_run
         from mdi.run.records import MAY_DIFFER
 
         if self._journal is None:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
-            flags = {**_saved(args), "quantize": session.model.formats[0], "quantize_head": session.model.formats[1]}
+            flags = {**_saved(options), "quantize": session.model.formats[0], "quantize_head": session.model.formats[1]}
             self._journal = Journal.new(
                 new_run(self._folder), RunRecord(flags, session.identity, texts, numbers=session.numbers)
             )
@@ -114,27 +105,25 @@ class Journaling:
         logger.info("to continue this run: starter.py --resume %s", journal.path.parent.name)
 
 
-def list_runs(args: argparse.Namespace) -> None:
+def list_runs(options: Options) -> None:
     from mdi.run.journal import told_runs
     from mdi.terminal import show
 
-    lines = told_runs(run_folder(args))
-    show("\n".join(lines) if lines else f"no run in {run_folder(args)} was interrupted")
+    lines = told_runs(run_folder(options))
+    show("\n".join(lines) if lines else f"no run in {run_folder(options)} was interrupted")
 
 
-def _saved(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of a run as JSON; files by their whole names."""
+def _saved(options: Options) -> dict[str, Any]:
+    """The flags of a run as JSON, as they were typed; files by their whole names."""
     return {
         name: {"path": str(value.expanduser().absolute())} if isinstance(value, Path) else value
-        for name, value in vars(args).items()
+        for name, value in {**options.given, "seed": options.seed}.items()
         if name not in OWN
     }
 
 
-def _restore(args: argparse.Namespace, flags: dict[str, Any]) -> None:
-    for name, value in flags.items():
-        if name in OWN or (name == "nodes_config" and args.nodes_config is not None):
-            continue
-        if isinstance(value, dict):
-            value = Path(str(value.get("path")))
-        setattr(args, name, value)
+def _restored(options: Options, flags: dict[str, Any]) -> Options:
+    """The options of a run, but for those of this command."""
+    kept = {*OWN, *(["nodes_config"] if options.nodes_config is not None else [])}
+    found = {name: value for name, value in flags.items() if name not in kept}
+    return options.with_given({n: Path(str(v.get("path"))) if isinstance(v, dict) else v for n, v in found.items()})

@@ -6,39 +6,31 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
 import sys
 from pathlib import Path
 
 from mdi.errors import UsageError
+from mdi.spec.options import COMMON, Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags, default_ckpt_folder
-
-    parser.add_argument("name", metavar="NAME", help="name as `mdi list` shows it")
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
-    parser.add_argument(
-        "--ckpt-folder",
-        type=Path,
-        default=default_ckpt_folder(),
-        metavar="DIR",
-        help="folder of the models (%(default)s)",
-    )
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options(None, "name", "yes", "ckpt_folder", *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.checkpoint.folder import checkpoints_in
+    from mdi.cli import default_ckpt_folder
 
-    names = checkpoints_in(args.ckpt_folder)
-    if args.name not in names:
-        raise UsageError(f"there is no model {args.name!r}: {args.ckpt_folder} has {', '.join(names) or 'none'}")
-    folder = args.ckpt_folder / args.name
-    _check_alone(folder, args.ckpt_folder)
-    if not args.yes:
+    home = options.ckpt_folder or default_ckpt_folder()
+    names = checkpoints_in(home)
+    if options.name not in names:
+        raise UsageError(f"there is no model {options.name!r}: {home} has {', '.join(names) or 'none'}")
+    folder = home / options.name
+    _check_alone(folder, home)
+    if not options.yes:
         if not sys.stdin.isatty():
             raise UsageError("without a terminal there is no confirmation: give --yes")
         if input(f"remove {folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
@@ -46,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     shutil.rmtree(folder)
     with contextlib.suppress(OSError):  # there are other models of the same organisation
         folder.parent.rmdir()
-    print(f"{args.name} is removed")
+    print(f"{options.name} is removed")
     return 0
 
 

@@ -6,24 +6,22 @@ example:
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from mdi.spec.options import COMMON, GENERATION, MODEL, OUTPUT, Options
+from mdi.spec.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-    from mdi.cli.flags import add_generation_flags, add_model_flags
-    from mdi.cli.output import add_output_flags
-
-    add_model_flags(parser)
-    parser.add_argument("--chunk", type=Path, help=argparse.SUPPRESS)
-    add_generation_flags(parser, n_tokens=800, n_samples=1)
-    add_output_flags(parser)
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options("model", *MODEL)
+    parser.options(None, "chunk", chunk={"help": ""})
+    one = "texts to generate at once (default: one per prompt; 1 for a single one)"
+    parser.options("generation", *GENERATION, n_tokens=800, n_samples={"help": one})
+    parser.set_defaults(samples_of_one=1, fixed=True)
+    parser.options("output", *OUTPUT)
+    parser.options(None, *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.cli.starter import run_on
     from mdi.config import standalone
 
-    return run_on(args, standalone)
+    return run_on(options, standalone)

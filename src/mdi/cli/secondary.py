@@ -9,13 +9,14 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mdi.spec.options import ACCESS, COMMON, NODE, Options, Requested, packed_format
+from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,86 +29,49 @@ if TYPE_CHECKING:
     from mdi.stages.model_family import ModelFamily
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags, default_nodes_config
-    from mdi.cli.access import add_access_flags
-
-    parser.add_argument(
-        "--nodes-config",
-        nargs="+",
-        metavar=("FILE", "INDEX"),
-        default=[str(default_nodes_config()), "0"],
-        help="nodes file, and this node's place in its list of secondaries, from 0 (no INDEX if the file describes "
-        "only one secondary); default: settings_distr/configuration.json 0",
-    )
-    add_access_flags(parser)
-    add_node_flags(parser)
-    add_common_flags(parser)
+def add_arguments(parser: Parser) -> None:
+    parser.options(None, "place", *ACCESS)
+    add_node_options(parser)
+    parser.options(None, *COMMON)
 
 
-def add_node_flags(parser: argparse.ArgumentParser) -> None:
+def add_node_options(parser: Parser) -> None:
     """What a node computes with, and where its weights are."""
-    from mdi.cli.flags import add_allow_clipping, add_machine_flags
-
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--chunk", type=Path, metavar="FILE", help="this node's chunk, made by prepare_model.py")
-    weights.add_argument("--ckpt", type=Path, metavar="DIR", help="the whole checkpoint, if it is on this machine")
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
-    )
-    parser.add_argument(
-        "--cache-size",
-        metavar="SIZE",
-        help="limit for that folder, such as 20GB: the least recently used weights are deleted (default: no limit)",
-    )
-    add_machine_flags(parser)
-    parser.add_argument(
-        "--dtype", help="float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"
-    )
-    parser.add_argument(
-        "--quantize",
-        metavar="FORMAT",
-        help="weight format, see `starter.py --help` (default: what the starter asks for)",
-    )
-    add_allow_clipping(parser)
-    parser.add_argument("--no-announce", action="store_true", help="do not announce this node in its network")
-    parser.add_argument(
-        "--dial",
-        metavar="ADDR:PORT",
-        help="behind a router: connect to the --dial-port of a starter, which then reaches this node",
-    )
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # once accepted; a secondary draws nothing
-    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
-    # local_ring.py holds the other end of stdin: this process must not outlive it, however it ends.
-    parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+    chunk, ckpt = "this node's chunk, made by prepare_model.py", "the whole checkpoint, if it is on this machine"
+    parser.options(None, "chunk", "ckpt", is_one=True, chunk={"help": chunk}, ckpt={"help": ckpt})
+    parser.options(
+        None, *NODE, "seed", "quiet", "until_stdin_closes",
+        dtype={"help": "float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"},
+        quantize={"help": "weight format, see `starter.py --help` (default: what the starter asks for)", "read": packed_format},
+        seed={"help": ""},  # once accepted; a secondary draws nothing
+    )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from mdi.config import load_nodes, load_secondary
 
-    path, index = place_of(args)
-    return serve(args, load_secondary(path, index), nodes=load_nodes(path))
+    path, index = place_of(options)
+    return serve(options, load_secondary(path, index), nodes=load_nodes(path))
 
 
-def place_of(args: argparse.Namespace) -> tuple[str, int | None]:
+def place_of(options: Options) -> tuple[str, int | None]:
     """File and index of --nodes-config. Raises UsageError."""
+    from mdi.cli import default_nodes_config
     from mdi.errors import UsageError
 
-    if len(args.nodes_config) > 2:
-        raise UsageError(f"--nodes-config takes a file and an index, got {' '.join(args.nodes_config)}")
+    place = options.place or (str(default_nodes_config()), "0")
+    if len(place) > 2:
+        raise UsageError(f"--nodes-config takes a file and an index, got {' '.join(place)}")
     index = None
-    if len(args.nodes_config) == 2:
-        if not args.nodes_config[1].isdigit():
-            raise UsageError(f"the index after --nodes-config must be a number from 0 on, got {args.nodes_config[1]!r}")
-        index = int(args.nodes_config[1])
-    return args.nodes_config[0], index
+    if len(place) == 2:
+        if not place[1].isdigit():
+            raise UsageError(f"the index after --nodes-config must be a number from 0 on, got {place[1]!r}")
+        index = int(place[1])
+    return place[0], index
 
 
 def serve(
-    args: argparse.Namespace,
+    options: Options,
     config: NodeConfig,
     family: Callable[[], ModelFamily] | None = None,
     nodes: Sequence[NodeConfig] = (),
@@ -120,59 +84,56 @@ def serve(
     """
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import open_keys, refuse_exposure
-    from mdi.cli.checks import check_chunk, check_computing
     from mdi.cli.discover import reachable
+    from mdi.cli.session import check_chunk
     from mdi.node.temporary import sweep
 
-    keys = open_keys(args)
-    refuse_exposure(args, keys, config)
-    check_computing(args)
-    check_chunk(args.chunk)
-    node, weights = _made_node(args, config, family, nodes, keys)
+    keys = open_keys(options)
+    refuse_exposure(options, keys, config)
+    check_chunk(options.chunk)
+    node, weights = _made_node(options, config, family, nodes, keys)
     try:
         node.open()
         _hand_over_when_terminated(node)
-        if args.until_stdin_closes:
+        if options.until_stdin_closes:
             threading.Thread(target=leave_with_stdin, name="stdin", daemon=True).start()
-        with reachable(args, node, keys):
+        with reachable(options, node, keys):
             node.run()
     finally:
         ignore_interrupts()
         node.close()
         if weights is not None:
             weights.close()
-        if args.until_stdin_closes:
+        if options.until_stdin_closes:
             sweep()  # of its starter, if that was killed
     return 0
 
 
 def _made_node(
-    args: argparse.Namespace, config: NodeConfig, family: Callable[[], ModelFamily] | None, nodes: Sequence[NodeConfig],
+    options: Options, config: NodeConfig, family: Callable[[], ModelFamily] | None, nodes: Sequence[NodeConfig],
     keys: KeyFile | None,
 ) -> tuple[SecondaryNode, WeightSource | None]:  # fmt: skip
     """The node that the flags describe, with the weights on this machine, if any. UsageError, CheckpointError."""
     from mdi.cache_dir import default_cache_dir
-    from mdi.cli.checks import found_ckpt
-    from mdi.cli.session_flags import cores_of, parsed_bytes
-    from mdi.cli.window_flags import weight_memory
+    from mdi.cli.session import found_ckpt, weight_memory
 
-    path = args.chunk or (found_ckpt(args.ckpt) if args.ckpt is not None else None)
-    kv_memory, cache_bytes = parsed_bytes(args, "kv_memory"), parsed_bytes(args, "cache_size")
-    cores = cores_of(args) or config.cores
+    path = options.chunk or (found_ckpt(options.ckpt) if options.ckpt is not None else None)
+    memory, cores = weight_memory(options), options.cores or config.cores
 
-    from mdi.control.requested import Requested
     from mdi.machine.neighbours import threads_beside
     from mdi.machine.threads import choose_threads
     from mdi.node.secondary import SecondaryNode
     from mdi.stages.model_family import ModelFamily
 
-    asked = replace(Requested.of(args), threads=args.threads or config.threads or (len(cores) if cores else None))
-    choose_threads(args.threads or config.threads, cores, threads_beside(config, nodes))
+    asked = replace(Requested.of(options), threads=options.threads or config.threads or (len(cores) if cores else None))
+    choose_threads(options.threads or config.threads, cores, threads_beside(config, nodes))
     model = ModelFamily() if family is None else family()
     weights = model.open_source(path) if path is not None else None
-    cache_dir = args.cache_dir or default_cache_dir()
-    memory = weight_memory(args)
-    return SecondaryNode(config, weights, cache_dir, asked, kv_memory, model, cache_bytes, memory, keys), weights
+    cache_dir = options.cache_dir or default_cache_dir()
+    node = SecondaryNode(
+        config, weights, cache_dir, asked, options.kv_memory, model, options.cache_size, memory, keys
+    )  # fmt: skip
+    return node, weights
 
 
 def _hand_over_when_terminated(node: SecondaryNode) -> None:

@@ -13,7 +13,6 @@ after 15 seconds.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -23,61 +22,56 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Options
+from mdi.spec.parser import Parser
+
 if TYPE_CHECKING:
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
     from mdi.serve.process import ApiProcess
-    from mdi.serve.serve_settings import ServeSettings
 
 CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
 logger = logging.getLogger("mdi")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mdi.cli import add_common_flags
-    from mdi.cli.access import add_access_flags
-    from mdi.cli.flags import add_model_flags, add_ring_flags
-    from mdi.cli.output import add_trace_flag
-    from mdi.cli.parallel_flags import add_parallel_flags
-    from mdi.cli.serve_flags import add_serve_flags
-
-    add_model_flags(parser)
-    nodes = parser.add_argument_group("nodes")
-    nodes.add_argument("--nodes", type=int, metavar="N", help="a ring of N processes on this machine")
-    nodes.add_argument("--nodes-config", type=Path, metavar="FILE", help="nodes file: a ring of these nodes")
-    nodes.add_argument("--devices", metavar="DEV,DEV,...", help="with --nodes: device of each node, starter first")
-    add_access_flags(nodes)
-    add_ring_flags(nodes)
-    add_parallel_flags(nodes)
-    add_trace_flag(add_serve_flags(parser))
+def add_arguments(parser: Parser) -> None:
+    parser.options("model", *MODEL)
+    parser.options(
+        "nodes", "nodes", "nodes_config", "devices", *ACCESS, *RING, *PARALLEL,
+        nodes={"help": "a ring of N processes on this machine"},
+        nodes_config={"help": "nodes file: a ring of these nodes"},
+        devices={"help": "with --nodes: device of each node, starter first"},
+    )  # fmt: skip
+    models = {"help": "folder of the models that requests can name ({ckpt_folder})"}
+    parser.options("API", *SERVER, "trace", ckpt_folder=models)
     parser.set_defaults(prompt_style="none")
-    add_common_flags(parser)
+    parser.options(None, *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
-    from mdi.cli import Obeyed, ignore_interrupts
-    from mdi.cli.checks import check_computing, check_cut, check_model
-    from mdi.cli.serve_flags import serve_settings
-    from mdi.cli.session_flags import starter_options
+def run(options: Options) -> int:
+    from mdi.cli import Obeyed, default_ckpt_folder, ignore_interrupts
+    from mdi.cli.serve_settings import serve_settings
+    from mdi.cli.session import check_cut, on_processes, run_options, with_model
     from mdi.errors import UsageError
 
-    check_computing(args)
-    if args.nodes is not None and args.nodes_config is not None:
+    if options.nodes is not None and options.nodes_config is not None:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
-    if args.ckpt is None:
+    if options.ckpt is None:
         raise UsageError("give the model: --ckpt DIRECTORY")
-    settings = serve_settings(args)
-    check_model(args)
-    check_cut(args, 1 if args.nodes is None else args.nodes)
-    starter_options(args)
+    settings = serve_settings(options)
+    options = with_model(options)
+    check_cut(options, 1 if options.nodes is None else options.nodes)
+    options = run_options(options if options.nodes is None else on_processes(options))
+    models, ckpt = options.ckpt_folder or default_ckpt_folder(), options.ckpt
+    assert ckpt is not None
 
     from mdi.serve.process import ApiProcess
 
-    api = ApiProcess(settings, args.ckpt_folder, args.ckpt)
+    api = ApiProcess(settings, models, ckpt)
     try:
         logger.info("%s answers as soon as the model is loaded", api.url)
-        _serve(args, api, settings)
+        _serve(options, api, models, ckpt)
     except KeyboardInterrupt:
         pass
     finally:
@@ -87,10 +81,9 @@ def run(args: argparse.Namespace) -> int:
     return Obeyed(0)
 
 
-def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -> None:
+def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
-    from mdi.cli.session_flags import starter_options
     from mdi.errors import MdiError
     from mdi.serve.backend import Backend
     from mdi.serve.catalog import Catalog
@@ -99,18 +92,17 @@ def _serve(args: argparse.Namespace, api: ApiProcess, settings: ServeSettings) -
     from mdi.serve.snapshot import Snapshots
     from mdi.tracing.recorder import SERVE_SPANS
 
-    nodes = _nodes(args)  # first, because it decides the placement on processes of this machine
-    options = starter_options(args)
+    nodes = _nodes(options)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
     with nodes:
         host = ModelHost(
-            nodes, options, Catalog(args.ckpt_folder, args.ckpt), args.sequence_length or CONTEXT_LIMIT, api.lines,
-            _after(args), lambda name: logger.info("ready: %s answers on %s; Ctrl-C ends the server", name, api.url),
+            nodes, options, Catalog(models, ckpt), options.sequence_length or CONTEXT_LIMIT, api.lines,
+            _after(options), lambda name: logger.info("ready: %s answers on %s; Ctrl-C ends the server", name, api.url),
         )  # fmt: skip
         snapshots = Snapshots(host)
         backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)
-        if args.open and _has_display():
+        if options.open and _has_display():
             webbrowser.open(api.url)
         try:
             host.run()
@@ -130,18 +122,19 @@ def _has_display() -> bool:
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def _after(args: argparse.Namespace) -> Callable[[Run], None] | None:
+def _after(options: Options) -> Callable[[Run], None] | None:
     """What is done when a ring has ended: the last one's trace is what --trace leaves."""
     from mdi.cli.output import write_trace_of
 
-    return None if args.trace is None else lambda node: write_trace_of(node, args.trace)
+    path = options.trace
+    return None if path is None else lambda node: write_trace_of(node, path)
 
 
-def _nodes(args: argparse.Namespace) -> NodeSource:
-    from mdi.cli.session_flags import cores_of, nodes_of, processes_of
+def _nodes(options: Options) -> NodeSource:
+    from mdi.cli.session import nodes_of, processes_of
     from mdi.config import load_cluster, standalone
     from mdi.node.local import LocalRing
 
-    if args.nodes is not None:
-        return processes_of(args, LocalRing, cores_of(args), is_revived=True)
-    return nodes_of(args, lambda: load_cluster(args.nodes_config) if args.nodes_config else standalone())
+    if options.nodes is not None:
+        return processes_of(options, options.nodes, LocalRing, options.cores, is_revived=True)
+    return nodes_of(options, lambda: load_cluster(options.nodes_config) if options.nodes_config else standalone())

@@ -11,13 +11,14 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi.spec.options import ACCESS, COMMON, DISCOVERY, GENERATION, MODEL, OUTPUT, PARALLEL, RESUME, RING, Options
+from mdi.spec.parser import Parser
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mdi.cli.resume import Journaling
     from mdi.config import ClusterConfig
@@ -29,67 +30,47 @@ if TYPE_CHECKING:
     from mdi.stages.model_family import ModelFamily
 
 
-def add_arguments(parser: argparse.ArgumentParser, is_resumable: bool = True) -> None:
+def add_arguments(parser: Parser, is_resumable: bool = True) -> None:
     """`is_resumable` false: for a ring whose nodes are known and end with this process."""
-    from mdi.cli import add_common_flags, default_nodes_config
-    from mdi.cli.access import add_access_flags
-    from mdi.cli.discover import add_discovery_flags
-    from mdi.cli.flags import add_generation_flags, add_model_flags, add_ring_flags
-    from mdi.cli.output import add_output_flags
-    from mdi.cli.parallel_flags import add_parallel_flags
-    from mdi.cli.resume import add_resume_flags
-
-    add_model_flags(parser)
-    nodes = parser.add_argument_group("nodes")
-    nodes.add_argument(
-        "--nodes-config",
-        type=Path,
-        metavar="FILE",
-        help="nodes file (default: the nodes found in the network with the key of --key; without a key "
-        f"{default_nodes_config()})",
+    parser.options("model", *MODEL)
+    parser.options(
+        "nodes", "nodes_config", *ACCESS, *(DISCOVERY if is_resumable else ()), *RING, "stop_nodes", *PARALLEL
     )
-    add_access_flags(nodes)
+    parser.options("generation", *GENERATION)
     if is_resumable:
-        add_discovery_flags(nodes)
-    add_ring_flags(nodes)
-    nodes.add_argument("--stop-nodes", action="store_true", help="end the secondaries' processes after the run")
-    add_parallel_flags(nodes)
-    add_generation_flags(parser, n_tokens=300)
-    if is_resumable:
-        add_resume_flags(parser)
-    add_output_flags(parser)
-    add_common_flags(parser)
+        parser.options("going on with a run", *RESUME)
+    parser.options("output", *OUTPUT)
+    parser.options(None, *COMMON)
 
 
-def run(args: argparse.Namespace) -> int:
-    from mdi.cli.discover import cluster_of_flags
+def run(options: Options) -> int:
+    from mdi.cli.discover import cluster_of_options
     from mdi.cli.resume import Journaling, list_runs
-    from mdi.cli.session_flags import nodes_of
+    from mdi.cli.session import nodes_of
 
-    if args.resume == "":
-        list_runs(args)
+    if options.resume == "":
+        list_runs(options)
         return 0
     with contextlib.ExitStack() as stack:
         journaling = None
-        if not args.no_journal:
-            journaling = Journaling(args)
+        if not options.no_journal:
+            journaling = Journaling(options)
+            options = journaling.options
             stack.callback(journaling.close)
-        generate_on(args, lambda: nodes_of(args, lambda: cluster_of_flags(args)), journaling=journaling)
+        generate_on(options, lambda: nodes_of(options, lambda: cluster_of_options(options)), journaling=journaling)
     return 0
 
 
-def run_on(
-    args: argparse.Namespace, find: Callable[[], ClusterConfig], family: Callable[[], ModelFamily] | None = None
-) -> int:
+def run_on(options: Options, find: Callable[[], ClusterConfig], family: Callable[[], ModelFamily] | None = None) -> int:
     """One run on nodes that `find` finds, from flags to report; see `generate_on`."""
-    from mdi.cli.session_flags import nodes_of
+    from mdi.cli.session import nodes_of
 
-    generate_on(args, lambda: nodes_of(args, find), family)
+    generate_on(options, lambda: nodes_of(options, find), family)
     return 0
 
 
 def generate_on(
-    args: argparse.Namespace,
+    options: Options,
     make_nodes: Callable[[], NodeSource],
     family: Callable[[], ModelFamily] | None = None,
     is_reported: bool = True,
@@ -106,57 +87,56 @@ def generate_on(
     from mdi.cli.output import print_json
 
     try:
-        return generate(args, make_nodes, family, is_reported, journaling)
+        return generate(options, make_nodes, family, is_reported, journaling)
     except (Exception, KeyboardInterrupt) as e:
-        if args.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
+        if options.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
         raise
 
 
 def generate(
-    args: argparse.Namespace,
+    options: Options,
     make_nodes: Callable[[], NodeSource],
     family: Callable[[], ModelFamily] | None,
     is_reported: bool,
     journaling: Journaling | None,
 ) -> RunMetrics:
     from mdi.cli import ignore_interrupts
-    from mdi.cli.checks import check_computing, check_model
     from mdi.cli.output import report
-    from mdi.cli.session_flags import sampling_params, starter_options, tell_seed
+    from mdi.cli.session import run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.errors import MdiError
     from mdi.prompts import read_prompts
     from mdi.run.run import Run
 
-    check_computing(args)
+    options = with_seed(options)
     known = None if journaling is None else journaling.texts
     if known is None:
-        prompts = read_prompts(args.prompt or [], args.n_samples, default=args.samples_of_one)
+        prompts = read_prompts(options.prompt, options.n_samples, default=options.samples_of_one)
     else:
         prompts = [text.prompt for text in known]
-    params = sampling_params(args)
-    check_model(args, is_litgpt=family is None)
-    is_streaming = is_reported and not (args.json or args.no_stream)
+    params = sampling_params(options)
+    options = with_model(options, is_litgpt=family is None)
+    is_streaming = is_reported and not (options.json or options.no_stream)
     failure: BaseException | None = None
     with make_nodes() as nodes:
         session = Run(
-            nodes, starter_options(args), args.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
-            family=family, leave=getattr(args, "stop_nodes", False), on_close=ignore_interrupts,
+            nodes, run_options(options), options.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
+            family=family, leave=options.stop_nodes, on_close=ignore_interrupts,
         )  # fmt: skip
         try:
             with session:
                 if journaling is not None:
-                    journaling.begin(args, session, prompts)
+                    journaling.begin(options, session, prompts)
                 if is_reported:
-                    tell_seed(params)
-                _submit(session, prompts, params, args.stop, known, is_streaming)
+                    show_seed(params)
+                _submit(session, prompts, params, options.stop, known, is_streaming)
                 session.read()
         except (MdiError, KeyboardInterrupt) as e:
             if not session.was_open:
                 raise
             failure = e
         if is_reported or failure is not None:
-            report(args, session, failure, is_streaming)
+            report(options, session, failure, is_streaming)
     if failure is not None:
         failure.is_reported = True  # type: ignore[attr-defined]
         raise failure
@@ -164,7 +144,7 @@ def generate(
 
 
 def _submit(
-    session: Run, prompts: list[str], params: SamplingParams, stop: list[str], known: list[JournalText] | None,
+    session: Run, prompts: list[str], params: SamplingParams, stop: Sequence[str], known: list[JournalText] | None,
     is_streaming: bool,
 ) -> None:  # fmt: skip
     """All texts of the run, shown as they grow if that is wanted; `known` is what an earlier run has of them."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, TypeVar
 
 from mdi.block_ranges import block_span
-from mdi.control.requested import Requested
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
-from mdi.json_fields import Fields, shown
+from mdi.json_fields import shown
 from mdi.kernels import LAYOUT_VERSION
 from mdi.limits import excess
 from mdi.net.wire import SILENCE_S
+from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of
+from mdi.spec.options import Frames, Length, Requested, Silence
+
+T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 5
@@ -42,22 +45,17 @@ CODES = {
 COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 N_SLOTS_LIMIT = 64  # nodes of one machine
 AFTER_MS_LIMIT = 10_000
-N_FRAMES_LIMIT = 4096
+VERSION_LIMIT = 1 << 30
 N_TEXTS = 8  # at the same time, of a run that does not say how many
-SILENCE_LIMITS_S = (0.5, 600.0)
 
 
 @dataclass(frozen=True)
 class PartSpec:
     """A part of the weights that a node needs: its name, the sha256 of its canonical bytes, and how many they are."""
 
-    name: str
-    sha256: str
-    n_bytes: int
-
-    @classmethod
-    def of(cls, get: Fields) -> PartSpec:
-        return cls(get.string("name"), get.hex("sha256", 64), get.integer("n_bytes", 1, 1 << 45))
+    name: Name
+    sha256: Sha256
+    n_bytes: Annotated[int, Meta(ge=1, le=1 << 45)]
 
 
 @dataclass(frozen=True)
@@ -84,30 +82,30 @@ class InitRequest(Requested):
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
 
-    run: str
-    epoch: str
-    index: int
-    names: tuple[str, ...]
-    placement: str
-    next_addr: str
-    next_port: int
-    model: str
+    run: RunId
+    epoch: RunId
+    index: Annotated[int, Meta(ge=1)]
+    names: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    placement: Text
+    next_addr: Text
+    next_port: Port
+    model: Text
     config: dict[str, Any]
-    config_hash: str
-    stored_dtype: str
-    blocks: tuple[int, int]
+    config_hash: Text
+    stored_dtype: Text
+    blocks: Span
     parts: tuple[PartSpec, ...]
-    max_length: int
-    stored_format: str | None = None
-    n_frames: int | None = None
-    silence_s: float = SILENCE_S
-    n_sequences: int = N_TEXTS
+    max_length: Length
+    stored_format: Text | None = None
+    n_frames: Frames | None = None
+    silence_s: Silence = SILENCE_S
+    n_sequences: Length = N_TEXTS
     exclusive: bool = False
     keep_caches: bool = False
-    replay: str = COMPUTE
-    replay_bytes: int = 0
+    replay: Annotated[str, one_of((COMPUTE, FILL, PASS))] = COMPUTE
+    replay_bytes: Annotated[int, Meta(ge=0, le=1 << 45)] = 0
     hand_over: bool = False
-    layout_version: int = LAYOUT_VERSION
+    layout_version: Annotated[int, Meta(ge=0, le=VERSION_LIMIT)] = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)
 
@@ -117,39 +115,13 @@ class InitRequest(Requested):
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = Fields(data, "request", _refused)
-        _check_versions(get)
-        names = tuple(get.strings("names"))
-        if not names:
-            raise get.wrong("names", "the names of all nodes")
-        start, stop = get.span("blocks")
-        request = cls(
-            run=get.hex("run", 16),
-            epoch=get.hex("epoch", 16),
-            index=get.integer("index", 1, len(names) - 1),
-            names=names,
-            placement=get.text("placement"),
-            next_addr=get.text("next_addr"),
-            next_port=get.integer("next_port", 1, 65535),
-            model=get.text("model"),
-            config=get.object("config"),
-            config_hash=get.text("config_hash"),
-            stored_dtype=get.text("stored_dtype"),
-            blocks=(start, stop),
-            parts=tuple(map(PartSpec.of, get.items("parts"))),
-            max_length=get.integer("max_length", 1, 1 << 30),
-            stored_format=get.optional("stored_format", get.text),
-            n_frames=get.optional("n_frames", lambda key: get.integer(key, 1, N_FRAMES_LIMIT)),
-            silence_s=get.number("silence_s", *SILENCE_LIMITS_S) if "silence_s" in data else SILENCE_S,
-            n_sequences=get.optional("n_sequences", lambda key: get.integer(key, 1, 1 << 30)) or N_TEXTS,
-            exclusive=get.boolean("exclusive"),
-            keep_caches=get.boolean("keep_caches"),
-            replay=get.choice("replay", (COMPUTE, FILL, PASS)),
-            replay_bytes=get.integer("replay_bytes", 0, 1 << 45),
-            hand_over=get.boolean("hand_over"),
-            extensions=get.object("extensions"),
-            **Requested.read(get),
-        )
+        _check_versions(data)
+        missing = [f.name for f in fields(cls) if f.default is not None and f.name not in data]
+        if missing:  # a default is for who makes a request, not for who reads one
+            raise _refused(f"request: Object missing required field `{missing[0]}`")
+        request = _decoded(cls, data)
+        if request.index >= len(request.names):
+            raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
         _check_blocks(request)
         return request
 
@@ -164,16 +136,13 @@ class Slots:
         n_nodes: of the machine; all compute in the slot after their own ones.
     """
 
-    after_ms: int
-    place: int
-    n_nodes: int
+    after_ms: Annotated[int, Meta(ge=0, le=AFTER_MS_LIMIT)]  # a node must not wait for as long as a peer likes
+    place: Whole
+    n_nodes: Annotated[int, Meta(ge=2, le=N_SLOTS_LIMIT)]
 
-    @classmethod
-    def from_json(cls, data: Any) -> Slots:
-        """Raises ControlError (400): a node must not wait for as long as a peer likes."""
-        get = Fields(data, "request", _refused)
-        n_nodes = get.integer("n_nodes", 2, N_SLOTS_LIMIT)
-        return cls(get.integer("after_ms", 0, AFTER_MS_LIMIT), get.integer("place", 0, n_nodes - 1), n_nodes)
+    def __post_init__(self) -> None:
+        if self.place >= self.n_nodes:
+            raise ValueError(f"Expected `place` < {self.n_nodes}, got {self.place}")
 
 
 @dataclass(frozen=True)
@@ -189,10 +158,10 @@ class ProfileRequest(Requested):
     """
 
     config: dict[str, Any]
-    config_hash: str
-    stored_dtype: str
+    config_hash: Text
+    stored_dtype: Text
     fresh: bool = False
-    run: str | None = None
+    run: RunId | None = None
     slots: Slots | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -201,17 +170,9 @@ class ProfileRequest(Requested):
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = Fields(data, "request", _refused)
-        _check_counts(get.object("config"))
-        return cls(
-            config=get.object("config"),
-            config_hash=get.text("config_hash"),
-            stored_dtype=get.text("stored_dtype"),
-            fresh=get.boolean("fresh") if "fresh" in data else False,
-            run=get.optional("run", lambda key: get.hex(key, 16)),
-            slots=None if data.get("slots") is None else Slots.from_json(data["slots"]),
-            **Requested.read(get),
-        )
+        request = _decoded(cls, data)
+        _check_counts(request.config)
+        return request
 
 
 @dataclass(frozen=True)
@@ -224,10 +185,10 @@ class ProbeRequest:
         measure: whether to measure the bandwidth as well, with a few megabytes.
     """
 
-    name: str
-    addr: str
-    port: int
-    port_in: int
+    name: Name
+    addr: Name
+    port: Port
+    port_in: Port
     measure: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -236,14 +197,7 @@ class ProbeRequest:
     @classmethod
     def from_json(cls, data: Any) -> ProbeRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = Fields(data, "request", _refused)
-        return cls(
-            name=get.string("name"),
-            addr=get.string("addr"),
-            port=get.integer("port", 1, 65535),
-            port_in=get.integer("port_in", 1, 65535),
-            measure=get.boolean("measure") if "measure" in data else False,
-        )
+        return _decoded(cls, data)
 
 
 @dataclass(frozen=True)
@@ -256,12 +210,12 @@ class ForwardRequest:
         node, addr, port: name of the other node, and where its control port is.
     """
 
-    run: str
+    run: RunId
     part: PartSpec
-    offset: int
-    node: str
-    addr: str
-    port: int
+    offset: Whole
+    node: Name
+    addr: Name
+    port: Port
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -269,16 +223,20 @@ class ForwardRequest:
     @classmethod
     def from_json(cls, data: Any) -> ForwardRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        get = Fields(data, "request", _refused)
-        (part,) = map(PartSpec.of, Fields({"part": [get.object("part")]}, "request", _refused).items("part"))
-        return cls(
-            run=get.hex("run", 16), part=part, offset=get.integer("offset", 0, part.n_bytes), node=get.string("node"),
-            addr=get.string("addr"), port=get.integer("port", 1, 65535),
-        )  # fmt: skip
+        request = _decoded(cls, data)
+        if request.offset > request.part.n_bytes:
+            raise _refused(f"request.offset: {request.offset} is more than the part's {request.part.n_bytes} bytes")
+        return request
 
 
-def _check_versions(get: Fields) -> None:
-    version = get.data.get("control_version")
+def _decoded(cls: type[T], data: Any) -> T:
+    return decode(cls, data, "request", _refused)
+
+
+def _check_versions(data: Any) -> None:
+    if not isinstance(data, dict):
+        raise _refused(f"request: expected an object, found {shown(data)}")
+    version, layout = data.get("control_version"), data.get("layout_version")
     if type(version) is not int or version != CONTROL_VERSION:
         raise ControlError(
             f"the starter speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
@@ -286,9 +244,9 @@ def _check_versions(get: Fields) -> None:
             409,
             code="version",
         )
-    if get.integer("layout_version", 0, 1 << 30) != LAYOUT_VERSION:
+    if type(layout) is int and 0 <= layout <= VERSION_LIMIT and layout != LAYOUT_VERSION:
         raise ControlError(
-            f"the starter packs weights in version {get.data['layout_version']} of their layout, this node in version "
+            f"the starter packs weights in version {layout} of their layout, this node in version "
             f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
             409,
             code="version",

@@ -8,7 +8,6 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
-from mdi.control.requested import Requested
 from mdi.kernels import library
 from mdi.machine.device import (
     check_format,
@@ -18,6 +17,7 @@ from mdi.machine.device import (
     stays_packed,
     why_torch,
 )
+from mdi.spec.options import Requested
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
 from mdi.control.open_ports import open_ports
-from mdi.control.requested import Requested
 from mdi.errors import CheckpointError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import choose_device
@@ -28,6 +27,7 @@ from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import PlanReport, plan
 from mdi.partition.plan_table import left_out_lines
 from mdi.partition.profile import ClusterProfile, NodeProfile
+from mdi.spec.options import Requested
 from mdi.weight_formats import SMALLER
 
 logger = logging.getLogger("mdi")

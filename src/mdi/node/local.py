@@ -46,6 +46,7 @@ class LocalRing:
         cores: divided among the nodes, each of which stays on its own; None pins nothing.
         kv_memory: bytes for caches on each node.
         n_spares: nodes besides those of the ring, which replace lost ones.
+        key: file of the cluster's key.
     """
 
     cluster: ClusterConfig  # from `__enter__` on
@@ -61,6 +62,7 @@ class LocalRing:
         cores: Sequence[int] | None = None,
         kv_memory: int | None = None,
         n_spares: int = 0,
+        key: Path | None = None,
     ) -> None:
         if n_nodes < 1:
             raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
@@ -79,6 +81,7 @@ class LocalRing:
             [None] * (self._n_in_ring - 1), None if cores is None else len(cores)
         )
         self._ckpt = ckpt
+        self._key = key
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
         self.children: list[subprocess.Popen[bytes]] = []
         self._told: set[int] = set()  # process numbers of children that `check` has found to be lost
@@ -201,6 +204,8 @@ class LocalRing:
         command += ["--cache-dir", str(self._folder.path / f"cache{index}"), *self._flags]
         if not self._flags:
             command.append("--quiet")
+        if self._key is not None:
+            command += ["--key", str(self._key)]
         if self._ckpt is not None:
             command += ["--ckpt", str(self._ckpt)]
         package = str(Path(__file__).resolve().parents[2])

@@ -17,11 +17,11 @@ from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
-from mdi.control.requested import Requested
 from mdi.errors import ControlError, UsageError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch
 from mdi.machine.torch_use import load_torch
+from mdi.spec.options import Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.kept_packed import KeptPacked
 from mdi.stages.model_family import ModelFamily

@@ -24,10 +24,10 @@ from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.group_member import may_look_busily, run_check, share_metrics
-from mdi.node.options import StarterOptions
 from mdi.node.part_sending import PartSource
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
+from mdi.spec.options import StarterOptions
 from mdi.stages.building import StageSpec
 from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage, WeightUse

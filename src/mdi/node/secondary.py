@@ -22,7 +22,6 @@ from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import NodeConfig, WeightMemory
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
-from mdi.control.requested import ANYTHING, Requested
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.kernels import library
@@ -41,6 +40,7 @@ from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.worker import RingWorker
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.security.keys import KeyFile
+from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.cache_budget import share_in
 from mdi.stages.model_family import ModelFamily

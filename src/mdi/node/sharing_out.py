@@ -10,10 +10,10 @@ from typing import Any
 from mdi.config import ClusterConfig
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
-from mdi.node.options import ParallelOptions, StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.split import default_split, ranges
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.tensor.group import Group, Member
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of

@@ -16,7 +16,6 @@ from mdi.checkpoint.weights import own_packing
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import N_TEXTS
-from mdi.control.requested import Requested
 from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
 from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype
@@ -25,7 +24,6 @@ from mdi.machine.torch_use import load_torch
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
 from mdi.measure.window_plan import without_limits
-from mdi.node.options import StarterOptions
 from mdi.node.sharing_out import Division, SharingOut, division_by_hand
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.cost import CostModel
@@ -39,6 +37,7 @@ from mdi.partition.tensor_plan import plan_tensor
 from mdi.run.ports import StarterPorts
 from mdi.run.roll_call import free_nodes
 from mdi.run.texts import check_prompt, context_length
+from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out

@@ -22,7 +22,6 @@ from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach_node import reach_node
-from mdi.control.requested import Requested
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
@@ -32,7 +31,6 @@ from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.options import StarterOptions
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
 from mdi.node.setup import SecondarySetup, with_true_port
@@ -41,6 +39,7 @@ from mdi.periodic import Periodic
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.run.identity import numbers_of
 from mdi.run.policy import Form, Stage
+from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.cache_budget import share_extensions, share_out
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import StageStore

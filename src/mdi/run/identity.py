@@ -9,8 +9,8 @@ from typing import Any
 
 from mdi.machine.computing import Computing
 from mdi.machine.device import why_not_kernels
-from mdi.node.options import StarterOptions
 from mdi.node.starter_weights import StarterWeights
+from mdi.spec.options import StarterOptions
 
 IN_KERNELS = ("fused", "plain")  # classes of library.arithmetic() whose bits depend on no batch, cut or processor
 

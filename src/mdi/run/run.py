@@ -30,7 +30,6 @@ from mdi.machine.neighbours import host_of
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import profile_request
 from mdi.metrics import NodeMetrics, RunMetrics
-from mdi.node.options import StarterOptions
 from mdi.partition.model import Workload
 from mdi.partition.profile import NodeProfile
 from mdi.run.choice import Choice, model_of
@@ -46,6 +45,7 @@ from mdi.run.policy import Cut, Policy, Stage
 from mdi.run.ports import StarterPorts
 from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace
+from mdi.spec.options import StarterOptions
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.tracing.trace import Trace

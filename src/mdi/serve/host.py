@@ -25,13 +25,13 @@ from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
-from mdi.node.options import StarterOptions
 from mdi.run.nodes import Newcomers, NodeSource
 from mdi.run.ports import StarterPorts
 from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
 from mdi.serve.process import Lines
+from mdi.spec.options import StarterOptions
 
 _MOST_EVENTS = 4096  # in one message
 _END = Event(-1, (), "closed")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from mdi.config import WeightMemory
 from mdi.errors import ControlError, UsageError
-from mdi.json_fields import Fields
-
-UNITS_LIMIT = 4096
+from mdi.spec.decode import Meta, decode
+from mdi.spec.options import Units
 
 _FIELD = "window"  # of the extensions of a run
 
@@ -25,9 +24,9 @@ class WindowOptions:
         memory: limit of the process in bytes; None is no limit.
     """
 
-    units: int | None = None
-    retain: int | None = None
-    memory: int | None = None
+    units: Units | None = None
+    retain: Units | None = None
+    memory: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,9 +61,6 @@ def extensions_of(memory: WeightMemory) -> dict[str, Any]:
 
 def window_options(units: int | None, retain: int | None, memory: int | None) -> WindowOptions | None:
     """What flags say; None without a window. Raises UsageError."""
-    for flag, value in (("--window", units), ("--retain", retain)):
-        if value is not None and not 1 <= value <= UNITS_LIMIT:
-            raise UsageError(f"{flag} must be from 1 to {UNITS_LIMIT}, got {value}")
     if units is None and memory is None:
         if retain is not None:
             raise UsageError("--retain needs a window: give --window or --memory as well")
@@ -76,9 +72,4 @@ def options_from_json(data: Any) -> WindowOptions | None:
     """What another node asks for. Raises ControlError (400)."""
     if data is None:
         return None
-    get = Fields(data, "window", lambda message: ControlError(message, 400))
-
-    def count(key: str, most: int) -> int | None:
-        return get.optional(key, lambda name: get.integer(name, 1, most))
-
-    return WindowOptions(count("units", UNITS_LIMIT), count("retain", UNITS_LIMIT), count("memory", 1 << 50))
+    return decode(WindowOptions, data, "window", lambda message: ControlError(message, 400))

@@ -1,0 +1,100 @@
+"""The API's settings, from the options of `mdi serve`: keys, certificate, hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mdi.errors import UsageError
+from mdi.spec.options import Options
+
+if TYPE_CHECKING:
+    from mdi.serve.serve_settings import ApiKey, ServeSettings
+
+KEY_VARIABLE = "MDI_API_KEY"
+PRIORITY_LIMIT = 1000
+
+
+def serve_settings(options: Options) -> ServeSettings:
+    """Raises UsageError."""
+    from mdi.serve.serve_settings import ServeSettings
+
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError("--tls-cert and --tls-key belong together")
+    if options.tls_cert is not None and options.tls_key is not None:
+        _check_tls(options.tls_cert, options.tls_key)
+    keys = _keys(options)
+    if not keys and not options.insecure and not _is_loopback(options.host):
+        raise UsageError(
+            f"--host {options.host} lets everybody in the network use the nodes: give --api-key-file FILE (or --insecure, if "
+            "everybody may)"
+        )
+    return ServeSettings(
+        host=options.host,
+        port=options.port,
+        keys=keys,
+        tls_cert=None if options.tls_cert is None else str(options.tls_cert),
+        tls_key=None if options.tls_key is None else str(options.tls_key),
+        hosts=options.allow_host,
+        origins=options.allow_origin,
+        max_running=options.max_running,
+        max_waiting=options.queue,
+        keep_alive_s=options.keep_alive,
+    )
+
+
+def _keys(options: Options) -> tuple[ApiKey, ...]:
+    """Of the flags, the file and the environment."""
+    from mdi.security.keys import check_private
+
+    lines = [*options.api_key]
+    if not lines and options.api_key_file is None and os.environ.get(KEY_VARIABLE):
+        lines.append(os.environ[KEY_VARIABLE])
+    if options.api_key_file is not None:
+        try:
+            with open(options.api_key_file.expanduser(), encoding="utf-8") as file:
+                check_private(options.api_key_file, os.fstat(file.fileno()))
+                text = file.read()
+        except (OSError, ValueError) as e:
+            raise UsageError(f"--api-key-file {options.api_key_file} cannot be read: {e}") from None
+        lines += [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        if not lines:
+            raise UsageError(f"--api-key-file {options.api_key_file} has no key")
+    return tuple(_key(number, line) for number, line in enumerate(lines, 1))
+
+
+def _key(number: int, line: str) -> ApiKey:
+    from mdi.serve.serve_settings import ApiKey, digest_of
+
+    parts = line.split()
+    if not 1 <= len(parts) <= 3 or len(parts[0]) < 8:
+        raise UsageError(
+            f"API key {number}: expected at least 8 characters without blanks, then its name and its priority"
+        )
+    name = parts[1] if len(parts) > 1 else f"key{number}"
+    try:
+        priority = int(parts[2]) if len(parts) > 2 else 0
+    except ValueError:
+        raise UsageError(f"API key {number}: its priority is not a whole number") from None
+    if abs(priority) > PRIORITY_LIMIT:
+        raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
+    return ApiKey(digest_of(parts[0]), name, priority)
+
+
+def _check_tls(cert: Path, key: Path) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, lambda: "")
+    except (OSError, ssl.SSLError) as e:
+        raise UsageError(f"--tls-cert {cert} and --tls-key {key} cannot be used: {e}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

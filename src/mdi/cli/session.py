@@ -1,0 +1,204 @@
+"""From a command's options to a session: checks, nodes, how to compute, and how to draw."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mdi.errors import UsageError
+from mdi.spec.options import Options
+
+if TYPE_CHECKING:
+    from mdi.config import ClusterConfig, WeightMemory
+    from mdi.engine.sequence import SamplingParams
+    from mdi.node.local import LocalRing
+    from mdi.run.nodes import NodeSource
+    from mdi.window.window_options import WindowOptions
+
+logger = logging.getLogger("mdi")
+
+
+# Checks of what is typed, before anything heavy is imported
+
+
+def with_model(options: Options, is_litgpt: bool = True) -> Options:
+    """The options with the folder that --ckpt means.
+
+    Args:
+        is_litgpt: whether the checkpoint must be a LitGPT one.
+
+    Raises:
+        UsageError: a named file does not exist, or there is no model.
+    """
+    from mdi.checkpoint.folder import check_folder
+
+    check_chunk(options.chunk)
+    if options.ckpt is None:
+        if options.chunk is None:
+            raise UsageError("give the model: --ckpt DIRECTORY" + (", or --chunk FILE" if is_litgpt else ""))
+        return options
+    folder = found_ckpt(options.ckpt)
+    if is_litgpt and options.chunk is None:
+        check_folder(folder)
+    return replace(options, ckpt=folder)
+
+
+def check_cut(options: Options, n_nodes: int) -> None:
+    """--layers and the model (after `with_model`) for so many nodes. Raises UsageError if the model cannot be cut so."""
+    from mdi.checkpoint.folder import stated_blocks
+    from mdi.partition.split import check_n_nodes, parse_layers
+
+    n_blocks = None if options.ckpt is None else stated_blocks(options.ckpt)
+    if options.parallel.mode == "tensor":
+        if options.layers is not None:
+            raise UsageError("--layers: with --parallel tensor each node has a share of every block: use --shares")
+    elif n_blocks is not None and options.layers is not None:
+        parse_layers(options.layers, n_blocks, n_nodes)
+    elif n_blocks is not None:
+        check_n_nodes(n_blocks, n_nodes)
+
+
+def found_ckpt(name: Path) -> Path:
+    """The folder that --ckpt means. Raises UsageError."""
+    from mdi.checkpoint.folder import find_folder
+    from mdi.cli import default_ckpt_folder
+
+    return find_folder(name, default_ckpt_folder())
+
+
+def check_chunk(chunk: Path | None) -> None:
+    """Raises UsageError if --chunk names no file; the name that chunks had before, with .pth, will do."""
+    from mdi.config import nearest_existing
+
+    if chunk is None or chunk.is_file() or chunk.with_suffix(".safetensors").is_file():
+        return
+    if chunk.is_dir():
+        raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
+    raise UsageError(f"--chunk {chunk}: no such file (the nearest that exists is {nearest_existing(chunk)})")
+
+
+# Nodes
+
+
+def nodes_of(options: Options, find: Callable[[], ClusterConfig]) -> NodeSource:
+    """Nodes that run already, or this process alone."""
+    from mdi.cli.access import with_keys
+    from mdi.cli.discover import arrivals
+    from mdi.run.nodes import NodeSource
+
+    latest: ClusterConfig | None = None
+
+    def found() -> ClusterConfig:
+        nonlocal latest
+        latest = with_keys(options, find())
+        check_cut(options, latest.n_stages)
+        return latest
+
+    return NodeSource(found, options.threads, options.cores, arrivals(options, lambda: latest))
+
+
+def on_processes(options: Options) -> Options:
+    """The options for nodes that are processes of this machine: all alike, so measuring them would say nothing."""
+    is_even = options.placement is None and options.devices is None
+    return replace(options, placement="even") if is_even else options
+
+
+def processes_of(
+    options: Options, n_nodes: int, make_ring: type[LocalRing], cores: Sequence[int] | None,
+    on_begin: Callable[[LocalRing], None] = lambda ring: None, is_revived: bool = False,
+) -> NodeSource:  # fmt: skip
+    """A ring of processes on this machine.
+
+    Args:
+        cores: divided among the nodes; None keeps none on any.
+        on_begin: called with a started ring.
+        is_revived: see OwnProcesses.
+    """
+    from mdi.cli.access import with_keys
+    from mdi.run.nodes import OwnProcesses
+
+    def begun(ring: LocalRing) -> ClusterConfig:
+        on_begin(ring)
+        return with_keys(options, ring.cluster)
+
+    return OwnProcesses(
+        lambda: make_ring(
+            n_nodes, options.devices, options.threads, options.ckpt, options.verb, options.debug, cores, options.kv_memory,
+            options.spares, None if options.key is None else options.key.expanduser().absolute(),
+        ),
+        begun, is_revived,
+    )  # fmt: skip
+
+
+# How to compute and to draw
+
+
+def asked_window(options: Options) -> WindowOptions | None:
+    """The window of --window, --retain and --memory; None without. Raises UsageError."""
+    from mdi.window.window_options import window_options
+
+    return window_options(options.window, options.retain, options.memory)
+
+
+def weight_memory(options: Options) -> WeightMemory:
+    """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
+    from mdi.config import WeightMemory
+    from mdi.window.window_options import WindowMemory
+
+    window = asked_window(options)
+    if window is None:
+        return WeightMemory(options.weights, options.mlock)
+    if options.weights != "auto" or options.mlock:
+        raise UsageError("--window and --memory read weights into memory of their own: leave --weights and --mlock out")
+    return WindowMemory(window=window)
+
+
+def chosen_placement(flag: str | None) -> str | None:
+    """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
+    from mdi.partition.methods import METHODS
+
+    named = os.environ.get("MDI_PLACEMENT") or None
+    if named is not None and named not in METHODS:
+        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(METHODS)}")
+    return flag or named
+
+
+def run_options(options: Options) -> Options:
+    """The options of a starter, completed by what follows from flags and environment. Raises UsageError."""
+    from mdi.cache_dir import default_cache_dir
+    from mdi.tracing.recorder import N_SPANS
+
+    return replace(
+        options, placement=chosen_placement(options.placement), cache_dir=default_cache_dir(),
+        weight_memory=weight_memory(options), n_spans=0 if options.trace is None else N_SPANS,
+        quantize_head=options.quantize_head or options.quantize,
+    )  # fmt: skip
+
+
+def with_seed(options: Options) -> Options:
+    """The options with a seed: a new one without --seed."""
+    return options if options.seed is not None else replace(options, seed=secrets.randbelow(10**9))
+
+
+def sampling_params(options: Options) -> SamplingParams:
+    """How tokens are drawn, by options with a seed. Raises UsageError."""
+    from mdi.engine.sequence import SamplingParams
+
+    assert options.seed is not None
+    if not all(options.stop):
+        raise UsageError("--stop: an empty text would end every sample at once")
+    return SamplingParams(
+        n_tokens=options.n_tokens, temperature=options.temperature, top_k=options.top_k or None, top_p=options.top_p,
+        seed=options.seed,
+    )  # fmt: skip
+
+
+def show_seed(params: SamplingParams) -> None:
+    """Where something is drawn: how to have the same again."""
+    if params.temperature > 0:
+        logger.info("seed %d: --seed %d gives the same texts again", params.seed, params.seed)

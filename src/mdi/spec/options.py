@@ -1,0 +1,467 @@
+"""The options of all commands, each declared once: its type, range, default and help.
+
+A run needs some of them (`StarterOptions`), a node's part in it fewer (`Requested`, which travel to the nodes). The parsers
+(mdi.spec.parser), the flags that a command has, requests between nodes (mdi.control.messages) and the tables of
+docs/configuration.md are made of these fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from mdi.config import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
+from mdi.errors import UsageError
+from mdi.kernels.page_sizes import CACHE_TYPES, cache_type_named
+from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
+from mdi.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
+from mdi.replay_memory import REPLAY_BYTES
+from mdi.spec.decode import Meta, Text, one_of
+from mdi.spec.parser import Declared, Option, made
+from mdi.weight_formats import AUTO, check_packed
+
+KV_DTYPES = ("auto", *CACHE_TYPES)
+N_THREADS_LIMIT = 4096
+N_FRAMES_LIMIT = 4096
+SILENCE_LIMITS_S = (0.5, 600.0)
+MODES = ("ring", "tensor", "auto")
+UNITS_LIMIT = 4096
+
+Threads = Annotated[int, Meta(ge=1, le=N_THREADS_LIMIT)]
+Frames = Annotated[int, Meta(ge=1, le=N_FRAMES_LIMIT)]
+Silence = Annotated[float, Meta(ge=SILENCE_LIMITS_S[0], le=SILENCE_LIMITS_S[1])]
+Length = Annotated[int, Meta(ge=1, le=1 << 30)]
+Count = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Units = Annotated[int, Meta(ge=1, le=UNITS_LIMIT)]
+
+
+def _device(text: str, flag: str) -> str:
+    check_device(text)
+    return text
+
+
+def _dtype(text: str, flag: str) -> str:
+    check_dtype(text)
+    return text
+
+
+def _format(text: str, flag: str) -> str:
+    if text != AUTO:
+        check_packed(text)
+    return text
+
+
+def packed_format(text: str, flag: str) -> str:
+    """A weight format of one node, which does not choose for all."""
+    check_packed(text)
+    return text
+
+
+def _methods() -> Sequence[str]:
+    from mdi.partition.methods import METHODS
+
+    return tuple(METHODS)
+
+
+def _sums() -> Sequence[str]:
+    from mdi.partition.sum_cost import CHOICES
+
+    return CHOICES
+
+
+def _shares(text: str, flag: str) -> tuple[float, ...]:
+    try:
+        parts = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        parts = ()
+    if not parts or not all(0 <= part < float("inf") for part in parts) or not sum(parts):
+        raise UsageError(f"{flag} {text}: expected a number for each node, like 3,2,2")
+    return parts
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class Requested:
+    """One value everywhere: from flags of the same names to the starter's options, requests, and a node's own choices.
+
+    None and "auto" leave the choice to the node. What has been decided is a `machine.computing.Computing`.
+    """
+
+    device: Annotated[Text | None, Option(
+        "cpu, cuda, cuda:<n> or mps (default: the nodes file, else a GPU if there is one)", read=_device
+    )] = None
+    dtype: Annotated[Text | None, Option(
+        "float32, float16 or bfloat16 (default: on a CPU the fastest that keeps the checkpoint's precision)", read=_dtype
+    )] = None
+    threads: Annotated[Threads | None, Option(
+        "CPU threads to compute with (default: the nodes file, else this node's share of the cores)"
+    )] = None
+    quantize: Annotated[Text | None, Option(
+        "format of the blocks' weights: float32, bf16, fp16, int8 or int4 (on NVIDIA GPUs int8 and int4 only); smaller is "
+        "faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
+        "else the checkpoint's own numbers)", metavar="FORMAT", read=_format,
+    )] = None
+    quantize_head: Annotated[Text | None, Option(
+        "the same for head and embedding (default: as --quantize)", metavar="FORMAT", read=_format
+    )] = None
+    kv_dtype: Annotated[Annotated[str, one_of(KV_DTYPES)], Option(
+        "number type of the key/value caches on all nodes (%(default)s: as computed); bf16 and fp16 take half of float32, "
+        "int8 a quarter (kernels only)", choices=KV_DTYPES, convert=cache_type_named,
+    )] = "auto"
+    wire_dtype: Annotated[Annotated[str, one_of(WIRE_DTYPES)], Option(
+        "number format of rows on the links: auto (as computed), fp16, or int8 with a scale per 64 values (%(default)s)",
+        choices=WIRE_DTYPES,
+    )] = "auto"
+    compile: Annotated[bool, Option("compile the blocks' MLPs (needs a C++ compiler)", ("-c", "--compile"))] = False
+    allow_clipping: Annotated[bool, Option(
+        "let weights that are too large for their format become the largest number that it holds (default: they are refused)"
+    )] = False
+
+    @staticmethod
+    def of(source: Any) -> Requested:
+        """What an object's attributes of these names say: options, a request."""
+        found: dict[str, Any] = {f.name: getattr(source, f.name, f.default) for f in fields(Requested)}
+        return Requested(**found)
+
+    def over(self, other: Requested) -> Requested:
+        """These choices, completed by those of `other`."""
+        chosen = {name: value for name, value in vars(Requested.of(self)).items() if value != getattr(ANYTHING, name)}
+        return replace(Requested.of(other), **chosen)
+
+
+ANYTHING = Requested()
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How several nodes compute one model.
+
+    Attributes:
+        parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
+        algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
+    """
+
+    mode: Annotated[str, Option(
+        "ring: each node has some blocks, for many texts; tensor: all nodes compute a share of every block, for few texts; "
+        "auto: the fastest by measurement, also a ring of groups of near nodes (%(default)s)", ("--parallel",), choices=MODES,
+    )] = "ring"
+    parts: Annotated[tuple[float, ...] | None, Option(
+        "with --parallel tensor: how much of every block each node takes, starter first, like 3,2,2 (default: as the nodes "
+        "measure themselves; equal with --placement even)", ("--shares",), metavar="X,X,...", read=_shares,
+    )] = None
+    algorithm: Annotated[str, Option(
+        "... how the nodes sum their results (%(default)s: exchange)", ("--reduce",), choices=_sums,
+    )] = "auto"
+    reduce_dtype: Annotated[str, Option(
+        "... number format of partial sums on the links (%(default)s)", choices=REDUCE_DTYPES
+    )] = "float32"
+    is_head_shared: Annotated[bool, Option(
+        "... the starter computes all logits, or each node a share of them (%(default)s)", ("--head",), default="starter",
+        choices=("starter", "shared"), read=lambda text, _: text == "shared",
+    )] = False
+
+
+@dataclass(frozen=True)
+class StarterOptions(Requested):
+    """The user's choices for a starter.
+
+    Attributes:
+        placement: None is the default one, unless chunks that lie there have been cut already.
+        cache_dir: where this node keeps what it measured of itself.
+        n_spans: how much every node records of what it does (mdi.tracing); 0 is nothing.
+        cache_share: the part of each node's free memory that caches may take.
+        weight_memory: how the starter's own weights are read.
+    """
+
+    ckpt: Annotated[Path | None, Option(
+        "checkpoint made by prepare_model.py (below {ckpt_folder}), or a GGUF file", metavar="DIR"
+    )] = None
+    chunk: Annotated[Path | None, Option(
+        "the starter's chunk; those of the other nodes must lie beside it", metavar="FILE"
+    )] = None
+    layers: Annotated[str | None, Option("blocks per node, starter first (default: see --placement)", metavar="N,N,...")] = None
+    placement: Annotated[str | None, Option(
+        "how many blocks each node gets. throughput: most tokens/s, as the nodes measure themselves; latency: the shortest "
+        "way of one token; opa, gma: by left-over memory (and cores), as LLaMPS; even: equal numbers, nothing is measured "
+        "(default: MDI_PLACEMENT, else the cut of existing chunks, else throughput)", choices=_methods,
+    )] = None
+    prefer_memory: Annotated[float | None, Option(
+        "for opa: how much more memory counts than cores, 1/9 to 9 (5)", metavar="X"
+    )] = None
+    cache_dir: Annotated[Path | None, Option(
+        "folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
+        metavar="DIR",
+    )] = None
+    sequence_length: Annotated[Length | None, Option(
+        "most tokens of a sequence, with its prompt (default: the model's context)",
+        ("--sequence-length", "--context-length", "--block-size"), metavar="N",
+    )] = None
+    prompt_style: Annotated[str, Option(
+        "how a prompt is wrapped for the model (%(default)s: as the checkpoint says)", metavar="auto|none|NAME"
+    )] = "auto"
+    wait_s: Annotated[Seconds, Option(
+        "how long to wait for secondaries to answer (%(default)s)", ("--wait",), metavar="SECONDS"
+    )] = 30.0
+    weight_memory: WeightMemory = WeightMemory()
+    kv_memory: Annotated[int | None, Option(
+        "memory for this node's caches, like 2G or 500M; texts that do not fit wait (default: the nodes file, else what is "
+        "free)", metavar="SIZE", read=parse_bytes,
+    )] = None
+    n_frames: Annotated[Frames | None, Option(
+        "frames in flight (default: as many as nodes; one more if measured links are slow compared with computing)",
+        ("--frames",), metavar="N",
+    )] = None
+    n_spans: int = 0
+    fixed: Annotated[bool, Option(
+        "end the run when a node is lost (default: other nodes take its blocks, and the texts go on)"
+    )] = False
+    silence_s: Annotated[Silence, Option(
+        "a node that is silent for S seconds is lost (%(default)g)", metavar="S"
+    )] = SILENCE_S
+    parallel: ParallelOptions = ParallelOptions()
+    replay_memory: Annotated[int, Option(
+        "memory of each node for rows that it has sent, so that after a loss only the lost blocks compute them again "
+        "(default: 64M; 0 keeps none)", metavar="SIZE", read=parse_bytes, default=None,
+    )] = REPLAY_BYTES
+    cache_share: float = 1.0
+
+    @property
+    def replay_bytes(self) -> int:
+        """What each node keeps of the rows that it has sent."""
+        return 0 if self.fixed else self.replay_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StarterOptions):
+    """Everything that a command can be given; what a command has no flag for is the default.
+
+    Attributes:
+        samples_of_one: texts of a single prompt.
+        given: what was typed, by flag; `declared`: the command's options.
+    """
+
+    samples_of_one: int = DEFAULT_N_SAMPLES
+    given: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    declared: tuple[Declared, ...] = field(default=(), repr=False, compare=False)
+
+    # How much of this machine is used, and how weights are read
+    cores: Annotated[tuple[int, ...] | None, Option(
+        "CPU cores to run on (default: the nodes file, else any)", metavar="N,N-N,...", read=parse_cores
+    )] = None
+    window: Annotated[Units | None, Option(
+        "keep only W halves of blocks (attention, MLP) in memory and read the next ones from the disk meanwhile, for models "
+        "larger than memory (default: keep all; with --memory, as many as fit)", metavar="W",
+    )] = None
+    retain: Annotated[Units | None, Option(
+        "with a window, always keep every T-th block in memory (default: none; with --memory, as many as fit)", metavar="T"
+    )] = None
+    memory: Annotated[int | None, Option(
+        "limit for this process, such as 700MB: window and kept blocks are chosen to fit, and the run ends if it needs more",
+        metavar="SIZE", read=parse_bytes,
+    )] = None
+    weights: Annotated[str, Option(
+        "map: read packed weights from their file, which nodes of one machine share; copy: read them from a copy in memory; "
+        "%(default)s: copy only if that is faster", choices=WEIGHT_MODES,
+    )] = "auto"
+    mlock: Annotated[bool, Option("lock the weights in memory, so that they are never swapped out")] = False
+
+    # Nodes and access to them
+    nodes_config: Annotated[Path | None, Option(
+        "nodes file (default: the nodes found in the network with the key of --key; without a key {nodes_config})",
+        metavar="FILE",
+    )] = None
+    key: Annotated[Path | None, Option(
+        "the cluster's key, the same on all nodes, made by `mdi key` (default: MDI_KEY_FILE, else none)", metavar="FILE"
+    )] = None
+    insecure: Annotated[bool, Option(
+        "listen beyond this machine without a key: anybody who reaches the ports can use the node and read its traffic"
+    )] = False
+    nodes: Annotated[Count | None, Option(
+        "without a nodes file: wait for N nodes, including this one, and print codes for boards that want to join (default: "
+        "all nodes found within some seconds)", metavar="N",
+    )] = None
+    addr: Annotated[str | None, Option(
+        "this machine's address in the network of the nodes (default: that of the default route)"
+    )] = None
+    dial_port: Annotated[int | None, Option(
+        "without a nodes file: let nodes that cannot be reached, for example behind a router, connect to this port (`mdi join "
+        "--dial`)", metavar="PORT",
+    )] = None
+    stop_nodes: Annotated[bool, Option("end the secondaries' processes after the run")] = False
+    spares: Annotated[NotNegative, Option("extra nodes, which replace lost ones (%(default)s)", metavar="N")] = 0
+    devices: Annotated[str | None, Option("device of each node, starter first", metavar="DEV,DEV,...")] = None
+    pin: Annotated[bool, Option("run each node on its own share of --cores, or of all cores")] = False
+    compare: Annotated[bool, Option("then generate the same texts on one node, and compare the speeds")] = False
+
+    # A secondary
+    place: Annotated[tuple[str, ...], Option(
+        "nodes file, and this node's place in its list of secondaries, from 0 (no INDEX if the file describes only one "
+        "secondary); default: settings_distr/configuration.json 0", ("--nodes-config",), metavar=("FILE", "INDEX"), nargs="+",
+    )] = ()
+    cache_size: Annotated[int | None, Option(
+        "limit for that folder, such as 20GB: the least recently used weights are deleted (default: no limit)",
+        metavar="SIZE", read=parse_bytes,
+    )] = None
+    no_announce: Annotated[bool, Option("do not announce this node in its network")] = False
+    dial: Annotated[str | None, Option(
+        "behind a router: connect to the --dial-port of a starter, which then reaches this node", metavar="ADDR:PORT"
+    )] = None
+    quiet: Annotated[bool, Option("")] = False
+    until_stdin_closes: Annotated[bool, Option("")] = False
+    where: Annotated[str | None, Option(
+        "address that was printed with the invitation", ("where",), metavar="ADDR:PORT", nargs="?"
+    )] = None
+    code: Annotated[str | None, Option("code of the invitation", ("code",), metavar="CODE", nargs="?")] = None
+    port_in: Annotated[int, Option("ring port, or the next free one (%(default)s)")] = 5088
+    no_start: Annotated[bool, Option("fetch the key and end")] = False
+
+    # Texts
+    prompt: Annotated[tuple[str, ...], Option(
+        f"text to continue, or FILE:path with one prompt per paragraph; may be repeated (default: {DEFAULT_PROMPT!r})",
+        metavar="TEXT", nargs="append", default=None,
+    )] = ()
+    n_samples: Annotated[int | None, Option(
+        f"texts to generate at once (default: one per prompt; {DEFAULT_N_SAMPLES} for a single one)"
+    )] = None
+    n_tokens: Annotated[int, Option("new tokens per sample (%(default)s)")] = 300
+    temperature: Annotated[float, Option("0 always takes the likeliest token (%(default)s)")] = 0.8
+    top_k: Annotated[NotNegative, Option("draw from the k likeliest tokens; 0 is all (%(default)s)")] = 200
+    top_p: Annotated[float, Option("... that have this probability together (%(default)s)")] = 1.0
+    stop: Annotated[tuple[str, ...], Option("end a text before TEXT; repeatable", metavar="TEXT", nargs="append")] = ()
+    seed: Annotated[int | None, Option(
+        "seed of the random numbers; the same seed gives the same texts (default: a new one, which is printed)", metavar="N"
+    )] = None
+
+    # Going on with a run
+    resume: Annotated[str | None, Option(
+        "continue an interrupted run, named here or `last`, with its flags and prompts; --nodes-config may be given again; "
+        "without a name, list such runs", metavar="RUN", nargs="?", const="",
+    )] = None
+    run_dir: Annotated[Path | None, Option(
+        "folder for the journals of runs, readable by you only (default: runs/ in the cache folder)", metavar="DIR"
+    )] = None
+    no_journal: Annotated[bool, Option("write no journal; such a run cannot be resumed")] = False
+
+    # What a run leaves behind, and what every command has
+    json: Annotated[bool, Option("print one JSON object on stdout, and nothing else")] = False
+    no_stream: Annotated[bool, Option("print the texts when they are complete")] = False
+    plots: Annotated[bool, Option("write tokens over time as CSV and figure (logs/, img/)", ("-p", "--plots"))] = False
+    time_run: Annotated[Path | None, Option("append one line about this run to a CSV file", metavar="FILE")] = None
+    trace: Annotated[Path | None, Option(
+        "write what each node did with each frame, as Chrome trace events; `mdi explain FILE` says what limited the run",
+        metavar="FILE",
+    )] = None
+    verb: Annotated[bool, Option("print more about what happens", ("-v", "--verb"))] = False
+    debug: Annotated[bool, Option(
+        "write a debug log to logs/, and show tracebacks of errors", ("-d", "--debug")
+    )] = False
+    log_json: Annotated[bool, Option("write log lines as JSON objects")] = False
+
+    # The server
+    host: Annotated[str, Option("address to listen on (%(default)s: this machine only)")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], Option("port to listen on (%(default)s; 0: any free one)")] = 8000
+    api_key: Annotated[tuple[str, ...], Option(
+        "key that clients must send; repeatable (default: MDI_API_KEY)", metavar="KEY", nargs="append"
+    )] = ()
+    api_key_file: Annotated[Path | None, Option(
+        "one key per line, with an optional name and priority; a larger priority goes first (0)", metavar="FILE"
+    )] = None
+    tls_cert: Annotated[Path | None, Option("certificate chain (PEM), to serve https", metavar="FILE")] = None
+    tls_key: Annotated[Path | None, Option("private key of the certificate (PEM)", metavar="FILE")] = None
+    allow_host: Annotated[tuple[str, ...], Option(
+        "a host name that clients may use for this server, besides localhost and addresses; repeatable, * is any",
+        metavar="NAME", nargs="append",
+    )] = ()
+    allow_origin: Annotated[tuple[str, ...], Option(
+        "let web pages of this origin use the API, like https://example.org; repeatable, * is any", metavar="ORIGIN",
+        nargs="append",
+    )] = ()
+    max_running: Annotated[Count, Option("texts of one model at the same time (%(default)s)", metavar="N")] = 256
+    queue: Annotated[NotNegative, Option("waiting texts of one model; more get 429 (%(default)s)", metavar="N")] = 512
+    keep_alive: Annotated[Annotated[float, Meta(gt=0)] | None, Option(
+        "unload a model that was not used for so long (default: keep it until another model needs its memory)",
+        metavar="SECONDS",
+    )] = None
+    ckpt_folder: Annotated[Path | None, Option("folder of the models ({ckpt_folder})", metavar="DIR")] = None
+    open: Annotated[bool, Option("open the server's page in a browser")] = False
+
+    # Models on the disk
+    model: Annotated[str, Option("a directory, a GGUF file, or a name on the hub: org/name", ("model",), metavar="MODEL")] = ""
+    name: Annotated[str, Option("name as `mdi list` shows it", ("name",), metavar="NAME")] = ""
+    yes: Annotated[bool, Option("do not ask first", ("-y", "--yes"))] = False
+    n_nodes: Annotated[int | None, Option("cut the model for a ring of N nodes", metavar="N")] = None
+    hf_token: Annotated[str | None, Option("for gated and private models (default: $HF_TOKEN)", metavar="TOKEN")] = None
+    revision: Annotated[str | None, Option("branch, tag or commit (default: main)")] = None
+    export: Annotated[str | None, Option(
+        "instead of cutting, write the model as a Hugging Face directory (config.json, safetensors)", choices=("hf",)
+    )] = None
+    out: Annotated[Path | None, Option(
+        "folder for the model and its chunks, or for the result of --export (default: MODEL; for a Hugging Face directory "
+        "elsewhere, one of its name in the checkpoints folder)", metavar="DIR",
+    )] = None
+    model_name: Annotated[str | None, Option("litgpt's name of the model, if it is not MODEL's", metavar="NAME")] = None
+
+    # A plan
+    profiles: Annotated[Path | None, Option("profiles of nodes and links, instead of nodes", metavar="FILE")] = None
+    fresh: Annotated[bool, Option("measure again instead of using stored results")] = False
+    save_profiles: Annotated[Path | None, Option("write what was measured, for --profiles", metavar="FILE")] = None
+    only: Annotated[tuple[str, ...], Option(
+        "only these nodes of the profiles, starter first", ("--nodes",), metavar="NAME", nargs="+", default=None
+    )] = ()
+    beside: Annotated[tuple[Path, ...], Option(
+        "output of `plan.py --json` for other models on these nodes; the plan uses only what those leave free (models that "
+        "run now are counted anyway)", metavar="PLAN", nargs="+",
+    )] = ()
+    example: Annotated[bool, Option("print example profiles, and end")] = False
+    config: Annotated[str | None, Option(
+        "a model without its checkpoint: litgpt's name, or a model_config.yaml (default: the model that the profiles were "
+        "measured with)", metavar="NAME",
+    )] = None
+    disk_rate: Annotated[int | None, Option(
+        "bytes per second of the disks, such as 500M (default: as measured)", metavar="SIZE", read=parse_bytes
+    )] = None
+
+    # Other commands
+    file: Annotated[Path, Option("the key file", ("file",), metavar="FILE")] = Path()
+    invite: Annotated[bool, Option("print a code with which one board can fetch the key (`mdi join`)")] = False
+    add: Annotated[bool, Option("add a new key, which nodes then accept")] = False
+    switch: Annotated[bool, Option("sign with the newest key; the others are still accepted")] = False
+    drop: Annotated[bool, Option("remove all keys but the one that signs")] = False
+    listen: Annotated[str | None, Option(
+        "address for --invite (default: this machine's, port 8088)", metavar="ADDR[:PORT]"
+    )] = None
+    deadline: Annotated[Annotated[float, Meta(ge=0.1, le=600)], Option(
+        "time limit of each connection and each answer (%(default)s)", metavar="SECONDS"
+    )] = 5.0
+
+    def with_given(self, flags: dict[str, Any]) -> Options:
+        """These options with other flags, as they were typed. Raises UsageError."""
+        given = {**self.given, **flags}
+        return replace(made(Options, self.declared, given), given=given, declared=self.declared)
+
+
+# fmt: on
+# What several commands have
+MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights", "mlock", "kv_memory", "compile")
+MODEL = ("ckpt", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
+ACCESS = ("key", "insecure")
+DISCOVERY = ("nodes", "addr", "dial_port")
+PLACEMENT = ("placement", "prefer_memory")
+RING = (
+    "chunk", "layers", *PLACEMENT, "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
+)  # fmt: skip
+PARALLEL = ("mode", "parts", "algorithm", "reduce_dtype", "is_head_shared")
+DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed")
+GENERATION = ("prompt", "n_samples", *DRAWING)
+RESUME = ("resume", "run_dir", "no_journal")
+OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")
+COMMON = ("verb", "debug", "log_json")
+NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
+SERVER = (
+    "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
+    "keep_alive", "ckpt_folder", "open",
+)  # fmt: skip
