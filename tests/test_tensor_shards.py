@@ -14,8 +14,7 @@ from mdi.checkpoint.packing import PartWeights, is_packable
 from mdi.checkpoint.parts import part_of
 from mdi.errors import UsageError
 from mdi.kernels import library
-from mdi.kernels.layout import pack
-from mdi.kernels.matrix_cut import cut
+from mdi.kernels.layout import cut, pack
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group_sum import GroupSum

@@ -21,7 +21,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.engine.replay import SentRows
 from mdi.errors import MdiError, NoMemoryError
-from mdi.kernels.head import Weights
+from mdi.kernels.blocks import Weights
 from mdi.machine.resources import device_free_bytes
 from mdi.stages.building import StageSpec, build_stage
 from mdi.stages.cache_budget import CacheReport, check_capacity, report_caches
