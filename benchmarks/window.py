@@ -128,7 +128,7 @@ def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     from mdi.checkpoint.shapes import full_config
     from mdi.measure.window_plan import units_of
     from mdi.partition.steady import UnitTimes, simulate
-    from mdi.window.slot_plan import plan_window
+    from mdi.stages.window_budget import plan_window
 
     def run(*flags: str) -> dict[str, Any]:
         command = [

@@ -49,7 +49,7 @@ def share_of(config: dict[str, Any], n_nodes: int) -> dict[str, Any]:
 def gigabytes(config: dict[str, Any], n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
     from mdi.measure.window_plan import units_of
-    from mdi.window.slot_plan import plan_window
+    from mdi.stages.window_budget import plan_window
 
     share = share_of(config, n_nodes)
     blocks, head = units_of(share, "float32", 0, config["n_layer"], is_starter=True)

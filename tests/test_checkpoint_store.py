@@ -21,7 +21,7 @@ from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.records import BELIEVED_S, stamp_of
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError
-from mdi.window.files import WeightBytes
+from mdi.stages.window_files import WeightBytes
 
 TENSORS = {"transformer.h.0.a": torch.arange(700_000.0), "transformer.h.0.b": torch.ones(3)}
 DATA = save(TENSORS)

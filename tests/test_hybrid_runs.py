@@ -21,8 +21,8 @@ from mdi.metrics import RunMetrics
 from mdi.node.secondary import SecondaryNode
 from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.spec.options import ParallelOptions
+from mdi.stages.window_options import WindowMemory, WindowOptions
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
-from mdi.window.window_options import WindowMemory, WindowOptions
 from secondaries import cluster_of, entry_of, secondaries
 from test_tensor_runs import PROMPTS, checkpoint, lose_after, run  # noqa: F401
 from tiny_checkpoint import reference

@@ -11,14 +11,18 @@ from mdi.errors import EngineError, LimitError
 from mdi.kernels import library
 from mdi.kernels.layout import matrix_bytes
 from mdi.stages.kernel_stage import KernelStage
-from mdi.window.budget import MARGIN_BYTES, MemoryLimit, RunMemory, choose_window, taken_bytes, work_bytes
-from mdi.window.files import PAGE_BYTES, WeightBytes
-from mdi.window.slot_plan import plan_window
-from mdi.window.stored import StoredParts
-from mdi.window.weight_units import StoredMatrix, Unit, block_units, head_units
-from mdi.window.window import Window
-from mdi.window.window_options import WindowOptions
-from mdi.window.windowed import Windowed
+from mdi.stages.window import StoredParts, Window, Windowed
+from mdi.stages.window_budget import (
+    MARGIN_BYTES,
+    MemoryLimit,
+    RunMemory,
+    choose_window,
+    plan_window,
+    taken_bytes,
+    work_bytes,
+)
+from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units, head_units
+from mdi.stages.window_options import WindowOptions
 from waiting import until
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from windows import chunks, run, windowed
 
+import mdi.stages.window as unit_reader
 from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
 from mdi.stages.kernel_stage import KernelStage
-from mdi.window import unit_reader
-from mdi.window.window_options import WindowOptions
+from mdi.stages.window_options import WindowOptions
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

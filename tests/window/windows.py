@@ -16,9 +16,9 @@ from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
 from mdi.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.window.budget import RunMemory
-from mdi.window.window_options import WindowOptions
-from mdi.window.windowed import open_window
+from mdi.stages.window import open_window
+from mdi.stages.window_budget import RunMemory
+from mdi.stages.window_options import WindowOptions
 from tiny_models import tiny_lit
 
 LENGTH = 96

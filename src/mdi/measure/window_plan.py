@@ -20,13 +20,11 @@ from mdi.partition.plan import PlanReport
 from mdi.partition.profile import ClusterProfile, NodeProfile
 from mdi.partition.steady import HalfTimes, UnitTimes, is_loose, is_tight, simulate
 from mdi.partition.tensor_plan import TensorPlan
+from mdi.stages.window_budget import RunMemory, WindowPlan, choose_window, work_bytes
+from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units
+from mdi.stages.window_options import WindowOptions
 from mdi.tensor.shares import Share, share_out
 from mdi.weight_formats import LAYOUTS, OWN_FORMAT
-from mdi.window.budget import RunMemory, choose_window, work_bytes
-from mdi.window.files import PAGE_BYTES, WeightBytes
-from mdi.window.slot_plan import WindowPlan
-from mdi.window.weight_units import StoredMatrix, Unit, block_units
-from mdi.window.window_options import WindowOptions
 
 UNLIMITED = 1 << 60
 _NOWHERE = cast(WeightBytes, None)  # the file of units that only their sizes matter of

@@ -25,10 +25,10 @@ from mdi.spec.options import Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.kept_packed import KeptPacked
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.window_options import window_of
 from mdi.tensor.group import group_of
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.units import size
-from mdi.window.window_options import window_of
 
 logger = logging.getLogger("mdi")
 

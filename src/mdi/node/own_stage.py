@@ -33,13 +33,13 @@ from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage, WeightUse
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageStore
+from mdi.stages.window_options import window_of
 from mdi.tensor.group import EXTENSION, Group
 from mdi.tensor.group_ring import LeaderRing
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share
 from mdi.units import duration
-from mdi.window.window_options import window_of
 
 if TYPE_CHECKING:
     from mdi.stages.building import AnyStage

@@ -39,12 +39,12 @@ from mdi.run.roll_call import free_nodes
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.window_options import window_of
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text import TextCodec
 from mdi.units import duration
 from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
-from mdi.window.window_options import window_of
 
 ALL_NODES = "all nodes"
 

@@ -43,8 +43,8 @@ from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.cache_budget import share_extensions, share_out
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import StageStore
+from mdi.stages.window_options import extensions_of as window_extensions
 from mdi.tracing.recorder import extensions_of
-from mdi.window.window_options import extensions_of as window_extensions
 
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.

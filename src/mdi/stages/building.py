@@ -20,12 +20,12 @@ from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.loading import WeightPlacer, kernel_weights, torch_weights
+from mdi.stages.window import open_window
+from mdi.stages.window_budget import RunMemory, work_bytes
+from mdi.stages.window_options import WindowOptions, window_of
 from mdi.tensor.group import Group
 from mdi.tensor.group_sum import GroupSum
 from mdi.weight_formats import held_bytes
-from mdi.window.budget import RunMemory, work_bytes
-from mdi.window.window_options import WindowOptions, window_of
-from mdi.window.windowed import open_window
 
 if TYPE_CHECKING:
     from mdi.stages.model_family import ModelFamily

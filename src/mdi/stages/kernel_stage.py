@@ -1,8 +1,8 @@
 """One node's part of a model in the kernels, composed of blocks, ends, weights and a sum over a group.
 
 Rows are float32 arrays; torch is not needed. A stage has the parts that its weights have: blocks, and with "embedding" and
-"head" the ends of the model. The weights are all in memory (`Resident`) or in a window (`mdi.window`). In a group, a node
-has a share of every block, and the results are summed over the group.
+"head" the ends of the model. The weights are all in memory (`Resident`) or in a window (`mdi.stages.window`). In a group, a
+node has a share of every block, and the results are summed over the group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WeightUse(NamedTuple):
 
 
 class StageWeights(Protocol):
-    """The weights of a stage, by part: `Resident`, or mdi.window.windowed.Windowed.
+    """The weights of a stage, by part: `Resident`, or mdi.stages.window.Windowed.
 
     Attributes:
         ready: see Blocks.forward_in_halves; None where all weights are in memory.

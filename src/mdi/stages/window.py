@@ -1,0 +1,633 @@
+"""The weights of a stage in a window: read from the disk by a thread while it computes, in units that share memory.
+
+Units are read in one order, pass after pass. Position p of all passes is unit p % n, and lies in slot p % W: since n is brought
+to a multiple of W (by positions without a unit), each unit has its slot for good. A position may be read as soon as the one
+W before it has been freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import mmap
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mdi.cancel import Cancel
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights
+from mdi.checkpoint.safetensors_layout import TYPES
+from mdi.checkpoint.weights import WeightSource
+from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
+from mdi.kernels.blocks import Head, Weights
+from mdi.kernels.context import Context
+from mdi.kernels.layout import Matrix
+from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
+from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
+from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
+from mdi.stages.window_options import WindowOptions
+from mdi.units import size
+from mdi.weight_formats import EMBEDDING
+
+logger = logging.getLogger("mdi")
+
+
+PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
+TOLD_S = 10.0  # a wait for the disk that is worth a word
+GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
+
+
+class Reader:
+    """See the module.
+
+    Args:
+        units: of one pass; None is a position without one.
+        slots: memory, uint8 arrays; their number divides that of `units`.
+
+    Attributes:
+        read_bytes: that came from the disk.
+        wait_s: how long `unit` waited for them.
+    """
+
+    def __init__(self, units: Sequence[Unit | None], slots: Sequence[np.ndarray]) -> None:
+        assert slots and len(units) % len(slots) == 0
+        self._units, self._slots = units, slots
+        self._changed = threading.Condition()
+        self._next = 0  # the position that is read next, or now
+        self._let_go = 0  # positions below are done with
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._last_sign = time.monotonic()
+        self.read_bytes = 0
+        self.wait_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def unit(self, index: int) -> Iterator[None]:
+        """Within it, unit `index` of a pass is in its slot. Units between the last one and this are skipped.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        position = self._let_go + (index - self._let_go) % len(self._units)
+        self._wait_for(position)
+        try:
+            yield
+        finally:
+            self._move_to(position + 1)
+
+    def close(self) -> None:
+        """End the thread; harmless if repeated."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(TOLD_S)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all that may be read has been read."""
+        with self._changed:
+            return self._next == self._let_go + len(self._slots)
+
+    def _wait_for(self, position: int) -> None:
+        begin = time.monotonic()
+        if position != self._let_go:
+            self._move_to(position)
+        next_word = begin + TOLD_S
+        with self._changed:
+            if self._error is not None:  # met ahead of time, or raised before
+                self._error = None  # many errors of disks pass, so it is read again
+                self._changed.notify_all()
+            while self._next <= position:
+                if self._error is not None:
+                    raise self._error
+                if self._is_closed:
+                    raise EngineError("the weights of this stage were freed")
+                self._changed.wait(1.0)
+                now = time.monotonic()
+                if now - max(self._last_sign, begin) > GIVEN_UP_S:
+                    raise CheckpointError(
+                        f"the disk has given nothing of {self._file_of(position)} for {GIVEN_UP_S:.0f} s: check the disk"
+                    )
+                if now > next_word:
+                    next_word = now + TOLD_S
+                    logger.warning("waiting for the disk: %s (%.0f s)", self._file_of(position), now - begin)
+        self.wait_s += time.monotonic() - begin
+
+    def _file_of(self, position: int) -> str:
+        unit = self._units[position % len(self._units)]
+        return str(unit.runs[0].file.path) if unit is not None and unit.runs else ""
+
+    def _move_to(self, position: int) -> None:
+        """All below it is done with."""
+        with self._changed:
+            while self._units[position % len(self._units)] is None:
+                position += 1
+            self._let_go = position
+            self._next = max(self._next, position)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._is_closed and (self._error or self._next >= self._let_go + len(self._slots)):
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                position = self._next
+            error: BaseException | None = None
+            try:
+                self._read(position)
+            except BaseException as e:  # raised in the waiting thread
+                error = e
+            with self._changed:
+                if error is not None:
+                    self._error = error
+                elif self._next == position:  # otherwise other units are needed by now
+                    self._next += 1
+                self._changed.notify_all()
+
+    def _read(self, position: int) -> None:
+        unit = self._units[position % len(self._units)]
+        if unit is None:
+            return
+        if position % len(self._units) == 0:
+            for file in {run.file for one in self._units if one is not None for run in one.runs}:
+                file.check()
+        for n_bytes in read_unit(unit, self._slots[position % len(self._slots)]):
+            self.read_bytes += n_bytes
+            self._last_sign = time.monotonic()
+            if self._is_closed or self._let_go > position:
+                return
+
+
+def read_unit(unit: Unit, memory: np.ndarray) -> Iterator[int]:
+    """Read a unit into memory, piece by piece; the bytes of each that has come. Raises CheckpointError."""
+    view = memory.data
+    for run in unit.runs:
+        for start in range(run.start, run.stop, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, run.stop)
+            at = run.at + start - run.start
+            yield run.file.stream(start, view[at : at + stop - start])
+
+
+PROBE_BYTES = 32 << 20  # read one way, side by side as they will be, then as many the other way
+TURNS = 2
+
+
+def choose_way(files: Iterable[WeightBytes], unit: Unit, memory: np.ndarray) -> float:
+    """Have all files read the way that was faster on one of them, in the better of two turns each.
+
+    Args:
+        unit: whose bytes are read for it, into `memory`.
+
+    Returns:
+        bytes per second of that way; 0 if the unit is too small to tell.
+    """
+    files = list(files)
+    if not unit.runs:
+        return 0.0
+    run = max(unit.runs, key=lambda one: one.stop - one.start)
+    n_bytes = min(PROBE_BYTES, (run.stop - run.start) // (2 * TURNS) // PAGE_BYTES * PAGE_BYTES)
+    if not n_bytes:
+        return 0.0
+    best = {True: float("inf"), False: float("inf")}
+    for turn in range(2 * TURNS):
+        is_direct = turn % 2 == 0 and run.file.can_be_direct
+        spent = _timed(run.file, run.start + turn * n_bytes, n_bytes, is_direct, memory.data)
+        best[is_direct] = min(best[is_direct], spent)
+    is_direct = best[True] < best[False]
+    for file in files:
+        file.is_direct = is_direct and file.can_be_direct
+    rate = n_bytes / max(best[is_direct], 1e-9)
+    told = [
+        f"{name} {size(n_bytes / best[way])}/s" for way, name in ((True, "direct"), (False, "plain")) if best[way] < 1e9
+    ]
+    logger.debug("weights are read %s: %s", "past the system's memory" if is_direct else "through it", ", ".join(told))
+    return rate
+
+
+def _timed(file: WeightBytes, start: int, n_bytes: int, is_direct: bool, memory: memoryview) -> float:
+    """Seconds for some bytes that the system has not in its memory."""
+    file.drop(start, n_bytes)
+    file.is_direct = is_direct
+    begin = time.perf_counter()
+    for at in range(0, n_bytes, PIECE_BYTES):
+        file.stream(start + at, memory[: min(PIECE_BYTES, n_bytes - at)])
+    return time.perf_counter() - begin
+
+
+PACKING_COPIES = 3  # of a tensor in float32, that there are while it is packed
+
+
+@dataclass
+class StoredPart:
+    """A part of a model.
+
+    Attributes:
+        matrices: packed weights, by name, on the disk.
+        arrays: all small tensors, in memory.
+        table: the embedding, on the disk.
+    """
+
+    matrices: dict[str, StoredMatrix] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    table: RowTable | None = None
+
+
+class StoredParts:
+    """Finds the parts of one stage.
+
+    Args:
+        packing: the formats wanted.
+        folder: for weights that must be packed first.
+        limit: bytes that the process may take meanwhile; None is no limit.
+
+    Attributes:
+        packed_bytes: that were.
+    """
+
+    def __init__(self, packing: Packing, folder: Path, limit: int | None = None) -> None:
+        self._packing, self._folder, self._limit = packing, folder, limit
+        self._files: dict[Path, WeightBytes] = {}
+        self._spill: _Spill | None = None
+        self.packed_bytes = 0
+
+    def part(self, source: WeightSource, part: str) -> StoredPart:
+        """Raises CheckpointError: the source does not have it, or there is no space for packed weights."""
+        stored = source.packing
+        is_packed_so = stored is not None and stored.of_part(part) == self._packing.of_part(part)
+        if stored is not None and is_packed_so and all(map(source.extent, source.part_specs(part))):
+            return self._in_place(source, part, stored)
+        return self._spilled(source, part)
+
+    def finish(self) -> None:
+        """All parts have been requested: packed weights are on the disk now."""
+        if self._spill is not None:
+            self._spill.finish()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._spill is not None:
+            self._spill.file.close()
+
+    def _in_place(self, source: WeightSource, part: str, packing: Packing) -> StoredPart:
+        specs = source.part_specs(part)
+        found = StoredPart()
+        for name, shape in source.shapes(part).items():
+            keys = packing.check(name, shape, specs, str(source))
+            file, start = self._place(source, name)
+            if form := packing.format_of(name, shape):
+                found.matrices[name] = StoredMatrix(
+                    name, form, shape[0], shape[1], file, start, source.skipped_inputs(name)
+                )
+                continue
+            dtype = TYPES[specs[name].dtype].numpy
+            if name == EMBEDDING:
+                found.table = RowTable(file, start, (shape[0], shape[1]), dtype)
+            else:
+                n_bytes = math.prod(shape) * dtype.itemsize
+                found.arrays[name] = file.read(start, n_bytes).view(dtype).reshape(shape)
+            if EMBEDDING_SCALE in keys:
+                file, start = self._place(source, EMBEDDING_SCALE)
+                found.arrays[EMBEDDING_SCALE] = file.read(start, 4 * shape[0]).view(np.float32)
+        return found
+
+    def _place(self, source: WeightSource, name: str) -> tuple[WeightBytes, int]:
+        extent = source.extent(name)
+        if extent is None:
+            raise CheckpointError(f"{source}: {name} lies in no file")
+        path, start, stop = extent
+        if path not in self._files:
+            self._files[path] = WeightBytes(path)
+        if stop > self._files[path].n_bytes:
+            raise CheckpointError(f"{path} was cut short: {self._files[path].n_bytes} bytes, {stop} expected at least")
+        return self._files[path], start
+
+    def _spilled(self, source: WeightSource, part: str) -> StoredPart:
+        """Packed, tensor by tensor where the source has plain ones, so that little is in memory at a time."""
+        if self._spill is None:
+            self._spill = _Spill(self._folder)
+        found = StoredPart()
+        if not source.has_single_tensors:
+            self._check_memory(part, source.n_bytes(part))
+            self._add(found, source.weights(part, self._packing))
+            return found
+        for name, shape in source.shapes(part).items():
+            self._check_memory(name, 4 * math.prod(shape))
+            self._add(found, source.packed(name, self._packing))
+            source.release()
+        return found
+
+    def _add(self, found: StoredPart, weights: PartWeights) -> None:
+        assert self._spill is not None
+        spill = self._spill
+        for name, weight in weights.items():
+            if isinstance(weight, Matrix):
+                start = spill.add(weight.data)
+                found.matrices[name] = StoredMatrix(
+                    name, weight.format, weight.n_out, weight.n_in, spill.file, start, weight.skip
+                )
+            elif name == EMBEDDING:
+                found.table = RowTable(spill.file, spill.add(weight), (weight.shape[0], weight.shape[1]), weight.dtype)
+            else:
+                found.arrays[name] = weight.copy()
+        self.packed_bytes = spill.n_bytes
+
+    def _check_memory(self, name: str, n_bytes: int) -> None:
+        """Packing takes memory, too. Raises LimitError."""
+        needed = taken_bytes() + PACKING_COPIES * n_bytes
+        if self._limit is not None and needed > self._limit:
+            raise LimitError(
+                f"packing {name} takes {size(needed)}, more than the {size(self._limit)} of --memory: store the weights packed "
+                "(prepare_model.py --quantize) and ask for that format with --quantize",
+                needed,
+            )
+
+
+class _Spill:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                self._fd = os.dup(file.fileno())
+        except OSError as e:
+            raise self._failed(e) from None
+        self.file = WeightBytes(folder / "packed weights", self._fd)
+        self.n_bytes = 0
+
+    def add(self, weight: np.ndarray) -> int:
+        """Where it lies, on a page of its own."""
+        start = self.n_bytes
+        data = np.ascontiguousarray(weight).reshape(-1).view(np.uint8).data
+        try:
+            while data:
+                n = os.pwrite(self._fd, data, self.n_bytes)
+                data, self.n_bytes = data[n:], self.n_bytes + n
+        except OSError as e:
+            raise self._failed(e) from None
+        self.n_bytes = -(-self.n_bytes // PAGE_BYTES) * PAGE_BYTES
+        return start
+
+    def finish(self) -> None:
+        try:
+            os.ftruncate(self._fd, self.n_bytes)
+            os.fsync(self._fd)
+        except OSError as e:
+            raise self._failed(e) from None
+        self.file.settle()
+        self.file.drop(0, self.n_bytes)
+
+    def _failed(self, e: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"weights cannot be packed into {self._folder} ({e.strerror or e}): free some space, choose another place with "
+            "MDI_CACHE_DIR, or store them packed (prepare_model.py --quantize)"
+        )
+
+
+class Window:
+    """See the module. What stays is read now, and the first units that do not, in the background.
+
+    Raises:
+        CheckpointError: a unit cannot be read.
+    """
+
+    def __init__(self, plan: WindowPlan, cancel: Cancel | None = None) -> None:
+        cancel = cancel or Cancel()
+        self.plan = plan
+        self._index = {(unit.part, unit.piece): i for i, unit in enumerate(plan.units)}
+        streamed = plan.streamed
+        self._place = {i: place for place, i in enumerate(streamed)}
+        slots = [_pages(n) for n in plan.slot_bytes]
+        memory = {i: slots[place % plan.n_slots] for i, place in self._place.items()}
+        files = {run.file for unit in plan.units for run in unit.runs}
+        probed = max(plan.units, key=lambda unit: unit.n_bytes)
+        memory |= {i: _pages(plan.units[i].n_bytes) for i in plan.kept}
+        self.disk_bytes_s = choose_way(files, probed, memory[plan.units.index(probed)])
+        self._kept_read = 0
+        for i in sorted(plan.kept):
+            for n_bytes in read_unit(plan.units[i], memory[i]):
+                self._kept_read += n_bytes
+                cancel.check()
+        self._memory = memory
+        self._closed_with: list[Callable[[], None]] = []
+        self._reader: Reader | None = None
+        if streamed:
+            padding = -len(streamed) % plan.n_slots
+            self._reader = Reader([*(plan.units[i] for i in streamed), *[None] * padding], slots)
+        self._end = weakref.finalize(self, _close, self._reader, self._closed_with)
+
+    def matrices(self, part: str) -> list[dict[str, Matrix]]:
+        """The weights of a part, by name: for each of its units, its place in memory."""
+        return [unit.placed(self._memory[i]) for i, unit in enumerate(self.plan.units) if unit.part == part]
+
+    def unit(self, part: str, piece: int) -> contextlib.AbstractContextManager[None]:
+        """Within this context, the unit is in memory. Ask for units in the order of a pass."""
+        place = self._place.get(self._index[part, piece])
+        if place is None or self._reader is None:
+            return contextlib.nullcontext()
+        return self._reader.unit(place)
+
+    @property
+    def use(self) -> WeightUse:
+        reader = self._reader
+        read, wait_s = (reader.read_bytes, reader.wait_s) if reader is not None else (0, 0.0)
+        return WeightUse(self.plan.resident_bytes, self._kept_read + read, wait_s)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is nothing to read until a unit is freed."""
+        return self._reader is None or self._reader.is_full
+
+    @property
+    def reads_direct(self) -> bool:
+        """Whether reads go past the system's memory of files."""
+        return all(run.file.is_direct for unit in self.plan.units for run in unit.runs)
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Have something done when the reading has ended."""
+        self._closed_with.append(action)
+
+    def close(self) -> None:
+        """End the reading; harmless if repeated."""
+        self._end()
+
+
+def _close(reader: Reader | None, others: list[Callable[[], None]]) -> None:
+    if reader is not None:
+        reader.close()
+    for action in others:
+        action()
+
+
+def _pages(n_bytes: int) -> np.ndarray:
+    """Memory on its own pages, uint8 (n_bytes), which is freed with the last array that uses it."""
+    if not n_bytes:
+        return np.empty(0, dtype=np.uint8)
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # fewer, larger pages, where the system has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+_HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+
+
+class Windowed:
+    """See the module, and mdi.stages.kernel_stage.StageWeights.
+
+    Args:
+        stored: the parts of the stage, by name.
+        window: over their matrices.
+        cache_limit: what caches may take at most; None is not known.
+        limit: of the process.
+    """
+
+    mapped_bytes = 0
+
+    def __init__(
+        self, stored: Mapping[str, StoredPart], window: Window, cache_limit: int | None = None,
+        limit: MemoryLimit | None = None,
+    ) -> None:  # fmt: skip
+        self.window, self.cache_limit = window, cache_limit
+        self._stored = stored
+        self._small_bytes = sum(array.nbytes for part in stored.values() for array in part.arrays.values())
+        self.check = (limit or MemoryLimit(None)).check
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._stored
+
+    def __getitem__(self, part: str) -> Weights:
+        units = self.window.matrices(part) if part != HEAD else []
+        return {**self._stored[part].arrays, **{name: matrix for unit in units for name, matrix in unit.items()}}
+
+    def ready(self, block: int, half: int) -> contextlib.AbstractContextManager[None]:
+        return self.window.unit(f"block.{block}", half)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.window.plan.resident_bytes + self._small_bytes
+
+    @property
+    def use(self) -> WeightUse:
+        use = self.window.use
+        return WeightUse(use.resident_bytes + self._small_bytes, use.read_bytes, use.wait_s)
+
+    def table(self) -> EmbeddingTable | None:
+        """Rows of the embedding are read as tokens ask for them."""
+        return self._stored["embedding"].table
+
+    def head(self, config: Mapping[str, Any], n_tokens: int, context: Context) -> HeadFunction:
+        return PiecedHead(config, self._stored[HEAD].arrays, self.window, n_tokens, context)
+
+    def close(self) -> None:
+        self.window.close()
+
+
+class PiecedHead:
+    """Rows that went through all blocks -> logits, as kernels.head.Head, from pieces that are in memory while they are used.
+
+    Args:
+        config: litgpt's Config as a plain dict.
+        weights: the small tensors of the part "head".
+        n_tokens: how many of the vocabulary it is for.
+
+    Raises:
+        KernelError: the window's head has another number of rows.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], weights: Weights, window: Window, n_tokens: int, context: Context
+    ) -> None:
+        self._window, self._n_tokens = window, n_tokens
+        self._pieces: list[Head] = []
+        n_rows, bias = 0, weights.get(_HEAD_BIAS)
+        for unit in window.matrices(HEAD):
+            matrix = unit[_HEAD]
+            of_piece: dict[str, Matrix | np.ndarray] = {**weights, _HEAD: matrix}
+            if isinstance(bias, np.ndarray):
+                of_piece[_HEAD_BIAS] = bias[n_rows : n_rows + matrix.n_out]
+            self._pieces.append(Head(config, of_piece, matrix.n_out, context))
+            n_rows += matrix.n_out
+        if n_rows != n_tokens:
+            raise KernelError(f"the head has {n_rows} rows, {n_tokens} expected")
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """float32 (M, n_embd) -> (M, n_tokens)"""
+        logits = np.empty((len(x), self._n_tokens), dtype=np.float32)
+        first = 0
+        for i, piece in enumerate(self._pieces):
+            with self._window.unit(HEAD, i):
+                part = piece(x)
+            logits[:, first : first + part.shape[1]] = part
+            first += part.shape[1]
+        return logits
+
+
+def open_window(
+    name: str, options: WindowOptions, parts: Sequence[str], source: Callable[[str], WeightSource], packing: Packing,
+    folder: Path, run: RunMemory, cancel: Cancel | None = None,
+) -> Windowed:  # fmt: skip
+    """The weights of a stage in a window.
+
+    Args:
+        name: of the node.
+        source: gives that of each part.
+        folder: for weights that must be packed first.
+
+    Raises:
+        LimitError: it does not fit into the memory.
+        CheckpointError: the weights cannot be read.
+    """
+    cancel = cancel or Cancel()
+    found = StoredParts(packing, folder, options.memory)
+    try:
+        stored = {}
+        for part in parts:
+            cancel.check()
+            of = source(part)
+            stored[part] = found.part(of, part)
+            of.release()  # mapped pages count as this process's memory
+        found.finish()
+        blocks = block_units({part: stored[part].matrices for part in parts if part.startswith("block.")})
+        head = stored[HEAD].matrices["lm_head.weight"] if HEAD in stored else None
+        if head is not None and not head.n_bytes:  # a share of it without rows
+            head = None
+        plan = choose_window(name, options, blocks, head, run, taken_bytes())
+        window = Window(plan, cancel)
+    except BaseException:
+        found.close()
+        raise
+    window.on_close(found.close)
+    _log_plan(name, plan, window, found.packed_bytes)
+    caches = run.caches if options.memory is None else run.cache_bytes
+    return Windowed(stored, window, caches, MemoryLimit(options.memory))
+
+
+def _log_plan(name: str, plan: WindowPlan, window: Window, packed_bytes: int) -> None:
+    if packed_bytes:
+        logger.info(
+            "%s packed %s of weights for its window: prepare_model.py --quantize stores them so",
+            name,
+            size(packed_bytes),
+        )
+    kept = f", every {plan.retain}. block stays" if plan.retain else ""
+    way = "direct" if window.reads_direct else "plain"
+    rate = f", {way}: the disk gives {size(window.disk_bytes_s)}/s" if window.disk_bytes_s else ""
+    logger.info(
+        "%s has %s of weights in memory (a window of %d units%s), and reads %s for each pass%s",
+        name, size(plan.resident_bytes), plan.n_slots, kept, size(plan.pass_bytes), rate,
+    )  # fmt: skip
