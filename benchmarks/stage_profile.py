@@ -30,7 +30,7 @@ from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import model_of  # noqa: E402
-from mdi.kernels.context import Context, linear  # noqa: E402
+from mdi.kernels.context import Context, Linear  # noqa: E402
 from mdi.kernels.head import Weights  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
@@ -71,11 +71,12 @@ class Profiled:
 
     def products(self, n_rows: int) -> Callable[[], None]:
         """What multiplies such rows by all matrices."""
-        inputs = {matrix.n_in: rows_of(n_rows, matrix.n_in) for matrix in self.matrices}
+        layers = [Linear(self._context, self._model, None, matrix, None) for matrix in self.matrices]
+        inputs = [rows_of(n_rows, matrix.n_in) for matrix in self.matrices]
 
         def run() -> None:
-            for matrix in self.matrices:
-                linear(self._context, self._model, None, matrix, None, inputs[matrix.n_in])
+            for layer, x in zip(layers, inputs, strict=True):
+                layer(x)
 
         return run
 

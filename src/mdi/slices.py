@@ -56,7 +56,7 @@ class SliceTable(tuple[Slice, ...]):
     @classmethod
     def of(cls, slices: Slices) -> SliceTable:
         """The table of these slices; the same object if it is one."""
-        return slices if type(slices) is cls else cls(slices)
+        return slices if type(slices) is cls else cls([Slice(*one) for one in slices])
 
     @classmethod
     def read(cls, records: bytes) -> SliceTable:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import mdi.kernels.free_cores as free_cores
-from mdi.kernels.free_cores import FreeCores, busy_core_s
+import mdi.kernels.context as context
+from mdi.kernels.context import FreeCores, busy_core_s
 
 
 class Machine:
@@ -27,7 +27,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(free_cores, "n_cores", lambda: 2.0)
+    monkeypatch.setattr(context, "n_cores", lambda: 2.0)
     return Machine()
 
 
@@ -51,7 +51,7 @@ def test_what_is_known_holds_for_a_second(machine: Machine) -> None:
 
 
 def test_a_quota_below_the_threads_lets_nobody_spin(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_cores, "n_cores", lambda: 1.5)
+    monkeypatch.setattr(context, "n_cores", lambda: 1.5)
     cores = machine.cores(2)
     machine.go_on(2, own=1.5, others=0)
     assert cores.spins() == 0

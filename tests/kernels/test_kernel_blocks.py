@@ -114,10 +114,10 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
 
 def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     from mdi.kernels.blocks import model_of
-    from mdi.kernels.context import linear
+    from mdi.kernels.context import Linear
 
     config = asdict(globals()["model_of"]("Llama-3.1-8B").config)
-    return linear(Context(), model_of(config), None, matrix, bias, x)
+    return Linear(Context(), model_of(config), None, matrix, bias)(x)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (16, 64), (33, 257), (100, 1000)])

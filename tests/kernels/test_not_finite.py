@@ -13,7 +13,7 @@ from kernel_models import Tensors, blocks_of, run
 from families import model_of, prompt
 from mdi.kernels import library
 from mdi.kernels.blocks import model_of as structure_of
-from mdi.kernels.context import Context, linear
+from mdi.kernels.context import Context, Linear
 from mdi.kernels.layout import Matrix, pack
 from mdi.weight_formats import LAYOUTS
 
@@ -27,7 +27,7 @@ def product(force: str, matrix: Matrix, x: np.ndarray, softcap: float | None = N
     with forced(force):
         context = Context()
     structure = structure_of(asdict(model_of("Llama-3.1-8B").config))
-    return linear(context, structure, None, matrix, None, x, softcap)
+    return Linear(context, structure, None, matrix, None, softcap)(x)
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "logits are not looked at",
         "StarterEngine._draw",
-        'check_finite(self._rows, logits, "the head gave logits")',
+        'self._check_finite(logits, "the head gave logits")',
         "None",
         f"{RANGE}::test_logits_that_are_not_finite_end_the_run",
     ),

@@ -27,7 +27,7 @@ from mdi.engine.sequence import (
     SamplingParams,
     Sequence,
 )
-from mdi.engine.starter_part import StarterFrameStage, StarterRows, check_finite
+from mdi.engine.starter_part import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
@@ -279,13 +279,21 @@ class StarterEngine:
             x = self._rows.read(frame, self.stage.returned_width)
             if len(x) != n_wanting:
                 raise EngineError(f"{len(x)} rows came back for {n_wanting} sequences")
-            check_finite(self._rows, x, "the blocks returned numbers")
+            self._check_finite(x, "the blocks returned numbers")
             logits = self.stage.head(x)
-            check_finite(self._rows, logits, "the head gave logits")
+            self._check_finite(logits, "the head gave logits")
             tokens = self._sampled(logits, frame.slices)
         ring.release(frame)
         self.compute_s += time.perf_counter() - begin
         return tokens
+
+    def _check_finite(self, x: Any, what: str) -> None:
+        """Raises EngineError: a number is not finite. `what` says where `x` comes from."""
+        if not self._rows.are_finite(x):
+            raise EngineError(
+                f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 "
+                "there), or weights are damaged"
+            )
 
     def _sampled(self, logits: Any, slices: Slices) -> dict[int, list[int]]:
         """New tokens by seq_id, one for each row of logits. A sequence whose constraint fails ends here."""

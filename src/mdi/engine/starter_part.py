@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mdi.engine.worker import FrameRows, FrameStage
-from mdi.errors import EngineError
 
 
 class StarterRows(FrameRows, Protocol):
@@ -32,12 +31,3 @@ class StarterFrameStage(FrameStage, Protocol):
 
     def head(self, x: Any) -> Any:
         """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""
-
-
-def check_finite(rows: StarterRows, x: Any, what: str) -> None:
-    """Raises EngineError: a number is not finite. `what` says where `x` comes from."""
-    if not rows.are_finite(x):
-        raise EngineError(
-            f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or "
-            "weights are damaged"
-        )

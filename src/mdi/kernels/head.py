@@ -9,7 +9,7 @@ import numpy as np
 
 from mdi.errors import KernelError
 from mdi.kernels.blocks import model_of
-from mdi.kernels.context import Context, linear
+from mdi.kernels.context import Context, Linear
 from mdi.kernels.layout import Matrix
 
 Weights = Mapping[str, Matrix | np.ndarray]
@@ -31,19 +31,16 @@ class Head:
         matrix, n_embd = weights.get("lm_head.weight"), int(config["n_embd"])
         if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
             raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
-        self._matrix, self._context = matrix, context
-        self._bias = _row(weights, "lm_head.bias", n_tokens)
+        bias = _row(weights, "lm_head.bias", n_tokens)
         norm = _row(weights, "transformer.ln_f.weight", n_embd)
         if norm is None:
             norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
-        self._norm = norm, _row(weights, "transformer.ln_f.bias", n_embd)
-        self._model = model_of(config)
-        self._softcap = config["final_logit_softcapping"]
+        norms = norm, _row(weights, "transformer.ln_f.bias", n_embd)
+        self._linear = Linear(context, model_of(config), norms, matrix, bias, config["final_logit_softcapping"])
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32 (M, n_embd) -> (M, n_tokens)"""
-        rows = np.ascontiguousarray(x, dtype=np.float32)
-        return linear(self._context, self._model, self._norm, self._matrix, self._bias, rows, self._softcap)
+        return self._linear(np.ascontiguousarray(x, dtype=np.float32))
 
 
 def _row(weights: Weights, name: str, size: int) -> np.ndarray | None:

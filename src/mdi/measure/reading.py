@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mdi.kernels import library
-from mdi.kernels.context import Context, linear
+from mdi.kernels.context import Context, Linear
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.structures import MdiModel
 from mdi.machine.threads import n_threads
@@ -30,7 +30,8 @@ def _in_kernels(n_rows: int) -> Callable[[], object]:
     data.view(np.float32)[:] = 0.5
     matrix = Matrix("float32", n_rows, WIDTH, data)
     context, vector = Context(n_threads()), np.ones((1, WIDTH), dtype=np.float32)
-    return lambda: linear(context, MdiModel(), None, matrix, None, vector)
+    linear = Linear(context, MdiModel(), None, matrix, None)
+    return lambda: linear(vector)
 
 
 def _in_torch(n_rows: int, device: str) -> Callable[[], object]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
 from mdi.kernels.codes import codes_of
-from mdi.kernels.context import Context, linear
+from mdi.kernels.context import Context, Linear
 from mdi.kernels.layout import Matrix, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.structures import MdiModel
@@ -51,7 +51,8 @@ class PackedLinear(nn.Module):
     def __init__(self, matrix: Matrix, bias: np.ndarray | None, context: Context | None) -> None:
         super().__init__()
         self.in_features, self.out_features = matrix.n_in, matrix.n_out
-        self._matrix, self._bias, self._context = matrix, bias, context
+        self._matrix, self._bias = matrix, bias
+        self._linear = None if context is None else Linear(context, MdiModel(), None, matrix, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), on the CPU; computed in float32"""
@@ -59,9 +60,8 @@ class PackedLinear(nn.Module):
         return self._multiply(rows).view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._context is not None:
-            y = linear(self._context, MdiModel(), None, self._matrix, self._bias, rows.detach().numpy())
-            return torch.from_numpy(y)
+        if self._linear is not None:
+            return torch.from_numpy(self._linear(rows.detach().numpy()))
         bias = None if self._bias is None else torch.from_numpy(self._bias)
         return F.linear(rows, torch.from_numpy(unpack(self._matrix)), bias)
 
