@@ -46,9 +46,8 @@ class Prediction:
         busy_s: how long each of these links is busy with one frame.
         round_s: until every sequence has its next token.
         tokens_s: of all sequences together.
-        limit: what limits the round: "stage", "link", "machine" (shared by several nodes) or "round trip".
+        limit: what limits the round: "stage", "link" or "round trip".
         slowest: place in the ring of the slowest stage, or of the node before the slowest link.
-        machine_s: how long one frame keeps a machine with several nodes busy.
     """
 
     n_rows: int
@@ -60,7 +59,6 @@ class Prediction:
     tokens_s: float
     limit: str
     slowest: int
-    machine_s: float = 0.0
 
 
 def time_of(times: Times, n_rows: float) -> float:
@@ -289,7 +287,7 @@ def _pace(
     else:
         limit, slowest = ("round trip" if ways else "stage"), stages.index(stage)
     tokens_s = n_sequences / round_s if round_s else float("inf")
-    return Prediction(n_rows, n_frames, stages, ways, busy, round_s, tokens_s, limit, slowest, machine_s)
+    return Prediction(n_rows, n_frames, stages, ways, busy, round_s, tokens_s, limit, slowest)
 
 
 def block_s(node: NodeProfile, shape: ModelShape, n_rows: int) -> float:

@@ -32,11 +32,11 @@ def starting_rings(cost: CostModel) -> Iterator[tuple[int, ...]]:
     """The ring of each score, if the model fits its nodes."""
     cores = [node.n_cores for node in cost.profile.nodes]
     for weights in ((1.0, 0.0), (GB_TO_CORE, 1.0)):
-        if (ring := _ring(cost, cores, *weights)) is not None:
+        if (ring := _filled_ring(cost, cores, *weights)) is not None:
             yield ring
 
 
-def _ring(cost: CostModel, cores: Sequence[float], of_gb: float, of_core: float) -> tuple[int, ...] | None:
+def _filled_ring(cost: CostModel, cores: Sequence[float], of_gb: float, of_core: float) -> tuple[int, ...] | None:
     """The starter first, because it has embedding and head; then the others by their score."""
     n_used, tried = 1, set()
     most = [cost.n_layer] * cost.n_nodes
