@@ -16,12 +16,17 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
   $(addprefix test_,batch_independence.py device_layers.py folding.py packed_linear.py stage.py \
   tensor_shards.py tensor_sums.py) window/test_window_bits.py backends/test_backends.py)
 
-.PHONY: help demo serve test numerical references mutants lint types check kernels sanitize bench figures venv clean
+# What to run after each change: numbers, scheduling, frames and links, in one process.
+FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
+  tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
+
+.PHONY: help demo serve test fast numerical references mutants lint types check kernels sanitize bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
 	@echo "make test   the whole test suite"
+	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make mutants  breaks the code in one place after another, and prints which changes no test notices"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
@@ -56,6 +61,9 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+fast: $(VENV)/.installed-dev
+	$(PY) -m pytest -q -n 2 --dist worksteal $(FAST)
 
 $(REFERENCES)/.installed: requirements-references.txt
 	@$(PYTHON) -m venv $(REFERENCES)

@@ -18,7 +18,7 @@ from setuptools.errors import CompileError
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 
 from mdi.errors import KernelError  # noqa: E402
-from mdi.kernels import build, place  # noqa: E402
+from mdi.kernels import build, library  # noqa: E402
 
 EXTENSION = "mdi.kernels.kernels"
 # Who has this glibc (2.x) has at least this C++ library (GLIBCXX_3.4.x): pairs of the manylinux policies.
@@ -29,12 +29,12 @@ class BuildKernels(build_ext):
     """Calls the compiler as a first use would, for whatever machine it compiles for."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")[:-1], place.packaged_name()))
+        return str(Path(*fullname.split(".")[:-1], library.packaged_name()))
 
     def build_extension(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
-        for old in output.parent.glob(place.ANY_NAME):  # of other sources, or for another machine
+        for old in output.parent.glob(library.ANY_NAME):  # of other sources, or for another machine
             old.unlink()
         try:
             build.compile_library(build.find_compiler(), output, build.CSRC)
@@ -46,7 +46,7 @@ class KernelsWheel(bdist_wheel):
     """The library is no module of some Python's: a wheel serves every Python on one kind of machine."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        built = list(Path(self.bdist_dir).rglob(place.packaged_name()))
+        built = list(Path(self.bdist_dir).rglob(library.packaged_name()))
         if not built:
             return "py3", "none", "any"
         return "py3", "none", self._platform(built[0])

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from families import config_of, random_gpt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
-from mdi.kernels.codes import codes_of
-from mdi.kernels.layout import pack, unpack
+from mdi.kernels.layout import codes_of, pack, unpack
 from mdi.machine import resources
 from mdi.machine.computing import choose_computing
 from mdi.model import stage as stage_module

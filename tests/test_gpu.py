@@ -17,8 +17,7 @@ from families import FAMILIES, config_of, greedy, model_of, prompt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
 from mdi.engine.rows import pinned_buffer
-from mdi.kernels.codes import codes_of
-from mdi.kernels.layout import pack
+from mdi.kernels.layout import codes_of, pack
 from mdi.machine.computing import choose_computing
 from mdi.machine.device import choose_device, choose_dtype, devices
 from mdi.machine.resources import device_free_bytes, machine_free_bytes

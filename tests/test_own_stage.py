@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mdi.cancel import Cancel
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
 from mdi.run.choice import starter_computing
@@ -27,7 +28,7 @@ def test_another_ring_loads_nothing_again(tmp_path: Path, monkeypatch: pytest.Mo
 
         def load(max_length: int) -> KernelStage:
             loaded.clear()
-            own.load(weights, computing, 2, max_length, 1, None, lambda: None)
+            own.load(weights, computing, 2, max_length, 1, None, Cancel())
             assert isinstance(own.loaded, KernelStage) and own.loaded.max_length >= max_length
             return own.loaded
 

@@ -222,7 +222,7 @@ def test_pieces_from_an_offset() -> None:
     "following",
     [
         Form((Stage("starter", 0, 1), Stage("secondary0", 1, 2), Stage("secondary1", 2, 5)), is_moved=True),
-        Form((Stage("starter", 0, 1), Stage("secondary0", 1, 5)), is_moved=True, beside=frozenset({"secondary1"})),
+        Form((Stage("starter", 0, 1), Stage("secondary0", 1, 5)), is_moved=True, outside=frozenset({"secondary1"})),
     ],
     ids=["in the ring", "beside it"],
 )

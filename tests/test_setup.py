@@ -19,7 +19,7 @@ from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSp
 from mdi.control.reach_node import reach_node
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
-from mdi.kernels import library, place
+from mdi.kernels import library
 from mdi.node.patience import Patience
 from mdi.node.secondary_status import run_status
 from mdi.node.setup import SecondarySetup
@@ -212,7 +212,7 @@ def test_two_threads_compile_once(monkeypatch: pytest.MonkeyPatch, held: Held) -
         held()
         raise KernelError("there is no compiler")
 
-    monkeypatch.setattr(place, "find_library", find)
+    monkeypatch.setattr(library, "find_library", find)
     monkeypatch.delenv(library.FORCED, raising=False)
     library.look_again()
     threads = [threading.Thread(target=library.load) for _ in range(4)]

@@ -1,3 +1,4 @@
+import functools
 import io
 import json
 import logging
@@ -413,15 +414,19 @@ def test_streamed_text_is_the_decoded_text(codec, text, continues, cuts):
     assert streamed(codec, ids, cuts, continues) == whole
 
 
+@functools.cache
+def garbage(codec):
+    """Lists of ids, among them some of bytes and of blanks."""
+    blank = [i for i in range(codec.vocab_size) if not codec.decode([i]).strip()]
+    some = st.sampled_from(sorted(codec.byte_ids) or [0]) | st.sampled_from(blank)
+    return st.lists(st.integers(-1, codec.vocab_size + 3) | some, max_size=80)
+
+
 @many
 @given(data=st.data(), continues=st.booleans(), cuts=st.lists(st.integers(0, 80), max_size=6))
 def test_streamed_garbage_is_decoded_garbage(codec, data, continues, cuts):
     """As an untrained model makes it: broken characters, special tokens, ids that do not exist."""
-    blank = [i for i in range(codec.vocab_size) if not codec.decode([i]).strip()]
-    some = (
-        st.integers(-1, codec.vocab_size + 3) | st.sampled_from(sorted(codec.byte_ids) or [0]) | st.sampled_from(blank)
-    )
-    ids = data.draw(st.lists(some, max_size=80))
+    ids = data.draw(garbage(codec))
     whole = codec.decode(ids, continues)
     assert streamed(codec, ids, range(len(ids)), continues) == whole
     assert streamed(codec, ids, cuts, continues) == whole

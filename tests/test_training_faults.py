@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from litgpt.model import GPT
 
+from forked_children import ForkedChildren
 from mdi.errors import MdiError, UsageError
 from mdi_training.checkpoint import load_state
 from mdi_training.new_model import load_shape
@@ -23,7 +24,6 @@ from tiny_training import argv_of, curve, make_dataset, make_shape, train
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' limits on file sizes")
 
-SRC = Path(__file__).resolve().parents[1] / "src"
 FLAGS = ("--max-iters", 12, "--ckpt-interval", 4, "--log-interval", 1)
 
 
@@ -32,17 +32,17 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data"))
 
 
-def run_child(code: str, *argv: object) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def children() -> Iterator[ForkedChildren]:
+    with ForkedChildren("mdi.cli", "mdi_training.train_command", "mdi_training.loop", "litgpt.model") as made:
+        yield made
+
+
+def run_child(children: ForkedChildren, code: str, *argv: object) -> subprocess.CompletedProcess[str]:
     """train.py in a process of its own, after some code that makes trouble."""
     code = f"{code}\nimport sys\nfrom mdi.cli import launch\nsys.exit(launch('train', sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return children.run(code, [str(part) for part in argv], Path(folder))
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -65,7 +65,7 @@ def limit(n_bytes: int) -> str:
     [("ckpt/lit_model.pth", lambda w, s: w // 2), ("ckpt/train_state.pth", lambda w, s: s - 1000)],
 )
 def test_a_full_disk_leaves_the_last_good_checkpoint(
-    tmp_path: Path, dataset: Path, refused: str, n_bytes: Callable[[int, int], int]
+    tmp_path: Path, dataset: Path, children: ForkedChildren, refused: str, n_bytes: Callable[[int, int], int]
 ) -> None:
     folder = make_shape(tmp_path / "ckpt")
     assert train(folder, dataset, *FLAGS) == 0
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
     before = hashes(folder)
     # A constant learning rate, so that there is something better to save.
     flags = ("--init", "resume", "--max-iters", 16, "--schedule", "constant")
-    done = run_child(limit(n_bytes(*sizes)), *argv_of(folder, dataset, *flags))
+    done = run_child(children, limit(n_bytes(*sizes)), *argv_of(folder, dataset, *flags))
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and f"{refused}: " in lines[0] and "unchanged" in lines[0], done.stderr
@@ -107,12 +107,20 @@ torch.save = save
 """
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+    """What a run that nothing disturbs leaves."""
+    folder = make_shape(tmp_path_factory.mktemp("whole"))
+    assert train(folder, dataset, *FLAGS) == 0
+    return folder
+
+
 @pytest.mark.parametrize("n_saves", [4, 5, 6])  # the second evaluation's: best weights, last weights, state
-def test_a_kill_while_saving_leaves_something_to_go_on_from(tmp_path: Path, dataset: Path, n_saves: int) -> None:
-    whole = make_shape(tmp_path / "whole")
-    assert train(whole, dataset, *FLAGS) == 0
+def test_a_kill_while_saving_leaves_something_to_go_on_from(
+    tmp_path: Path, dataset: Path, children: ForkedChildren, whole: Path, n_saves: int
+) -> None:
     folder = make_shape(tmp_path / "ckpt")
-    done = run_child(KILL.format(n_saves=n_saves), *argv_of(folder, dataset, *FLAGS))
+    done = run_child(children, KILL.format(n_saves=n_saves), *argv_of(folder, dataset, *FLAGS))
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(folder.rglob("*.part")), "it was killed in the middle of a file"
     assert_loads(folder)

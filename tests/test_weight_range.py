@@ -18,8 +18,7 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, plain
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import bf16_from_float32, pack, unpack
-from mdi.kernels.weight_range import MOST, largest_of
+from mdi.kernels.layout import MOST, bf16_from_float32, largest_of, pack, unpack
 from mdi.machine.computing import Computing, choose_computing
 from mdi.spec.options import Requested
 from mdi.stages.loading import torch_weights

@@ -14,6 +14,7 @@ from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
 from mdi.model.cache import TORCH_TYPES
+from mdi.slices import Slice
 from tolerance import assert_alike
 
 WINDOWED = ["Gemma-2-9b", "Gemma-3-1b-it", "Mistral-7B-v0.1", "Phi-3-mini-4k-instruct"]  # of 12 to 20 positions
@@ -31,18 +32,18 @@ def in_pieces(backend: Backend, gpt: GPT, texts: Sequence[Sequence[int]], seed: 
         slices, ids = [], []
         for i in rng.sample(range(len(texts)), rng.randint(1, len(texts))):
             if n := min(rng.choice(ODD), len(texts[i]) - done[i]):
-                slices.append((i, done[i], n))
+                slices.append(Slice(i, done[i], n))
                 ids += texts[i][done[i] : done[i] + n]
                 done[i] += n
         if slices:
-            pieces = backend(embedded(gpt, ids), slices).split([n for _, _, n in slices])
-            for (i, _, _), rows in zip(slices, pieces, strict=True):
+            pieces = backend(embedded(gpt, ids), slices).split([part.n_rows for part in slices])
+            for (i, *_), rows in zip(slices, pieces, strict=True):
                 found[i].append(logits(gpt, rows))
     return [torch.cat(pieces) for pieces in found]
 
 
 def last_logits(backend: Backend, gpt: GPT, seq_id: int, start: int, ids: Sequence[int]) -> torch.Tensor:
-    return logits(gpt, backend(embedded(gpt, ids), [(seq_id, start, len(ids))])[-1:])[0]
+    return logits(gpt, backend(embedded(gpt, ids), [Slice(seq_id, start, len(ids))])[-1:])[0]
 
 
 def whole(gpt: GPT, ids: Sequence[int]) -> torch.Tensor:
@@ -68,7 +69,7 @@ def test_caches_may_hold_smaller_numbers(name: str, cache_type: str, family: str
     texts = [prompt(97, 7), prompt(34, 8)]
     whole_texts = MAKERS["torch"](gpt, cache_type)  # each at once; their keys and values are rounded alike
     for i, found in enumerate(in_pieces(MAKERS[name](gpt, cache_type), gpt, texts, seed=9)):
-        expected = logits(gpt, whole_texts(embedded(gpt, texts[i]), [(i, 0, len(texts[i]))]))
+        expected = logits(gpt, whole_texts(embedded(gpt, texts[i]), [Slice(i, 0, len(texts[i]))]))
         assert_alike(found, expected, gpt.config, TORCH_TYPES[cache_type])
 
 
@@ -81,7 +82,7 @@ def test_greedy_tokens_are_those_of_the_model(name: str, family: str) -> None:
     expected = [greedy(gpt, text, 20) for text in texts]
     found: list[list[int]] = [[int(last_logits(backend, gpt, i, 0, text).argmax())] for i, text in enumerate(texts)]
     for _ in range(19):  # one row of each text in a batch
-        slices = [(i, len(text) + len(found[i]) - 1, 1) for i, text in enumerate(texts)]
+        slices = [Slice(i, len(text) + len(found[i]) - 1, 1) for i, text in enumerate(texts)]
         tokens = logits(gpt, backend(embedded(gpt, [new[-1] for new in found]), slices)).argmax(dim=1).tolist()
         for new, token in zip(found, tokens, strict=True):
             new.append(token)
@@ -110,7 +111,7 @@ def test_a_copy_goes_its_own_way(name: str, family: str) -> None:
     before = backend.caches.n_bytes
     backend.caches.copy(0, 1)
     assert backend.caches.n_bytes == before  # a copy is free until it is written to
-    slices = [(0, len(text), 5), (1, len(text), 5)]
+    slices = [Slice(0, len(text), 5), Slice(1, len(text), 5)]
     found = logits(gpt, backend(embedded(gpt, left + right), slices))
     assert_alike(found[:5], whole(gpt, text + left)[-5:], gpt.config)
     assert_alike(found[5:], whole(gpt, text + right)[-5:], gpt.config)

@@ -186,7 +186,7 @@ def test_a_chat_goes_on(nodes: Cluster, checkpoint: Path, spawn: Spawn) -> None:
     for k, n_answers in enumerate((1, 2)):
         if k:
             nodes[0].signal(signal.SIGKILL)
-            chat.wait_for("the ring goes on")
+            chat.wait_for("ring restored")
         stdin.write(b"/new\nWho are you?\n")
         stdin.flush()
         chat.wait_for_out("Model: ", n_answers)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mdi.errors import KernelError, UsageError
-from mdi.kernels import build, library, place
+from mdi.kernels import build, library
 from tiny_kernels import write_tiny_kernels
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -32,7 +32,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     csrc = tmp_path / "csrc"
     write_tiny_kernels(csrc)
     monkeypatch.setattr(build, "CSRC", csrc)
-    monkeypatch.setattr(place, "PACKAGE", tmp_path)
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
     library.look_again()
     yield csrc
     library.look_again()
@@ -59,7 +59,7 @@ def _linked(log: Path) -> int:
 @needs_compiler
 def test_it_is_compiled_once_and_says_so(counting: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mdi"):
-        first, second = place.compiled_library(), place.compiled_library()
+        first, second = library.compiled_library(), library.compiled_library()
     assert first == second and first.is_file()
     assert _linked(counting) == 1
     assert len(caplog.records) == 2, "that it begins, and how long it took"
@@ -68,24 +68,26 @@ def test_it_is_compiled_once_and_says_so(counting: Path, caplog: pytest.LogCaptu
 
 @needs_compiler
 def test_other_sources_are_another_library(tiny: Path) -> None:
-    first = place.compiled_library()
+    first = library.compiled_library()
     (tiny / "stage.h").write_text("inline float twice(float x) { return x + x; }\n")
-    assert place.compiled_library() != first
+    assert library.compiled_library() != first
     assert first.is_file()
 
 
 @needs_compiler
 def test_another_compiler_is_another_library(counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = place.compiled_library()
+    first = library.compiled_library()
     newer = '[ "$*" = -v ] && echo "newer" >&2\nexec c++ "$@"'
     _compiler(tmp_path / "newer", newer, monkeypatch)
-    assert place.compiled_library() != first
+    assert library.compiled_library() != first
 
 
 @needs_compiler
 def test_three_processes_that_start_together_compile_it_once(counting: Path, tiny: Path, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from mdi.kernels import build, place; from mdi.kernels.library import load\n"
-    code += "build.CSRC = Path(sys.argv[1]); place.PACKAGE = build.CSRC\nload()\nprint(place.find_library())"
+    code = "import sys; from pathlib import Path; from mdi.kernels import build, library\n"
+    code += (
+        "build.CSRC = Path(sys.argv[1]); library.PACKAGE = build.CSRC\nlibrary.load()\nprint(library.find_library())"
+    )
     starters = [
         subprocess.Popen(
             [sys.executable, "-c", code, tiny], cwd=SRC, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -104,7 +106,7 @@ def test_what_an_ended_process_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "cache" / "kernels" / "build-left"
     left.mkdir(parents=True)
     (left / "api.o").write_bytes(b"half")
-    place.compiled_library()
+    library.compiled_library()
     assert not left.exists()
 
 
@@ -112,30 +114,30 @@ def test_what_an_ended_process_left_is_removed(tmp_path: Path) -> None:
 def test_old_libraries_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "kernels"
     folder.mkdir(parents=True)
-    old = [folder / f"_mdi_kernels-{index:02d}.so" for index in range(place.KEPT + 2)]
+    old = [folder / f"_mdi_kernels-{index:02d}.so" for index in range(library.KEPT + 2)]
     for index, path in enumerate(old):
         path.touch()
         os.utime(path, (index + 1, index + 1))
-    place.compiled_library()
-    assert [path.is_file() for path in old] == [False, False, *[True] * place.KEPT]
+    library.compiled_library()
+    assert [path.is_file() for path in old] == [False, False, *[True] * library.KEPT]
 
 
 @needs_compiler
 def test_one_that_another_user_put_there_is_not_run(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = place.compiled_library()
+    path = library.compiled_library()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert place.is_safe(path) is (path.stat().st_uid == 0)  # the administrator's are taken by all
+    assert library.is_safe(path) is (path.stat().st_uid == 0)  # the administrator's are taken by all
     monkeypatch.undo()
-    assert place.is_safe(path)
+    assert library.is_safe(path)
 
 
 @needs_compiler
 def test_the_one_that_was_installed_is_taken_if_it_is_of_these_sources(tiny: Path, tmp_path: Path) -> None:
-    installed = tmp_path / place.packaged_name()
+    installed = tmp_path / library.packaged_name()
     installed.touch()
-    assert place.find_library() == installed
+    assert library.find_library() == installed
     (tiny / "stage.h").write_text("inline float twice(float x) { return x + x; }\n")
-    assert place.find_library().parent == tmp_path / "cache" / "kernels"
+    assert library.find_library().parent == tmp_path / "cache" / "kernels"
 
 
 @needs_compiler
@@ -193,7 +195,7 @@ def test_a_library_that_lacks_something_is_not_made(tiny: Path, tmp_path: Path) 
     with (tiny / "api.cpp").open("a") as file:
         file.write("int elsewhere(); API int mdi_more() { return elsewhere(); }\n")
     with pytest.raises(KernelError):
-        place.compiled_library()
+        library.compiled_library()
     assert not list((tmp_path / "cache" / "kernels").glob("*.so"))
 
 
@@ -201,7 +203,7 @@ def test_a_library_that_lacks_something_is_not_made(tiny: Path, tmp_path: Path) 
 def test_a_compiler_for_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
     with pytest.raises(KernelError):
-        place.compiled_library()
+        library.compiled_library()
 
 
 @needs_compiler
@@ -209,12 +211,12 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(KernelError):
-        place.compiled_library()
+        library.compiled_library()
 
 
 @needs_compiler
 def test_a_damaged_library_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    path = place.compiled_library()
+    path = library.compiled_library()
     path.write_bytes(b"")
     assert str(path) in _is_missing(caplog)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mdi.kernels.layout import matrix_bytes, pack, unpack
-from mdi.kernels.matrix_cut import cut
+from mdi.kernels.layout import cut, matrix_bytes, pack, unpack
 from mdi.weight_formats import LAYOUTS
 
 N_OUT, N_IN = 75, 300

@@ -16,9 +16,8 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of
 from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, why_not_in_kernels
+from mdi.kernels.blocks import Blocks, Head, why_not_in_kernels
 from mdi.kernels.context import Context
-from mdi.kernels.head import Head
 from mdi.kernels.layout import Matrix, pack, unpack
 from tolerance import assert_alike
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mdi.kernels import build, place
+from mdi.kernels import build, library
 from mdi.whole_files import replacing
 
 KEPT = Path(__file__).resolve().parents[2] / "build" / "selftest"  # programs of these very sources are used again
@@ -49,7 +49,7 @@ def _program(
     made_from = (build.sources_hash(build.CSRC), compiler.version, flags, link_flags, sets)
     path = KEPT / f"{name}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}"
     KEPT.mkdir(parents=True, exist_ok=True)
-    with place.locked(KEPT):
+    with library.locked(KEPT):
         if not path.is_file():
             for old in KEPT.glob(f"{name}-*"):
                 old.unlink()
@@ -71,7 +71,7 @@ def _sums_here() -> Sums:
     """Of all instruction sets of this machine, under sanitizers. Who runs the program first writes down what it printed."""
     program = _program("address-undefined", build.sanitizing("address,undefined"))
     printed = program.with_name(f"printed-{program.name}")
-    with place.locked(KEPT):
+    with library.locked(KEPT):
         if not printed.is_file():
             for old in KEPT.glob("printed-*"):
                 old.unlink()

@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant("nothing is too large for a format", "check_range", "most <= MOST[form]", "most < math.inf", RANGE),
     Mutant("numbers that are not finite may be clipped", "check_range", "not math.isfinite(most)", "False", RANGE),
     Mutant("clipping needs no permission", "check_range", "if not clips", "if False", RANGE),
-    Mutant("int4 takes numbers as large as int8 does", "weight_range:MOST", "8 * _HALF", "127 * _HALF", RANGE),
+    Mutant("int4 takes numbers as large as int8 does", "layout:MOST", "8 * _HALF", "127 * _HALF", RANGE),
     Mutant("packing does not look at numbers", "layout:pack", "not largest_of(block) <= MOST[form]", "False", RANGE),
     Mutant(
         "a whole tensor's largest number is not looked for",

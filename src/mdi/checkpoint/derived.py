@@ -11,8 +11,7 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, stored_bytes
 from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
-from mdi.kernels.weight_range import MOST, check_range, largest_of
+from mdi.kernels.layout import MOST, bf16_from_float32, check_range, float32_from_bf16, largest_of
 
 
 class CastSource(DerivedSource):

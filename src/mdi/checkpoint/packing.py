@@ -25,8 +25,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import ALIGN_BYTES, Matrix, floats, matrix_bytes, pack, unpack
-from mdi.kernels.weight_range import check_range, largest_of
+from mdi.kernels.layout import ALIGN_BYTES, Matrix, check_range, floats, largest_of, matrix_bytes, pack, unpack
 from mdi.weight_formats import EMBEDDING, LAYOUTS, is_packable
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mdi.errors import MdiError
-from mdi.kernels import build, place
+from mdi.kernels import build, library
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.selftest is None:
-            print(place.find_library())
+            print(library.find_library())
         else:
             flags = build.sanitizing(args.sanitize) if args.sanitize else build.OPTIMIZED
             link_flags = ["-static"] if args.static else []

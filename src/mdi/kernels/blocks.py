@@ -1,4 +1,6 @@
-"""A range of transformer blocks in the kernels: one call computes a frame. Needs neither torch nor litgpt."""
+"""A range of transformer blocks in the kernels, with its tables of rotary positions: one call computes a frame. Then the final
+norm and the head, or some rows of it. Needs neither torch nor litgpt.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,114 @@ from typing import Any
 
 import numpy as np
 
-from mdi.errors import EngineError
-from mdi.kernels.block_reader import BlockReader, Tensors
-from mdi.kernels.context import Context
+from mdi.errors import EngineError, KernelError
+from mdi.kernels.context import Context, Linear
+from mdi.kernels.layout import Matrix
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
-from mdi.kernels.rope import n_tables, rope_n_elem, rope_tables, yarn_mscale
 from mdi.kernels.structures import (
     ACTIVATIONS,
     CACHE_TYPES,
     NORM_TYPES,
+    BlockReader,
     MdiBlock,
     MdiFrame,
     MdiMlp,
     MdiModel,
     MdiStage,
+    Tensors,
 )
 from mdi.slices import Slices, SliceTable
+
+Floats = np.ndarray
+
+
+def rope_n_elem(config: Mapping[str, Any]) -> int:
+    """Numbers of a head that are turned."""
+    return int(config["rotary_percentage"] * config["head_size"])
+
+
+def n_tables(config: Mapping[str, Any]) -> int:
+    return 1 if config["rope_local_base_freq"] is None else 2
+
+
+def rope_tables(config: Mapping[str, Any], max_length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines, float32 (n_tables, max_length, rope_n_elem).
+
+    Angles are rounded where litgpt rounds them, to float32; their cosines are then exact to the last bit or so.
+
+    Args:
+        config: litgpt's Config as a plain dict.
+    """
+    n = rope_n_elem(config)
+    base = _frequencies(config["rope_base"], n)
+    scaling = np.float32(1)
+    adjustments = config["rope_adjustments"]
+    if adjustments is not None:
+        base, scaling = _adjusted(base, n, config["rope_base"], adjustments)
+    tables = [base]
+    if config["rope_local_base_freq"] is not None:
+        tables.append(_frequencies(config["rope_local_base_freq"], n))
+    positions = np.arange(max_length, dtype=np.float32) / np.float32(config["rope_condense_ratio"])
+    angles = [np.tile(np.outer(positions, theta), (1, 2))[:, :n].astype(np.float64) for theta in tables]
+    cos = np.stack([np.cos(a).astype(np.float32) * scaling for a in angles])
+    sin = np.stack([np.sin(a).astype(np.float32) * scaling for a in angles])
+    return np.ascontiguousarray(cos, dtype=np.float32), np.ascontiguousarray(sin, dtype=np.float32)
+
+
+def _powers(base: float, n: int) -> Floats:
+    exponents = np.arange(0, n, 2, dtype=np.float32) / np.float32(n)
+    return np.power(np.float64(base), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _frequencies(base: float, n: int) -> Floats:
+    return np.float32(1) / _powers(base, n)
+
+
+def _adjusted(theta: Floats, n: int, base: float, adjustments: Mapping[str, Any]) -> tuple[Floats, np.float32]:
+    """Frequencies for contexts longer than the model was first trained for, and a factor on cosines and sines."""
+    one = np.float32(1)
+    if "beta_fast" in adjustments or "beta_slow" in adjustments:
+        return _yarn(n, base, adjustments)
+    if "low_freq_factor" in adjustments:
+        factor, low = np.float32(adjustments["factor"]), np.float32(adjustments["low_freq_factor"])
+        ratio = np.float32(adjustments["original_max_seq_len"]) / (np.float32(2 * math.pi) / theta)
+        smooth = np.clip(
+            (ratio - low) / np.float32(adjustments["high_freq_factor"] - adjustments["low_freq_factor"]), 0, 1
+        )
+        return ((one - smooth) * (theta / factor) + smooth * theta).astype(np.float32), one
+    if "factor" in adjustments:
+        return theta / np.float32(adjustments["factor"]), one
+    return theta, one
+
+
+def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def _yarn(n: int, base: float, adjustments: Mapping[str, Any]) -> tuple[Floats, np.float32]:
+    """YaRN (Peng et al. 2023, section 3): low frequencies are stretched, high ones kept, those between are mixed."""
+    factor, longest = adjustments["factor"], adjustments["original_max_seq_len"]
+    mscale, mscale_all = adjustments.get("mscale"), adjustments.get("mscale_all_dim")
+    if mscale and mscale_all:
+        scaling = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
+    else:
+        alone = mscale_all or mscale
+        scaling = yarn_mscale(factor, alone) if alone else 1.0
+
+    def dimension(rotations: float) -> float:
+        return n * math.log(longest / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(adjustments["beta_fast"])), 0)
+    high: float = min(math.ceil(dimension(adjustments["beta_slow"])), n // 2 - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(n // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    powers = _powers(base, n)
+    one = np.float32(1)
+    theta = one / (np.float32(factor) * powers) * (one - ramp) + one / powers * ramp
+    return theta.astype(np.float32), np.float32(scaling)
+
 
 # Settings of litgpt's Config that are read here and in kernels.rope.
 # fmt: off
@@ -307,3 +400,51 @@ class Blocks:
         block.experts, block.n_expert = experts, c["n_expert"]
         if c["n_shared_expert"]:
             block.mlp = reader.mlp("mlp.shared_experts", n_embd, width * c["n_shared_expert"], True)
+
+
+Weights = Mapping[str, Matrix | np.ndarray]
+
+
+class Head:
+    """Rows that went through all blocks -> logits.
+
+    Args:
+        config: litgpt's Config as a plain dict.
+        weights: of the part "head".
+        n_tokens: how many of the vocabulary the weights are for.
+
+    Raises:
+        KernelError: a tensor is missing or of another shape.
+    """
+
+    def __init__(self, config: Mapping[str, Any], weights: Weights, n_tokens: int, context: Context) -> None:
+        matrix, n_embd = weights.get("lm_head.weight"), int(config["n_embd"])
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
+            raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
+        bias = _row(weights, "lm_head.bias", n_tokens)
+        norm = _row(weights, "transformer.ln_f.weight", n_embd)
+        if norm is None:
+            norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
+        norms = norm, _row(weights, "transformer.ln_f.bias", n_embd)
+        self._linear = Linear(context, model_of(config), norms, matrix, bias, config["final_logit_softcapping"])
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """float32 (M, n_embd) -> (M, n_tokens)"""
+        return self._linear(np.ascontiguousarray(x, dtype=np.float32))
+
+
+def _row(weights: Weights, name: str, size: int) -> np.ndarray | None:
+    """float32 (size); None if there is none. The kernels read it unchecked."""
+    if name not in weights:
+        return None
+    found = array_of(weights, name)
+    if found.shape != (size,):
+        raise KernelError(f"{name} is no row of {size} numbers")
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def array_of(weights: Weights, name: str) -> np.ndarray:
+    found = weights.get(name)
+    if not isinstance(found, np.ndarray):
+        raise KernelError(f"the weights lack {name}")
+    return found

@@ -12,10 +12,9 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.block_reader import check_matrix
 from mdi.kernels.layout import Matrix
 from mdi.kernels.library import load
-from mdi.kernels.structures import MdiMatrix, MdiModel, MdiNorm
+from mdi.kernels.structures import MdiMatrix, MdiModel, MdiNorm, check_matrix
 
 MOST_THREADS = 256  # csrc/stage.h
 SPINS = 2000  # looks of an idle thread before it sleeps: tens of microseconds

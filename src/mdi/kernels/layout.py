@@ -14,19 +14,81 @@ int4     1 line of scales, 8 lines of 16 outputs x 8 inputs                   64
 A scale belongs to one output and one group, in half precision; the line of scales holds the first group's sixteen and then
 the second's. A byte b of int8 stands for (b - 128) * scale, and b - 128 stays within +-127. A half h of a byte of int4 stands
 for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first four in the low halves and the others in the high ones.
+
+A part is cut out of a packed weight without rounding again. Scales belong to groups of inputs: a cut within a group keeps the
+group's scale, the piece that is wanted stays at its place in the group, and the rest of the group becomes zero. Inputs before
+the first one that is wanted are then the matrix's `skip`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.weight_range import MOST, check_range, largest_of
-from mdi.weight_formats import LAYOUTS, PANEL
+from mdi.weight_formats import LAYOUTS, PANEL, Layout
+
+_HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
+
+# The largest absolute value of a weight. A scale of int8 and int4 is in half precision, and stands for 127 or 8 steps.
+MOST = {
+    "float32": _FLOAT, "bf16": _BF16, "fp16": _HALF, "int8": 127 * _HALF, "int4": 8 * _HALF,
+    "bfloat16": _BF16, "float16": _HALF,
+}  # fmt: skip
+
+
+def largest_of(weight: np.ndarray) -> float:
+    """The largest absolute value; NaN or infinity if a number is not finite.
+
+    Args:
+        weight: of any floating-point type, or uint16 that holds the bits of bfloat16.
+    """
+    if not weight.size:
+        return 0.0
+    if weight.dtype == np.uint16:  # the bits of positive numbers are in their order, then come infinity and NaN
+        return float((np.uint32((weight & 0x7FFF).max()) << np.uint32(16)).view(np.float32))
+    if weight.dtype == np.float16:
+        return float((weight.view(np.uint16) & 0x7FFF).max().view(np.float16))
+    return max(float(weight.max()), -float(weight.min()))  # both are NaN if one number is
+
+
+def check_range(form: str, most: float, name: str, clips: bool) -> bool:
+    """Whether a weight must be clipped to `MOST` to be held.
+
+    Args:
+        form: a key of MOST.
+        most: largest absolute value.
+        name: of the tensor.
+        clips: whether weights may be clipped.
+
+    Raises:
+        CheckpointError: it is not finite, or larger than the format holds and may not be clipped.
+    """
+    if most <= MOST[form]:
+        return False
+    if not math.isfinite(most):
+        raise CheckpointError(
+            f"{name} has numbers that are not finite: the checkpoint is damaged, fetch or convert it again"
+        )
+    if not clips:
+        wider = [f for f in _WIDER.get(form, ("bf16", "float32")) if most <= MOST[f]]
+        instead = f"choose {wider[0]}" if wider else "no format holds that"
+        raise CheckpointError(
+            f"{name} has numbers up to {most:.5g}, and {form} holds {MOST[form]:.5g} at most: {instead}, or clip them with "
+            "--allow-clipping"
+        )
+    return True
+
+
+_WIDER = {"int4": ("int8", "bf16", "float32"), "float16": ("bfloat16", "float32"), "bfloat16": ("float32",)}
+
 
 LINE_BYTES = 64
 ALIGN_BYTES = 64
@@ -308,3 +370,134 @@ _UNPACKERS = {
     "int8": _unpack_int8,
     "int4": _unpack_int4,
 }
+
+
+class Codes(NamedTuple):
+    """weight[o, i] = number[o, i] * scales[o, i // group], where `group` is that of the format's layout.
+
+    Attributes:
+        numbers: of int8, int8 (n_out, width). Of int4, uint8 (n_out, width / 2): byte 16 g + j of a row holds inputs 32 g + j
+            in its low half and 32 g + 16 + j in its high one, each 8 too large.
+        scales: float16 (n_out, width / group).
+        width: inputs, padded with zeros to whole records.
+    """
+
+    numbers: np.ndarray
+    scales: np.ndarray
+    width: int
+
+
+def codes_of(matrix: Matrix) -> Codes:
+    """Numbers and scales of a packed weight in int8 or int4."""
+    layout = LAYOUTS[matrix.format]
+    n_rows, width = padded(matrix.n_out, PANEL), padded(matrix.n_in, layout.record_inputs)
+    scales, lines = split_records(matrix.data, n_rows, width, matrix.format)
+    if matrix.format == "int8":
+        numbers = (rows_of_lines(lines, n_rows, width) ^ 128).view(np.int8)  # b - 128 in two's complement
+    else:
+        both = rows_of_lines(lines, n_rows, width // 2).reshape(n_rows, -1, 4, 4)  # (rows, groups, 4 bytes of 4)
+        halves = np.stack((both & 15, both >> 4), axis=3).reshape(n_rows, -1, 2, 16)
+        numbers = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(n_rows, width // 2)
+    kept = slice(0, matrix.n_out)
+    return Codes(np.ascontiguousarray(numbers[kept]), scales[kept].astype(np.float16), width)
+
+
+Range = tuple[int, int]
+
+_ZERO = {"int8": 128, "int4": 8}  # the code of a weight that is zero
+# For formats without scales: the type of a number's bits, and how many numbers of one output are adjacent.
+_NUMBERS = {"float32": (np.uint32, 1), "bf16": (np.uint16, 2), "fp16": (np.uint16, 1)}
+
+
+def cut(matrix: Matrix, rows: Sequence[Range] | None = None, columns: Range | None = None) -> Matrix:
+    """The weights of some outputs and inputs.
+
+    Args:
+        rows: ranges of outputs, which follow each other in the result; None is all.
+        columns: a range of inputs; None is all.
+    """
+    assert matrix.skip == 0, "cut already"
+    rows = [(0, matrix.n_out)] if rows is None else [r for r in rows if r[0] < r[1]]
+    first, last = columns or (0, matrix.n_in)
+    n_out, skip = sum(b - a for a, b in rows), skipped(matrix.format, first, last)
+    n_in = skip + last - first if last > first else 0
+    data = aligned_bytes(matrix_bytes(matrix.format, n_out, n_in))
+    if n_out and n_in:
+        data[:] = _bytes_of(matrix, rows, first - skip, first, last)
+    return Matrix(matrix.format, n_out, n_in, data, skip)
+
+
+def skipped(form: str, first: int, last: int) -> int:
+    """How many inputs of zeros precede input `first` of a weight that is cut there."""
+    group = LAYOUTS[form].group
+    return first % group if group and last > first else 0
+
+
+def _bytes_of(matrix: Matrix, rows: Sequence[Range], start: int, first: int, last: int) -> Bytes:
+    """The packed bytes of the inputs [start, last); those before `first` become zero."""
+    layout = LAYOUTS[matrix.format]
+    n_records = padded(matrix.n_in, layout.record_inputs) // layout.record_inputs
+    are_panels = (
+        all(a % PANEL == 0 and (b % PANEL == 0 or b == matrix.n_out) for a, b in rows)
+        and len([b for _, b in rows[:-1] if b % PANEL]) == 0
+    )
+    are_records = first % layout.record_inputs == 0 and (last % layout.record_inputs == 0 or last == matrix.n_in)
+    panels = matrix.data.reshape(-1, n_records, layout.record_bytes)
+    if are_records:  # the inputs, as they lie
+        panels = panels[:, first // layout.record_inputs : -(-last // layout.record_inputs)]
+    if are_panels:
+        panels = _joined([panels[a // PANEL : -(-b // PANEL)] for a, b in rows])
+    if are_records and are_panels:
+        return panels.reshape(-1)
+    width = panels.shape[1] * layout.record_inputs
+    chosen = [(0, len(panels) * PANEL)] if are_panels else rows
+    columns = (0, width, 0) if are_records else (start, last, first - start)
+    repack = _scaled if layout.group else _plain
+    return repack(
+        matrix.format, layout, np.ascontiguousarray(panels).reshape(-1), len(panels) * PANEL, width, chosen, columns
+    )
+
+
+def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _plain(
+    form: str, layout: Layout, data: Bytes, n_rows: int, width: int, rows: Sequence[Range], columns: tuple[int, int, int]
+) -> Bytes:  # fmt: skip
+    dtype, per_line = _NUMBERS[form]
+    numbers = rows_of_lines(
+        data.view(dtype).reshape(n_rows // PANEL, width // per_line, PANEL, per_line), n_rows, width
+    )
+    start, last, _ = columns
+    chosen = _joined([numbers[a:b] for a, b in rows])[:, start:last]
+    block = np.zeros((padded(len(chosen), PANEL), padded(last - start, layout.record_inputs)), dtype=dtype)
+    block[: len(chosen), : last - start] = chosen
+    return np.ascontiguousarray(lines_of(block, per_line)).view(np.uint8).reshape(-1)
+
+
+def _scaled(
+    form: str, layout: Layout, data: Bytes, n_rows: int, width: int, rows: Sequence[Range], columns: tuple[int, int, int]
+) -> Bytes:  # fmt: skip
+    """`columns`: start and end, and how many from the start on become zero."""
+    scales, lines = split_records(data, n_rows, width, form)
+    codes = _codes(form, lines, n_rows, width)
+    start, last, n_zero = columns
+    codes, scales = (_joined([array[a:b] for a, b in rows]) for array in (codes, scales))
+    n_groups = -(-(last - start) // layout.group)
+    shape = padded(len(codes), PANEL), padded(last - start, layout.record_inputs)
+    new_codes = np.full(shape, _ZERO[form], dtype=np.uint8)
+    new_codes[: len(codes), n_zero : last - start] = codes[:, start + n_zero : last]
+    new_scales = np.zeros((shape[0], shape[1] // layout.group), dtype=np.float16)
+    new_scales[: len(codes), :n_groups] = scales[:, start // layout.group : start // layout.group + n_groups]
+    if form == "int4":
+        return int4_bytes(new_scales, new_codes)
+    return records_of(new_scales, lines_of(new_codes, 4), 32)
+
+
+def _codes(form: str, lines: np.ndarray, n_rows: int, width: int) -> np.ndarray:
+    """uint8 (rows, inputs): a number as it is stored, without its scale."""
+    if form == "int8":
+        return rows_of_lines(lines, n_rows, width)
+    both = rows_of_lines(lines, n_rows, width // 2).reshape(n_rows, width // 8, 4)
+    return np.stack((both & 15, both >> 4), axis=2).reshape(n_rows, width)

@@ -1,22 +1,106 @@
-"""Loads the library of kernels into this process."""
+"""The library of kernels: where it is, and loading it into this process.
+
+It lies beside this module, if it was installed with it, else in the cache folder, where the first process that needs it
+compiles it. Its name has a hash of the sources, so that a library of other sources is never used. In the cache, which
+machines may share, the name also has a hash of the compiler and its target.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
+import shlex
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from mdi.cache_dir import default_cache_dir
 from mdi.errors import KernelError, UsageError
-from mdi.kernels import build, place
+from mdi.kernels import build
+
+ANY_NAME = "_mdi_kernels-*.so"
+KEPT = 8  # libraries of other sources or compilers that stay in the cache
+PACKAGE = Path(__file__).parent
+
+logger = logging.getLogger("mdi")
+
+
+def packaged_name() -> str:
+    """Name of the library beside this module. Raises KernelError without sources."""
+    return _name(build.sources_hash(build.CSRC))
+
+
+def find_library() -> Path:
+    """The library for this machine, compiled now if it is not there. Raises KernelError."""
+    packaged = PACKAGE / packaged_name()
+    return packaged if packaged.is_file() else compiled_library()
+
+
+def compiled_library() -> Path:
+    """The library in the cache folder. If it is missing, one process compiles it, and others wait for that."""
+    if sys.platform == "win32":
+        raise KernelError("the kernels are not made for Windows: run MDI-LLM under WSL")
+    compiler = build.find_compiler()
+    if compiler.machine != build.this_machine():
+        raise KernelError(
+            f"{shlex.join(compiler.command)} compiles for {compiler.machine}, but this machine is {build.this_machine()}: "
+            "unset CXX, or set it to a compiler for this machine"
+        )
+    folder = default_cache_dir() / "kernels"
+    path = folder / _name(f"{build.sources_hash(build.CSRC)}-{compiler.hash}")
+    try:
+        if is_safe(path):
+            return path
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(folder):
+            if not is_safe(path):
+                logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
+                begin_s = time.monotonic()
+                build.remove_remains(folder)
+                build.compile_library(compiler, path, build.CSRC)
+                logger.warning("compiled the kernels in %.0f s", time.monotonic() - begin_s)
+                _remove_old(folder, path)
+    except OSError as e:
+        raise KernelError(f"{folder} cannot be used ({e.strerror or e}): set MDI_CACHE_DIR to another place") from e
+    return path
+
+
+def _name(made_from: str) -> str:
+    return ANY_NAME.replace("*", made_from)
+
+
+def is_safe(path: Path) -> bool:
+    """Whether it exists and only this user or the administrator can have written it, because its code will run."""
+    return path.is_file() and path.stat().st_uid in (0, os.geteuid())
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder; the lock ends with its process."""
+    import fcntl
+
+    with open(folder / "lock", "w") as file:
+        # Some network file systems have no locks. Then several processes may compile the same, each beside its name.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_old(folder: Path, newest: Path) -> None:
+    others = sorted(set(folder.glob(ANY_NAME)) - {newest}, key=lambda path: path.stat().st_mtime)
+    for path in others[:-KEPT]:
+        path.unlink(missing_ok=True)
+
 
 OFF = "off"
 FORCED = "MDI_KERNELS"  # the environment variable that forces one instruction set
 _ONE = threading.Lock()  # several threads that need the library compile it once
-
-logger = logging.getLogger("mdi")
 
 
 @dataclass(frozen=True)
@@ -89,7 +173,7 @@ def _load() -> _Loaded:
 
 
 def _open() -> ctypes.CDLL:
-    path = place.find_library()
+    path = find_library()
     try:
         return ctypes.CDLL(os.fspath(path))
     except OSError as e:

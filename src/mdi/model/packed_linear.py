@@ -15,9 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
-from mdi.kernels.codes import codes_of
 from mdi.kernels.context import Context, Linear
-from mdi.kernels.layout import Matrix, floats, unpack
+from mdi.kernels.layout import Matrix, codes_of, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.structures import MdiModel
 from mdi.weight_formats import LAYOUTS

@@ -18,7 +18,7 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.engine.rows import ArrayRows
-from mdi.engine.starter_part import StarterFrameStage, StarterRows
+from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.machine.computing import Computing
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
@@ -207,7 +207,7 @@ class OwnStage:
 
     def load(
         self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int,
-        kv_memory: int | None, check: Callable[[], None],
+        kv_memory: int | None, cancel: Cancel,
     ) -> None:  # fmt: skip
         """Have the stage of this cut, with caches for `max_length`; one that is the same stays, with what its caches hold.
 
@@ -215,13 +215,12 @@ class OwnStage:
             weights: with the cut.
             n_nodes: of the ring; n_sequences: at the same time.
             kv_memory: limit for the caches; None: the free memory.
-            check: called before each part, for loading may take long.
 
         Raises:
             UsageError: the caches of one text do not fit into memory; CheckpointError: the weights cannot be read.
         """
         spec = self._spec(weights, computing, n_nodes, max_length, n_sequences, kv_memory)
-        supply, cancel, held = self._supply(weights), _Asking(check), self._held
+        supply, held = self._supply(weights), self._held
         if held is not None and held.stage is not None and held.spec.key == spec.key:
             if held.stage.max_length >= max_length:
                 return
@@ -328,19 +327,3 @@ class OwnStage:
     def share(self) -> ShareMetrics | None:
         """Of every block, where all nodes have one."""
         return share_metrics(self.loaded) if self.is_loaded else None
-
-
-class _Asking(Cancel):
-    """Cancelled when a function raises."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._check = check
-
-    @property
-    def error(self) -> BaseException | None:
-        try:
-            self._check()
-        except BaseException as e:
-            return e
-        return super().error

@@ -236,7 +236,7 @@ class Choice:
         self.left_out += [node for name, node in nodes.items() if name not in names]
 
     def _profiled(self, cancel: Cancel) -> ClusterProfile:
-        """What the nodes measure of themselves, in the format of the run."""
+        """The nodes' measurements of themselves, in the format of the run."""
         if self.profile is None or self.profile.format != self.computing.format:
             here = self._ports.over(self.cluster)
             found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
@@ -262,7 +262,7 @@ def measured_cluster(
     cluster: ClusterConfig, weights: StarterWeights, options: StarterOptions, computing: Computing, run: str,
     cancel: Cancel,
 ) -> ClusterProfile:  # fmt: skip
-    """What the nodes are, and the links between them.
+    """The nodes' measurements, and those of the links between them.
 
     Args:
         cluster: with the ports that the starter really has.
@@ -320,7 +320,7 @@ def divide(
     stages: tuple[RingStage, ...], weights: StarterWeights, options: StarterOptions, computing: Computing,
     names: Sequence[str], workload: Workload, measured: Callable[[], ClusterProfile],
 ) -> Division:  # fmt: skip
-    """Which node gets which share of which blocks in the first ring.
+    """Give each node its share of its blocks in the first ring.
 
     Args:
         stages: some of them groups.
@@ -460,7 +460,7 @@ def nodes_of_chunks(options: StarterOptions, cluster: ClusterConfig) -> int:
 
 
 def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Requested) -> Computing:
-    """What the starter computes with. Raises UsageError if the device does not support the user's choice."""
+    """Choose how the starter computes. Raises UsageError if the device does not support the user's choice."""
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     config = family.kernel_config(weights.config)
     computing = choose_computing(config, asked.over(formats), weights.dtype, weights.stored_format)

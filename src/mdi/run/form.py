@@ -60,7 +60,7 @@ Counts = Mapping[int, int]  # of each text, positions whose rows were sent and k
 
 @dataclass(frozen=True)
 class Basis:
-    """What all rings of a run have in common.
+    """The common ground of all rings of a run.
 
     Attributes:
         run: its id; ring n of the run has the id `run + n`.
@@ -211,7 +211,7 @@ class Former:
         ring: that was closed last; None before the first one.
         reached: of the secondaries that were reached for the last ring, or the one that could not be formed, the numbers that
             their processes drew.
-        is_known: whether secondaries know the run, so that they must also be told its end.
+        is_known: whether secondaries know the run, so that they must also hear of its end.
         clients: of the secondaries of the ring that was formed or tried last.
     """
 
@@ -261,12 +261,12 @@ class Former:
         cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
         if not self.is_shared and plan.counts != tuple(stop - start for start, stop in basis.weights.blocks):
             basis.weights.cut_anew(plan.counts)
-        beside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.beside)]
+        outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
         fresh = plan.fresh
         while rows and not plan.is_moved and self._has_caches and not self.is_shared:
             if (roles := replay_roles(plan.names, fresh)) is None:
                 break
-            ring = self._prepare(cluster, cancel, roles.by_name, beside)
+            ring = self._prepare(cluster, cancel, roles.by_name, outside)
             lacking = frozenset(plan.names[1:]) - ring.sent_rows.keys() - fresh
             if not lacking:
                 ring.replay = roles.plan(rows, ring.sent_rows)
@@ -276,7 +276,7 @@ class Former:
                 return ring
             fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
         self._has_caches = False  # if this ring is not closed, the next one cannot use them
-        ring = self._prepare(cluster, cancel, None, beside)
+        ring = self._prepare(cluster, cancel, None, outside)
         ring.has_fresh = bool(fresh)
         return ring
 
@@ -334,13 +334,17 @@ class Former:
         return link
 
     def _prepare(
-        self, cluster: ClusterConfig, cancel: Cancel, replays: Mapping[str, str] | None, beside: Sequence[ControlClient]
+        self,
+        cluster: ClusterConfig,
+        cancel: Cancel,
+        replays: Mapping[str, str] | None,
+        outside: Sequence[ControlClient],
     ) -> Ring:
         """A ring whose nodes are ready, with the cut that the weights have.
 
         Args:
             replays: where nodes are to keep the caches of the ring before: by name, what they do with replays.
-            beside: nodes that are not in the ring, and are there: they may have parts.
+            outside: nodes that are not in the ring, and are there: they may have parts.
         """
         basis, own, is_first = self.basis, self.own, not self._n_rings
         wait_s = basis.options.wait_s if is_first else REACH_S
@@ -356,7 +360,7 @@ class Former:
         elif own is None:
             own = OwnStage(cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
         work = Preparation(
-            basis, self.cluster, self.clients, own, self._n_rings, wait_s, known, self._holders(beside), replays
+            basis, self.cluster, self.clients, own, self._n_rings, wait_s, known, self._holders(outside), replays
         )
         try:
             memory = work.run(cancel)
@@ -379,13 +383,13 @@ class Former:
             work.sent_rows,
         )  # fmt: skip
 
-    def _holders(self, beside: Sequence[ControlClient]) -> Holders:
-        """Nodes of the ring, and beside it, that may have parts."""
+    def _holders(self, outside: Sequence[ControlClient]) -> Holders:
+        """Nodes of the ring, and outside it, that may have parts."""
         known: dict[str, list[ControlClient]] = {}
-        for client in (*self.clients, *beside):
+        for client in (*self.clients, *outside):
             for sha256 in self._have.get(client.node.name, ()):
                 known.setdefault(sha256, []).append(client)
-        return Holders(known, beside)
+        return Holders(known, outside)
 
     def _ask_processes(self, wait_s: float, cancel: Cancel) -> dict[str, str]:
         """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
@@ -496,7 +500,7 @@ class Preparation:
         parts: the parts that each secondary needs, by its name.
         arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
         failed: name of the node that could not get ready; None if it was none of them.
-        has_begun: whether secondaries know the run, so that they must also be told its end.
+        has_begun: whether secondaries know the run, so that they must also hear of its end.
     """
 
     basis: Basis
@@ -637,7 +641,7 @@ class Preparation:
         basis = self.basis
         self.own.load(
             basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
-            cancel.check,
+            cancel,
         )  # fmt: skip
 
     def _reckon_memory(self, setups: Sequence[SecondarySetup], has_loaded: bool) -> CacheMemory:
@@ -655,7 +659,7 @@ class Preparation:
 
     @property
     def _replay_bytes(self) -> int:
-        """What each node may keep of the rows that it has sent."""
+        """Room on each node for the rows that it has sent."""
         return 0 if self.own.is_shared else self.basis.options.replay_bytes
 
     @property

@@ -55,7 +55,7 @@ class JournalText:
 
 @dataclass
 class RunRecord:
-    """What a journal holds.
+    """The content of a journal.
 
     Attributes:
         flags: that the run was started with, as JSON.
@@ -214,7 +214,7 @@ def read_record(path: Path) -> RunRecord:
 
 
 def _begun(fields: dict[str, Any] | None, path: Path) -> tuple[RunRecord, int, str]:
-    """What the first line says: a record without texts, the number of its prompts, and their hash. Raises UsageError."""
+    """Read the first line: a record without texts, the number of its prompts, and their hash. Raises UsageError."""
     if fields is None:
         raise UsageError(f"{path} is no journal, or its first line is damaged")
     flags, n_prompts = fields.get("flags"), fields.get("n_prompts")
@@ -333,7 +333,7 @@ def new_run(folder: Path) -> Path:
 
 
 def runs_in(folder: Path) -> list[RunFolder]:
-    """Those that no process works on, the oldest first."""
+    """Interrupted runs that no process works on, the oldest first."""
     runs = []
     with contextlib.suppress(OSError):
         for path in folder.glob(f"*/{JOURNAL}"):

@@ -87,7 +87,7 @@ class Joins:
         for name, answer in answers.items():
             is_wanted = answer.is_free and name not in self._spares and self._nodes.may_use(name)
             if is_wanted and self._is_known(name) and (found := better_with(ring, name, self._cut)) is not None:
-                return replace(found, beside=frozenset(answers) - {name})
+                return replace(found, outside=frozenset(answers) - {name})
         return None
 
     def _admit(self, known: set[str]) -> dict[str, Answer]:

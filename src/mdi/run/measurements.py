@@ -70,7 +70,7 @@ def measured_here(name: str, blocks: tuple[int, int], former: Former, engine: St
 def metrics_of(
     names: Sequence[str], blocks: Sequence[tuple[int, int]], measured: Sequence[Mapping[str, Any]]
 ) -> list[NodeMetrics]:
-    """What secondaries said of themselves, in the run's report; what cannot be read counts as nothing."""
+    """Put secondaries' own measurements into the run's report; what cannot be read counts as nothing."""
     nodes = []
     for name, layers, values in zip(names, blocks, measured, strict=True):
         fields = {"name": name, "layers": list(layers)}

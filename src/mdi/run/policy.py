@@ -1,4 +1,4 @@
-"""Which ring a run forms next. Pure: from what is known and what has happened to a decision; no clock, network or thread.
+"""Choose the ring that a run forms next. Pure: from what is known and what has happened to a decision; it has no clock.
 
 The first ring is a recovery from nothing: it is formed from a plan, and if a node is in the way, others replace it as in any
 later ring. Every time comes as `now`, of any clock that only goes on.
@@ -56,7 +56,7 @@ class Form:
         stages: starter first.
         is_moved: whether nodes of the old ring get other blocks.
         fresh: nodes that were not in the old ring, or were started again: they have no caches.
-        beside: present nodes that are not in the ring; they may have weights that others need.
+        outside: present nodes that are not in the ring; they may have weights that others need.
         ended: a text to be ended first, because it has brought down two nodes.
         isolated: texts of which one may have, so that they must run one by one.
     """
@@ -64,7 +64,7 @@ class Form:
     stages: tuple[Stage, ...]
     is_moved: bool
     fresh: frozenset[str] = frozenset()
-    beside: frozenset[str] = frozenset()
+    outside: frozenset[str] = frozenset()
     ended: int | None = field(default=None, compare=False)
     isolated: frozenset[int] = field(default=frozenset(), compare=False)
 
@@ -559,8 +559,8 @@ class Policy:
             if search.loss is not None:
                 common = self._suspects.add(search.loss.in_flight, search.loss.n_known)
         ended = next(iter(common)) if len(common) == 1 else None
-        beside = search.answering.difference(form.names)
-        return Form(form.stages, form.is_moved, fresh, beside, ended, common if len(common) > 1 else frozenset())
+        outside = search.answering.difference(form.names)
+        return Form(form.stages, form.is_moved, fresh, outside, ended, common if len(common) > 1 else frozenset())
 
     def _is_present(self, stage: Stage, roll: Roll, search: Search, now: float) -> bool:
         """Whether a node of the ring can take its place again: it lives, or was started again."""

@@ -342,7 +342,7 @@ class Run(StatusOnly):
 
     @property
     def ring(self) -> Ring | None:
-        """That was closed last."""
+        """The one that was closed last."""
         return None if self._former is None else self._former.ring
 
     @property
@@ -401,7 +401,7 @@ class Run(StatusOnly):
         )  # fmt: skip
 
     def measured(self) -> NodeMetrics | None:
-        """What this node did in the run so far; None before the ring is closed."""
+        """The work of this node in the run so far; None before the ring is closed."""
         former = self._former
         if former is None or former.own is None or self._texts is None:
             return None

@@ -102,7 +102,7 @@ class Sample:
             self._on_text(self, text)
 
     def metrics(self) -> SampleMetrics:
-        """What is known by now, of an unfinished sample too."""
+        """The measurements by now, of an unfinished sample too."""
         return SampleMetrics.from_times(
             self.prompt, self.text, self.token_ids, self.prompt_ids, self.finish_reason, self.token_times_s
         )

@@ -94,7 +94,7 @@ def _moved(node: NodeTrace, move_ns: int) -> NodeTrace:
 
 
 def timer_of(status: Mapping[str, Any]) -> float:
-    """What a node's timer showed. Raises ControlError if it does not say."""
+    """Read a node's timer from its status. Raises ControlError if it does not say."""
     timer = status.get("timer_s")
     if isinstance(timer, bool) or not isinstance(timer, int | float) or not abs(timer) < 1e12:
         raise ControlError(f"{status.get('name')!r:.40} does not report its timer")

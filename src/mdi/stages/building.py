@@ -14,7 +14,7 @@ from mdi.checkpoint.parts import Part
 from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.errors import UsageError
-from mdi.kernels.head import Weights
+from mdi.kernels.blocks import Weights
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.machine.computing import Computing
 from mdi.machine.threads import n_threads

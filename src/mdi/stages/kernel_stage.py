@@ -15,13 +15,11 @@ import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks
+from mdi.kernels.blocks import Blocks, Head, Weights, array_of, n_tables, rope_n_elem
 from mdi.kernels.context import Context
-from mdi.kernels.head import Head, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
-from mdi.kernels.rope import n_tables, rope_n_elem
 from mdi.slices import Slices
 from mdi.tensor.group_sum import GroupSum, SharedHead
 from mdi.tensor.shard_blocks import ShardBlocks

@@ -22,8 +22,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import WeightMemory
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.kernels.layout import Matrix, aligned_bytes
-from mdi.kernels.weight_range import MOST, check_range
+from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 
 if TYPE_CHECKING:
     import torch

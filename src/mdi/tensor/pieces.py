@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mdi.kernels.matrix_cut import Range, skipped
+from mdi.kernels.layout import Range, skipped
 from mdi.tensor.shares import Share
 
 Shape = tuple[int, ...]

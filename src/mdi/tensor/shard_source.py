@@ -19,8 +19,7 @@ from mdi.checkpoint.records import HashCache
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
-from mdi.kernels.layout import Matrix, aligned_bytes
-from mdi.kernels.matrix_cut import cut, skipped
+from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
 from mdi.tensor.pieces import Piece, piece_of
 from mdi.tensor.shares import Share
 from mdi.weight_formats import LAYOUTS

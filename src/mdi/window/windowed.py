@@ -14,8 +14,8 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import KernelError
+from mdi.kernels.blocks import Head, Weights
 from mdi.kernels.context import Context
-from mdi.kernels.head import Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.units import size
