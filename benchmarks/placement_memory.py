@@ -51,6 +51,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     from mdi.measure.random_weights import random_weights
     from mdi.metrics import peak_rss_bytes
     from mdi.model.stage import Stage
+    from mdi.slices import Slice
     from mdi.stages.kernel_stage import KernelStage, Resident
 
     torch.set_num_threads(1)
@@ -83,10 +84,10 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     for start in range(0, LENGTH, 64):  # prompts of full length, in the pieces that frames have
         for seq_id in range(SEQUENCES):
-            stage(rows_of(64), [(seq_id, start, 64)])
+            stage(rows_of(64), [Slice(seq_id, start, 64)])
     peak = peak_rss_bytes()
     rows = rows_of(SEQUENCES)
-    slices = [(seq_id, LENGTH // 2, 1) for seq_id in range(SEQUENCES)]
+    slices = [Slice(seq_id, LENGTH // 2, 1) for seq_id in range(SEQUENCES)]
 
     def mean_s(span_s: float = 0.8) -> float:
         n_calls, begin = 0, time.perf_counter()

@@ -34,6 +34,7 @@ from mdi.kernels.context import Context, Linear  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
 from mdi.measure.random_weights import random_weights  # noqa: E402
+from mdi.slices import Slice  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.weight_formats import LAYOUTS  # noqa: E402
 from peers.protocol import Case  # noqa: E402
@@ -66,7 +67,7 @@ class Profiled:
         for seq_id in range(n_sequences):
             for start in range(0, position, CHUNK):
                 n_rows = min(CHUNK, position - start)
-                self.stage(rows_of(n_rows, self.stage.n_embd), [(seq_id, start, n_rows)])
+                self.stage(rows_of(n_rows, self.stage.n_embd), [Slice(seq_id, start, n_rows)])
 
     def products(self, n_rows: int) -> Callable[[], None]:
         """What multiplies such rows by all matrices."""
@@ -91,7 +92,7 @@ def measure(profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, p
     speed = 0.0
     for i in range(repeats):
         begin = time.perf_counter()
-        profiled.stage(rows, [(s, position + i, 1) for s in range(n_sequences)])
+        profiled.stage(rows, [Slice(s, position + i, 1) for s in range(n_sequences)])
         middle = time.perf_counter()
         products()
         products_s, whole_s = min(products_s, time.perf_counter() - middle), min(whole_s, middle - begin)

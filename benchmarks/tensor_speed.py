@@ -38,6 +38,7 @@ from mdi.partition.example import boards
 from mdi.partition.model import Workload
 from mdi.partition.profile import ClusterProfile, LinkProfile
 from mdi.partition.tensor_plan import plan_tensor
+from mdi.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group_sum import GroupSum
@@ -104,7 +105,7 @@ class Node:
             self.mesh.swap([(rank, x.reshape(-1).view(np.uint8).data) for rank in others], [])
         else:
             x = np.frombuffer(self.mesh.swap([], [(0, x.nbytes)])[0], dtype=np.float32).reshape(x.shape)
-        rows = self.stage(x, [(0, start, len(ids))])[-1:]
+        rows = self.stage(x, [Slice(0, start, len(ids))])[-1:]
         if self.first is None:
             self.stage.send_logits(rows)
             return 0

@@ -88,11 +88,15 @@ class FrameStarter:
         epoch = self.init(**changes)
         self.send()
         status = self.wait("READY")
+        self.close_ring(epoch)
+        return status
+
+    def close_ring(self, epoch: str) -> None:
+        """Close a ring that the secondary is ready for; the one before ends."""
         seat = Seat(int(epoch, 16), 0, NAMES, "p", "127.0.0.1", self._ring_port)
         self.drop()
         self.ring = close_starter_ring(self._listener, seat, self._capacity, Limits(), DEADLINE_S)
         self.wait("RUNNING")
-        return status
 
     def frame(self, number: int, rows: np.ndarray, start: int, seq_id: int = 1) -> Frame:
         """All rows of which want logits."""

@@ -26,6 +26,7 @@ from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
+from mdi.node.runs import beside_extension
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.run.nodes import GivenNodes
@@ -236,6 +237,48 @@ def test_a_run_that_was_stopped_has_no_further_ring(node: SecondaryNode, checkpo
             starter.init(keep_caches=True)
         assert (caught.value.status, caught.value.code) == (409, "stopped")
         assert all(not held.stage.caches.n_bytes for held in node.stages.listed if held.stage is not None)
+
+
+@pytest.mark.parametrize("ends", ["in good order", "by a loss"])
+def test_the_next_ring_of_a_run_is_prepared_while_the_present_one_runs(
+    node: SecondaryNode, checkpoints: list[Path], ends: str
+) -> None:
+    """It has the same stage, and its caches, once the present one has ended."""
+    with frame_starter(node, checkpoints[0]) as starter:
+        starter.form()
+        data = rows(6, starter.n_embd)
+        starter.compute(0, data[:3], 0)
+        epoch = starter.init(extensions=beside_extension())
+        starter.wait("READY")
+        present, following = node.runs.active
+        assert present.is_running and following.held is present.held and node.runs.find(starter.run) is following
+        starter.compute(1, data[3:5], 3)
+        assert starter.ring is not None
+        if ends == "in good order":
+            starter.ring.stop("for the next one")
+        starter.close_ring(epoch)
+        found = starter.compute(0, data[5:], 5)
+        assert present.has_ended.is_set() and node.runs.active == [following] and following.held.has_caches
+    with frame_starter(node, checkpoints[0]) as other:
+        other.form()
+        assert other.compute(0, data, 0)[-len(found) :] == found
+
+
+def test_another_stage_is_prepared_beside_the_present_one(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    with frame_starter(node, checkpoints[0]) as starter:
+        starter.form()
+        (present,) = node.stages.listed
+        longer = {"max_length": 300, "extensions": beside_extension()}
+        starter.init(**longer)
+        starter.wait("READY")
+        assert [held.use for held in node.stages.listed] == ["USED", "USED"]
+        starter.compute(0, rows(3, starter.n_embd), 0)
+        node.stages.available = lambda device: 1000
+        with pytest.raises(ControlError) as caught:
+            starter.init(**longer, quantize="int8")
+        assert (caught.value.status, caught.value.code) == (507, "memory")
+        starter.compute(1, rows(3, starter.n_embd), 3)
+        assert present.use == "USED" and [one.state for one in node.runs.active] == ["RUNNING"]
 
 
 def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: list[Path]) -> None:

@@ -15,6 +15,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.layout import cut, pack
+from mdi.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group_sum import GroupSum
@@ -63,7 +64,7 @@ def rows_of(stages: list[KernelStage], gpt: GPT, ids: list[int], start: int = 0,
     """What each node ends with, for the tokens of one text from a position on."""
     x = gpt.transformer.wte(torch.tensor(ids))
     rows = (x * gpt.config.n_embd**0.5 if gpt.config.scale_embeddings else x).numpy()
-    found = on_all(len(stages), lambda rank: stages[rank](rows, [(seq_id, start, len(ids))]))
+    found = on_all(len(stages), lambda rank: stages[rank](rows, [Slice(seq_id, start, len(ids))]))
     assert len({array.tobytes() for array in found}) == 1, "nodes that end with different rows"
     return found
 
@@ -144,7 +145,7 @@ def test_packed_shares_compute_what_the_whole_does(family: str, form: str) -> No
     whole = KernelStage(config, 0, config["n_layer"], weights)
     whole.prepare(CONTEXT, 64 << 20)
     x = gpt.transformer.wte(torch.tensor(ids))
-    wanted = whole((x * config["n_embd"] ** 0.5 if config["scale_embeddings"] else x).numpy(), [(0, 0, len(ids))])
+    wanted = whole((x * config["n_embd"] ** 0.5 if config["scale_embeddings"] else x).numpy(), [Slice(0, 0, len(ids))])
     with meshes(3) as found:
         rows = rows_of(stages_of(gpt, share_out(config, (3, 1, 2)), sums(found), form), gpt, ids)[0]
     error = np.linalg.norm(rows - wanted) / np.linalg.norm(wanted)

@@ -11,16 +11,17 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mdi.errors import ControlError, UsageError
-from mdi.json_fields import Fields
+from mdi.spec.decode import Meta, Name, Span, Text, Whole, decode, spans_rise
 from mdi.whole_files import replacing
 
 LONGEST_S = 1e15  # a node's times, in seconds
+Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 TIME_RUN_HEADER = "timestamp,n_samples,n_layers,context_size,gen_time"
 
 
@@ -36,31 +37,17 @@ class ShareMetrics:
         reduce_bytes_sent: to all other nodes together.
     """
 
-    group: str
-    heads: tuple[int, int]
-    kv_groups: tuple[int, int]
-    mlp_columns: tuple[int, int]
-    reduces: int
-    reduce_s: float
-    reduce_bytes_sent: int
-    reduce_median_s: float = 0.0
+    group: Text
+    heads: Span
+    kv_groups: Span
+    mlp_columns: Span
+    reduces: Whole
+    reduce_s: Duration
+    reduce_bytes_sent: Whole
+    reduce_median_s: Duration = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, get: Fields) -> ShareMetrics:
-        """Raises ControlError, as NodeMetrics."""
-        return cls(
-            group=get.text("group"),
-            heads=get.span("heads"),
-            kv_groups=get.span("kv_groups"),
-            mlp_columns=get.span("mlp_columns"),
-            reduces=get.integer("reduces"),
-            reduce_s=get.number("reduce_s", 0, LONGEST_S),
-            reduce_bytes_sent=get.integer("reduce_bytes_sent"),
-            reduce_median_s=get.optional("reduce_median_s", lambda key: get.number(key, 0, LONGEST_S)) or 0.0,
-        )
 
 
 @dataclass(frozen=True)
@@ -78,17 +65,17 @@ class NodeMetrics:
         share: of every block, where nodes compute them together.
     """
 
-    name: str
-    layers: tuple[int, int]
-    peak_rss_bytes: int
-    compute_s: float
-    wait_s: float
-    send_s: float
-    bytes_sent: int
-    frames: int
-    weights_resident_bytes: int = 0
-    weights_read_bytes: int = 0
-    disk_wait_s: float = 0.0
+    name: Name
+    layers: Span
+    peak_rss_bytes: Whole
+    compute_s: Duration
+    wait_s: Duration
+    send_s: Duration
+    bytes_sent: Whole
+    frames: Whole
+    weights_resident_bytes: Whole = 0
+    weights_read_bytes: Whole = 0
+    disk_wait_s: Duration = 0.0
     share: ShareMetrics | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -103,21 +90,13 @@ class NodeMetrics:
         Raises:
             ControlError: a field of `to_json` is missing or of another type; names `where` and the field.
         """
-        get = Fields(data, where, ControlError)
-        return cls(
-            name=get.string("name"),
-            layers=get.span("layers"),
-            peak_rss_bytes=get.integer("peak_rss_bytes"),
-            compute_s=get.number("compute_s", 0, LONGEST_S),
-            wait_s=get.number("wait_s", 0, LONGEST_S),
-            send_s=get.number("send_s", 0, LONGEST_S),
-            bytes_sent=get.integer("bytes_sent"),
-            frames=get.integer("frames"),
-            weights_resident_bytes=get.optional("weights_resident_bytes", get.integer) or 0,
-            weights_read_bytes=get.optional("weights_read_bytes", get.integer) or 0,
-            disk_wait_s=get.optional("disk_wait_s", get.number) or 0.0,
-            share=ShareMetrics.from_json(get) if "heads" in get.data else None,
-        )
+        own = {key: value for key, value in data.items() if key != "share"} if isinstance(data, dict) else data
+        node = decode(cls, own, where, ControlError)
+        share = decode(ShareMetrics, data, where, ControlError) if "heads" in data else None
+        spans_rise(where, ControlError, layers=node.layers)
+        if share is not None:
+            spans_rise(where, ControlError, heads=share.heads, kv_groups=share.kv_groups, mlp_columns=share.mlp_columns)
+        return replace(node, share=share)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
+from mdi.slices import Slice
 from mdi.window.window_options import WindowOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -72,10 +73,10 @@ def test_several_texts_in_one_frame_are_one_pass(tmp_path: Path) -> None:
     stage, reference = windowed(chunk, 0, 5, WindowOptions(2)), whole(chunk, 0, 5)
     try:
         ids = np.arange(24)
-        slices = [(i, 0, 3) for i in range(8)]
+        slices = [Slice(i, 0, 3) for i in range(8)]
         assert np.array_equal(stage(stage.embed(ids), slices), reference(reference.embed(ids), slices))
         rows = stage.embed(ids[:8])
-        steps = [(i, 3, 1) for i in range(8)]
+        steps = [Slice(i, 3, 1) for i in range(8)]
         found, expected = stage(rows, steps), reference(rows, steps)
         assert np.array_equal(stage.head(found), reference.head(expected))
         assert stage.n_finished == reference.n_finished == 10
@@ -91,8 +92,8 @@ def test_halves_in_another_order_than_expected_are_read_when_they_are_asked_for(
         position = 0
         for n_rows in FRAMES:
             x = reference.embed(np.arange(n_rows))
-            y = stage(x, [(0, position, n_rows)])
-            assert np.array_equal(y, reference(x, [(0, position, n_rows)]))
+            y = stage(x, [Slice(0, position, n_rows)])
+            assert np.array_equal(y, reference(x, [Slice(0, position, n_rows)]))
             position += n_rows
         assert np.array_equal(stage.head(y), reference.head(y))
         assert np.array_equal(stage.head(y), reference.head(y))

@@ -17,6 +17,7 @@ from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.slices import Slice
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
@@ -77,7 +78,7 @@ def rows_of(chunk: ChunkFile, shares: Shares, options: WindowOptions | None, fol
         position = 0
         for n_rows in FRAMES:
             x = generator.standard_normal((n_rows, chunk.config_dict["n_embd"]), dtype=np.float32)
-            slices = [(0, position, n_rows)]
+            slices = [Slice(0, position, n_rows)]
             results = on_all(len(stages), lambda rank, x=x, at=slices: stages[rank](x, at))
             found.append(results[0].tobytes())
             position += n_rows

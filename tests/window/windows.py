@@ -14,6 +14,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
+from mdi.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.window.budget import RunMemory
 from mdi.window.window_options import WindowOptions
@@ -70,7 +71,7 @@ def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
         else:
             generator = np.random.default_rng(position)
             x = generator.standard_normal((n_rows, stage.n_embd), dtype=np.float32)
-        y = stage(x, [(0, position, n_rows)])
+        y = stage(x, [Slice(0, position, n_rows)])
         position += n_rows
         found.append(y)
         if stage.ends is not None:

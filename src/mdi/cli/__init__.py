@@ -24,7 +24,7 @@ import mdi
 from mdi.errors import MdiError, UsageError
 from mdi.log_lines import JSON, VARIABLE, form_of, formatter
 from mdi.spec.options import Options
-from mdi.spec.parser import Parser
+from mdi.spec.parser import Parser, declared
 from mdi.terminal import LineFormatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
@@ -224,12 +224,14 @@ def options_of(parser: Parser, args: argparse.Namespace) -> Any:
 
     --ckpt may be a GGUF file: it becomes the directory that is made for it.
     """
-    declared, given = tuple(parser.declared.values()), vars(args)
-    known = {option.dest for option in declared} | {field.name for field in dataclasses.fields(Options)}
+    own, given = tuple(parser.declared.values()), vars(args)
+    known = {option.dest for option in (*own, *declared(Options).values())} | {
+        field.name for field in dataclasses.fields(Options)
+    }
     if not given.keys() <= known:
         return args
     try:
-        options = Options(declared=declared).with_given(given)
+        options = Options(declared=own).with_given(given)
     except UsageError as e:
         if given.get("json") and "no_stream" in given:  # a program reads what a run prints
             from mdi.cli.output import print_json

@@ -12,7 +12,7 @@ from mdi.json_fields import shown
 from mdi.kernels import LAYOUT_VERSION
 from mdi.limits import excess
 from mdi.net.wire import SILENCE_S
-from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of
+from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of, spans_rise
 from mdi.spec.options import Frames, Length, Requested, Silence
 
 T = TypeVar("T")
@@ -122,6 +122,7 @@ class InitRequest(Requested):
         request = _decoded(cls, data)
         if request.index >= len(request.names):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
+        spans_rise("request", _refused, blocks=request.blocks)
         _check_blocks(request)
         return request
 

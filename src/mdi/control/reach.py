@@ -16,11 +16,12 @@ from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
-from mdi.json_fields import Fields
+from mdi.json_fields import shown
 from mdi.net.hello import Fault, Hello
 from mdi.net.meeting import meet
 from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
 from mdi.security.keys import KeyFile
+from mdi.spec.decode import Number, Text, decode
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
@@ -53,10 +54,10 @@ class Reach:
         bytes_s: bandwidth towards that node; 0 is not measured.
     """
 
-    problem: str = ""
-    detail: str = ""
-    round_trip_s: float = 0.0
-    bytes_s: float = 0.0
+    problem: Text = ""
+    detail: Text = ""
+    round_trip_s: Number = 0.0
+    bytes_s: Number = 0.0
 
     @property
     def is_well(self) -> bool:
@@ -69,8 +70,7 @@ class Reach:
     @classmethod
     def from_json(cls, data: Any) -> Reach:
         """Raises ControlError if a peer's answer cannot be read."""
-        get = Fields(data, "the way to another node", ControlError)
-        reach = cls(get.text("problem"), get.text("detail")[:300], get.number("round_trip_s"), get.number("bytes_s"))
+        reach = decode(cls, data, "the way to another node", ControlError)
         if reach.problem and reach.problem not in PROBLEMS:
             raise ControlError(f"the node tells of a problem {reach.problem[:50]!r} that this version does not know")
         return reach
@@ -103,8 +103,9 @@ class Route:
     @classmethod
     def from_json(cls, data: Any) -> Route:
         """Raises ControlError if a peer's answer cannot be read."""
-        get = Fields(data, "the ways to another node", ControlError)
-        return cls(Reach.from_json(get.object("control")), Reach.from_json(get.object("ring")))
+        if not isinstance(data, dict):
+            raise ControlError(f"the ways to another node: expected an object, found {shown(data)}")
+        return cls(Reach.from_json(data.get("control")), Reach.from_json(data.get("ring")))
 
 
 def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFile | None = None) -> Route:

@@ -27,7 +27,7 @@ from mdi.engine.sequence import (
     SamplingParams,
     Sequence,
 )
-from mdi.engine.starter_part import StarterFrameStage, StarterRows
+from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType

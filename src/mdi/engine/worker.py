@@ -44,6 +44,32 @@ class FrameRows(Protocol):
         """What rows travel as, the name of the type and the bytes, which may be their memory."""
 
 
+class StarterRows(FrameRows, Protocol):
+    """As the starter has them: engine.rows.ArrayRows, engine.rows.TensorRows."""
+
+    def ids(self, ids: list[int]) -> Any:
+        """Token ids (N,), as the stage embeds them."""
+
+    def none(self, n_cols: int) -> Any:
+        """No rows, (0, n_cols)"""
+
+    def are_finite(self, x: Any) -> bool:
+        """Whether all numbers are."""
+
+
+class StarterFrameStage(FrameStage, Protocol):
+    """The starter's part: model.stage.StarterStage, stages.kernel_stage.KernelStage, or its Ends."""
+
+    @property
+    def returned_width(self) -> int: ...
+
+    def embed(self, ids: Any) -> Any:
+        """(N,) token ids -> (N, n_embd)"""
+
+    def head(self, x: Any) -> Any:
+        """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""
+
+
 class SecondaryLoop:
     """Runs a stage over the frames of a ring: of one ring until it ends (`run`), or frame by frame, beside others (`step`).
 

@@ -18,7 +18,7 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.engine.rows import ArrayRows
-from mdi.engine.starter_part import StarterFrameStage, StarterRows
+from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.machine.computing import Computing
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener

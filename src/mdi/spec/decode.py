@@ -52,10 +52,11 @@ def decode(type: type[T], data: Any, where: str, error: Callable[[str], MdiError
         return msgspec.convert(data, type, strict=True)
     except (msgspec.ValidationError, OverflowError, RecursionError) as e:
         message, _, path = str(e).partition(" - at `$")
-        raise error(f"{where}{path.rstrip('`')}: {message[:300]}") from None
+        raise error(f"{where}{path.rstrip('`')}: {message[:300].replace('Expected', 'expected', 1)}") from None
 
 
-def check_span(name: str, span: Span) -> None:
-    """Raises ValueError, which `decode` reports, if a span ends before it starts."""
-    if span[0] > span[1]:
-        raise ValueError(f"Expected `{name}` as [start, stop], got {list(span)}")
+def spans_rise(where: str, error: Callable[[str], MdiError], **spans: Span) -> None:
+    """Raises `error` for a span that ends before it starts."""
+    for name, (start, stop) in spans.items():
+        if start > stop:
+            raise error(f"{where}.{name}: expected [start, stop] with start <= stop, got {[start, stop]}")

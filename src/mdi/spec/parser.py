@@ -120,7 +120,7 @@ class Declared:
 
 
 @functools.cache
-def declared(cls: type) -> dict[str, Declared]:
+def declared(cls: Any) -> dict[str, Declared]:
     """All options of a dataclass, and of those in its fields, by the names of their fields."""
     found: dict[str, Declared] = {}
     hints = get_type_hints(cls, include_extras=True)
@@ -156,7 +156,9 @@ def made(cls: type[T], options: Iterable[Declared], given: Mapping[str, Any]) ->
         elif dataclasses.is_dataclass(hint := hints[field.name]) and isinstance(hint, type):
             values[field.name] = made(hint, known.values(), given)
         elif field.name in given and field.name not in {option.dest for option in known.values()}:
-            values[field.name] = given[field.name]
+            # A default that the command sets.
+            other, raw = declared(cls).get(field.name), given[field.name]  # type: ignore[arg-type]
+            values[field.name] = raw if other is None else other.value(raw)
     return cls(**values)
 
 

@@ -237,8 +237,10 @@ class StageStore:
             UsageError, CheckpointError: see build_stage.
         """
         spec, stage = held.spec, held.stage
-        if stage is None:
-            with self._alone(spec, cancel), supply.reading(spec, cancel) as source:
+        if stage is not None:
+            return self._prepare(held, stage)
+        with self._alone(spec, cancel):  # until others can share the weights
+            with supply.reading(spec, cancel) as source:
                 held.loaded = {**self._loaded(spec), **held.loaded}  # another one may have been built meanwhile
 
                 def next_source(part: str) -> WeightSource:
@@ -250,16 +252,20 @@ class StageStore:
                     spec, next_source, held.loaded, supply.family, supply.memory, supply.cache_dir, cancel
                 )
             logger.debug("%s", spec.computing.told(spec.name, *spec.blocks))
-        try:
-            if not held.has_caches:
-                check_capacity(spec.name, stage, spec.max_length, held.device, self._promised(held))
-                stage.prepare(spec.max_length, self.kv_memory if spec.kv_memory is None else spec.kv_memory)
-            if not held.has_caches or held.sent is None:
-                held.sent = SentRows(held.replay_bytes)
-        except BaseException:
-            if held.stage is None:
+            try:
+                self._prepare(held, stage)
+            except BaseException:
                 stage.close()
-            raise
+                raise
+
+    def _prepare(self, held: HeldStage, stage: AnyStage) -> None:
+        """Make a stage ready for its run, unless it has the caches of the ring before."""
+        spec = held.spec
+        if not held.has_caches:
+            check_capacity(spec.name, stage, spec.max_length, held.device, self._promised(held))
+            stage.prepare(spec.max_length, self.kv_memory if spec.kv_memory is None else spec.kv_memory)
+        if not held.has_caches or held.sent is None:
+            held.sent = SentRows(held.replay_bytes)
         self._fill(held, stage)
 
     @contextlib.contextmanager
