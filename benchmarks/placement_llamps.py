@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "partition")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "partition")]
 
 from llamps import FITS, TABLE, Fit, Row  # noqa: E402
 
-from mdi.partition.greedy import filled, gma_scores, opa_scores, ranked  # noqa: E402
+from leftovers import gma_scores, opa_scores  # noqa: E402
+from mdi.partition.greedy import filled, ranked  # noqa: E402
 
 
 def placed(row: Row, fit: Fit, method: str) -> str:

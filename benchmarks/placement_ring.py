@@ -27,9 +27,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from leftovers import by_score, gma_scores, opa_scores  # noqa: E402
 from records import add_json_flag, save
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
+SCORES = {"gma": gma_scores, "opa": opa_scores}
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
@@ -328,7 +330,7 @@ def compare(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
             )
     chosen = {}
     for method in ("throughput", "even", "gma", "opa", "latency"):
-        placement = place(cost, method)
+        placement = by_score(cost, method, SCORES[method]) if method in SCORES else place(cost, method)
         chosen[method] = (placement.order, placement.counts)
     best = sorted(tried, key=lambda key: -tried[key][0])[: args.again]
     finals = list(dict.fromkeys([*best, *chosen.values()]))
@@ -367,7 +369,8 @@ def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
         room = [wide.memory(i, 0, half, 2).total + wide.shape.blocks[0].weight_bytes // 2 for i in range(cost.n_nodes)]
         nodes = tuple(replace(n, memory_bytes=b) for n, b in zip(cost.profile.nodes, room, strict=True))
         tight = CostModel(replace(cost.profile, nodes=nodes), cost.shape, work)
-        chosen = {method: place(tight, method) for method in ("gma", "opa", "throughput")}
+        chosen = {method: by_score(tight, method, scores) for method, scores in SCORES.items()}
+        chosen["throughput"] = place(tight, "throughput")
         rates: dict[str, list[float]] = {method: [] for method in chosen}
         for _ in range(args.repeats):
             for method, p in chosen.items():

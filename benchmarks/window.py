@@ -9,7 +9,7 @@ with the limit, each with the file out of the system's memory:
 1. what the disk gives to one reader, direct, over the same file;
 2. one text, and several at once, with --memory;
 3. a format and kernels with which computing takes longer than reading (int8, plain C++), without and with a window of
-   STEADY_UNITS: whether it ever waits, and what partition.steady says of it;
+   STEADY_UNITS: whether it ever waits, and what window_steady says of it;
 4. accelerate's disk offload, and transformers alone (with --peer-python, an interpreter that has both) over weights of
    the same shape in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
 
@@ -124,11 +124,12 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> di
 def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     """Whether computing waits where it takes longer than reading, and what was said beforehand."""
     import yaml
-
-    from mdi.checkpoint.shapes import full_config
     from mdi.measure.window_plan import units_of
     from mdi.partition.steady import UnitTimes, simulate
+
+    from mdi.checkpoint.shapes import full_config
     from mdi.stages.window_budget import plan_window
+    from window_steady import UnitTimes, simulate, units_of
 
     def run(*flags: str) -> dict[str, Any]:
         command = [

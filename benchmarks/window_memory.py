@@ -49,7 +49,9 @@ def share_of(config: dict[str, Any], n_nodes: int) -> dict[str, Any]:
 def gigabytes(config: dict[str, Any], n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
     from mdi.measure.window_plan import units_of
+
     from mdi.stages.window_budget import plan_window
+    from window_steady import units_of
 
     share = share_of(config, n_nodes)
     blocks, head = units_of(share, "float32", 0, config["n_layer"], is_starter=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.records import BELIEVED_S, stamp_of
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
@@ -26,6 +27,17 @@ from mdi.stages.window_files import WeightBytes
 TENSORS = {"transformer.h.0.a": torch.arange(700_000.0), "transformer.h.0.b": torch.ones(3)}
 DATA = save(TENSORS)
 INFO = PartInfo("block.0", hashlib.sha256(DATA).hexdigest(), len(DATA))
+
+
+class Asked(Cancel):
+    """Counts in a list how often it was looked at."""
+
+    def __init__(self, asked: list[int]) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def check(self) -> None:
+        self._asked.append(1)
 
 
 def test_a_part_arrives(tmp_path: Path) -> None:
@@ -142,7 +154,7 @@ def test_a_bit_that_was_lost_while_no_process_looked(tmp_path: Path) -> None:
     path.write_bytes(DATA[:-1] + bytes([DATA[-1] ^ 0x80]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     asked: list[int] = []
-    assert not store.has(INFO.sha256, lambda: asked.append(1)) and not path.exists()
+    assert not store.has(INFO.sha256, Asked(asked)) and not path.exists()
     assert len(asked) == -(-len(DATA) // PIECE_BYTES), "whoever waits is asked between the pieces"
 
 
@@ -225,7 +237,7 @@ def test_a_part_is_hashed_once_by_all_processes(tmp_path: Path) -> None:
     for _ in range(3):
         store = BlockStore(tmp_path)  # as another process has it
         asked: list[int] = []
-        assert store.has(INFO.sha256, lambda asked=asked: asked.append(1)) and store.part(INFO, {}, "")
+        assert store.has(INFO.sha256, Asked(asked)) and store.part(INFO, {}, "")
         assert not asked, "using a file sets its time, which is no reason to hash it"
 
 
@@ -234,7 +246,7 @@ def test_a_damaged_record_is_ignored(tmp_path: Path, text: str) -> None:
     BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
     (tmp_path / "checked.json").write_text(text)
     asked: list[int] = []
-    assert BlockStore(tmp_path).has(INFO.sha256, lambda: asked.append(1)) and asked
+    assert BlockStore(tmp_path).has(INFO.sha256, Asked(asked)) and asked
 
 
 @pytest.mark.parametrize("age_s", [BELIEVED_S + 10, -100])
@@ -247,7 +259,7 @@ def test_what_was_hashed_long_ago_is_hashed_again(
     monkeypatch.setattr("mdi.checkpoint.records.time.time", lambda: later)
     for one in (store, BlockStore(tmp_path)):
         asked: list[int] = []
-        assert one.has(INFO.sha256, lambda asked=asked: asked.append(1)) and asked
+        assert one.has(INFO.sha256, Asked(asked)) and asked
         monkeypatch.setattr("mdi.checkpoint.records.time.time", lambda: later + 2 * age_s)
 
 
@@ -256,12 +268,11 @@ def test_many_parts_are_looked_for_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "checked.json").unlink()
     assert BlockStore(tmp_path).have(["ab" * 32, INFO.sha256, "cd" * 32]) == {INFO.sha256}
 
-    def stop() -> None:
-        raise LookupError("the run was ended")
-
     (tmp_path / "checked.json").unlink()
+    stopped = Cancel()
+    stopped.cancel(LookupError("the run was ended"))
     with pytest.raises(LookupError):
-        BlockStore(tmp_path).have([INFO.sha256, "ab" * 32], stop)
+        BlockStore(tmp_path).have([INFO.sha256, "ab" * 32], stopped)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:

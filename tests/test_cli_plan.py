@@ -112,7 +112,6 @@ def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypa
         (["--profiles", "{}", "--config", "pythia-14m", "--quantize", "int3"], "unknown weight format 'int3'"),
         (["--profiles", "{}", "--config", "pythia-14m", "--nodes", "x"], "no node 'x'"),
         (["--profiles", "{}", "--config", "pythia-14m", "--nodes", "starter", "starter"], "each node once"),
-        (["--profiles", "{}", "--config", "pythia-14m", "--prefer-memory", "20"], "1/9 to 9"),
     ],
 )
 def test_what_cannot_be_planned(

@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import mdi.measure.contention
 import pytest
 import torch
 
 import mdi.measure.cluster_measurement
-import mdi.measure.contention
 import mdi.measure.profiler
 import mdi.model.stage
 import mdi.node.setup
@@ -24,7 +24,7 @@ from mdi.cli import launch
 from mdi.cli.session import chosen_placement
 from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.control.client import ControlClient
-from mdi.control.messages import ProfileRequest, Slots
+from mdi.control.messages import ProfileRequest
 from mdi.control.open_ports import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
@@ -193,10 +193,10 @@ def test_all_secondaries_may_be_left_out(tiny: Path, tmp_path: Path, fixed: dict
         assert starter.names == ("starter",)
 
 
-@pytest.mark.parametrize("method", ["latency", "opa", "gma", "throughput"])
+@pytest.mark.parametrize("method", ["latency", "throughput"])
 def test_every_placement_runs(tiny: Path, tmp_path: Path, fixed: dict[str, float], method: str) -> None:
     with secondaries(2, tmp_path) as nodes:
-        assert run(starter_of(nodes, tiny, tmp_path, placement=method, prefer_memory=3.0)) == [EXPECTED] * 3
+        assert run(starter_of(nodes, tiny, tmp_path, placement=method)) == [EXPECTED] * 3
 
 
 def test_what_is_given_is_not_measured(
@@ -315,8 +315,6 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
 
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
-        if request.slots is not None:
-            return {"machine_share": 0.5}
         asked.append(self.node.name)
         return {"profile": replace(OWN, name=f"{self.node.name} by itself").to_json(), "format": "int8"}
 
@@ -382,8 +380,6 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
         busy.release()
 
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
-        if request.slots is not None:
-            return {"machine_share": 0.5}
         alone(self.node.name)
         return {"profile": OWN.to_json(), "format": "float32"}
 
@@ -397,28 +393,6 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
     assert order == ["starter", "secondary0", "secondary1"]
 
 
-def test_nodes_of_one_machine_then_compute_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each says what it takes of the machine; a node that cannot, or tells nonsense, is counted as before."""
-    together = threading.Barrier(3)
-    places: dict[str, tuple[int, int]] = {}
-
-    def share(name: str, slots: Slots) -> float:
-        together.wait(30)  # fails if one is asked only when another has answered
-        places[name] = (slots.place, slots.n_nodes)
-        return {"starter": 0.5, "secondary0": 0.75}.get(name, 17.0)
-
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
-        if request.slots is not None:
-            return {"machine_share": share(self.node.name, request.slots)}
-        return {"profile": OWN.to_json(), "format": "float32"}
-
-    monkeypatch.setattr(ControlClient, "profile", profile)
-    with secondaries(2, tmp_path) as nodes:
-        profiles, _ = measurement_of(cluster_of(nodes), own_share=lambda slots: share("starter", slots)).run()
-    assert places == {"starter": (0, 3), "secondary0": (1, 3), "secondary1": (2, 3)}
-    assert [(p.machine, p.machine_share) for p in profiles] == [("loopback", s) for s in (0.5, 0.75, 0.0)]
-
-
 def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise while one of them measured itself must not decide who gets all blocks."""
     times = {"starter": 0.001, "secondary0": 0.002, "secondary1": 0.006}
@@ -428,7 +402,7 @@ def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pyte
 
     def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
         own = profile_of(self.node.name, 2 if self.node.name == "secondary1" else 1)
-        return {"machine_share": 0.0} if request.slots else {"profile": own.to_json(), "format": "float32"}
+        return {"profile": own.to_json(), "format": "float32"}
 
     monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(2, tmp_path) as nodes:
@@ -499,11 +473,10 @@ def test_hosts() -> None:
 def test_the_default_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MDI_PLACEMENT", raising=False)
     assert chosen_placement(None) is None
-    assert chosen_placement("opa") == "opa"
-    monkeypatch.setenv("MDI_PLACEMENT", "gma")
-    assert chosen_placement(None) == "gma"
-    assert chosen_placement(None) == "gma"
-    assert chosen_placement("opa") == "opa"
+    assert chosen_placement("latency") == "latency"
+    monkeypatch.setenv("MDI_PLACEMENT", "even")
+    assert chosen_placement(None) == "even"
+    assert chosen_placement("latency") == "latency"
     monkeypatch.setenv("MDI_PLACEMENT", "best")
     with pytest.raises(UsageError, match="MDI_PLACEMENT='best': expected throughput"):
         chosen_placement(None)

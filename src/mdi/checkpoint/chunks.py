@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mdi.block_ranges import block_span
+from mdi.cancel import Cancel
 from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
 from mdi.checkpoint.packing import packing_of
 from mdi.checkpoint.parts import Part, PartInfo, array_bytes, part_of, stage_parts
@@ -115,12 +116,12 @@ class ChunkFile(FileSource):
             raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self._infos)}")
         return self._infos[part]
 
-    def verify(self, parts: Collection[str], checked: CheckedFiles, check: Callable[[], None] = lambda: None) -> None:
+    def verify(self, parts: Collection[str], checked: CheckedFiles, cancel: Cancel | None = None) -> None:
         """Hash the parts that are not known to be whole, a few at a time.
 
         Args:
             checked: where it is kept that they are.
-            check: called between parts; its exceptions pass through.
+            cancel: looked at between parts.
 
         Raises:
             CheckpointError: a part differs from the manifest.
@@ -128,7 +129,8 @@ class ChunkFile(FileSource):
         where, stamp = self.path.absolute(), stamp_of(self.path)
 
         def verify(name: str) -> None:
-            check()
+            if cancel is not None:
+                cancel.check()
             key = f"{where}:{name}:{self.info(name).sha256}"
             if not checked.knows(key, stamp):
                 self.verify_part(name)

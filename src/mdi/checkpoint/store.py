@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import PartFile
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.records import CheckedFiles, in_threads, stamp_of
@@ -57,14 +58,14 @@ class BlockStore:
         self._in_use: list[Collection[str]] = []
         self.checked = CheckedFiles(self.directory / "checked.json")
 
-    def has(self, sha256: str, check: Callable[[], None] = lambda: None) -> bool:
+    def has(self, sha256: str, cancel: Cancel | None = None) -> bool:
         """Whether the part is here, and what its name says. A file that is not is removed, so that the part can come again.
 
         A file is hashed again when it looks otherwise than it did then, and when that was long ago. One that the disk cannot
         read counts as missing, and stays until the part has come again.
 
         Args:
-            check: called again and again while a file is hashed; its exceptions pass through.
+            cancel: looked at again and again while a file is hashed.
 
         Raises:
             CheckpointError: this process may open no more files, or there is no memory: nobody knows.
@@ -77,7 +78,8 @@ class BlockStore:
                 if self.checked.knows(sha256, stamp):
                     return True
                 while n_bytes := file.readinto(buffer):
-                    check()
+                    if cancel is not None:
+                        cancel.check()
                     digest.update(buffer[:n_bytes])
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -99,7 +101,7 @@ class BlockStore:
         return False
 
     def have(
-        self, shas: Collection[str], check: Callable[[], None] = lambda: None, on_part: Callable[[], None] = lambda: None
+        self, shas: Collection[str], cancel: Cancel | None = None, on_part: Callable[[], None] = lambda: None
     ) -> set[str]:  # fmt: skip
         """The parts of a list that are here, see `has`; a few are hashed at a time.
 
@@ -108,7 +110,7 @@ class BlockStore:
         """
 
         def look(sha256: str) -> bool:
-            is_here = self.has(sha256, check)
+            is_here = self.has(sha256, cancel)
             on_part()
             return is_here
 

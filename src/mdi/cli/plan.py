@@ -7,8 +7,6 @@ examples:
   plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
   plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
       with only these two nodes
-  plan.py --profiles cluster.json --ckpt checkpoints/org/small --beside large.json
-      a second model in the memory that the first one leaves; large.json is the output of plan.py --json for the first
   plan.py --example > cluster.json
       profiles of three single-board computers; change them to yours
 """
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     parser.options(
-        "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "beside", "example",
+        "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "example",
         nodes_config={"help": "instead of profiles: nodes file of running nodes, which measure themselves"},
         wait_s={"help": "for nodes to answer (%(default)s)"},
     )  # fmt: skip
@@ -56,14 +54,13 @@ def add_arguments(parser: Parser) -> None:
         },
     )  # fmt: skip
     parser.options(
-        "placement", "placement", "layers", "prefer_memory",
+        "placement", "placement", "layers",
         placement={
-            "help": "throughput: most tokens/s; latency: the shortest way of one token; opa and gma: by left-over memory (and "
-            "cores), as LLaMPS; even: equal numbers (default: %(default)s)", "default": DEFAULT_METHOD,
+            "help": "throughput: most tokens/s; latency: the shortest way of one token; even: equal numbers (default: "
+            "%(default)s)", "default": DEFAULT_METHOD,
         },
         layers={"help": "blocks per node, starter first"},
     )  # fmt: skip
-    parser.options("window", "window", "retain", "memory", "disk_rate")
     parser.options(None, "json", *COMMON, json={"help": "print one JSON object"})
 
 
@@ -200,12 +197,9 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 
 def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
-    from mdi.cli.session import asked_window
     from mdi.measure.computed_by import with_paths
     from mdi.measure.model_shape import model_shape
     from mdi.measure.planning import smaller_shapes
-    from mdi.measure.window_plan import with_windows, without_limits
-    from mdi.partition.beside import left_over
     from mdi.partition.group_profile import stage_places
     from mdi.partition.model import Workload
     from mdi.partition.plan import plan
@@ -214,8 +208,6 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
 
     if options.only:
         profile = _only(profile, options.only)
-    for path in options.beside:
-        profile = left_over(profile, _read(path), str(path))
     config = _config(options, profile)
     shape = model_shape(config, options.quantize or options.dtype or profile.format, options.kv_dtype)
     profile = with_paths(profile, config, shape.config_hash, shape.format)
@@ -225,31 +217,16 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
             f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
         )
     layers = None if options.layers is None else parse_layers(options.layers, shape.n_layer, len(stage_places(profile)))
-    window = asked_window(options)
-    report = plan(
-        profile if window is None else without_limits(profile),
+    return plan(
+        profile,
         shape,
         Workload(1 if options.n_samples is None else options.n_samples, length, replay_bytes=options.replay_memory),
         method=options.placement or DEFAULT_METHOD,
         layers=layers,
-        preferences=preferences(options),
         measured=_measured(profile, config, shape),
         smaller=smaller_shapes(config, shape),
         may_share=why_not_shared_out(config) is None,
     )
-    if window is None:
-        return report
-    return with_windows(report, profile, config, shape, window, options.disk_rate)
-
-
-def preferences(options: Options) -> dict[tuple[str, str], float]:
-    from mdi.partition.greedy import PREFERENCES, opa_weights
-
-    chosen = dict(PREFERENCES)
-    if options.prefer_memory is not None:
-        chosen[("memory", "cores")] = options.prefer_memory
-        opa_weights(chosen)
-    return chosen
 
 
 def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:

@@ -18,7 +18,7 @@ from mdi.spec.options import Frames, Length, Requested, Silence
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 5
+CONTROL_VERSION = 6
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -43,8 +43,6 @@ CODES = {
     "failed": "anything else",
 }
 COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
-N_SLOTS_LIMIT = 64  # nodes of one machine
-AFTER_MS_LIMIT = 10_000
 VERSION_LIMIT = 1 << 30
 N_TEXTS = 8  # at the same time, of a run that does not say how many
 
@@ -128,25 +126,6 @@ class InitRequest(Requested):
 
 
 @dataclass(frozen=True)
-class Slots:
-    """When a node of a machine with several is to compute, so that all know what they take from each other.
-
-    Attributes:
-        after_ms: from the request on to the first slot. Clocks of machines differ; a delay needs none.
-        place: number of the slot in which this node computes alone.
-        n_nodes: of the machine; all compute in the slot after their own ones.
-    """
-
-    after_ms: Annotated[int, Meta(ge=0, le=AFTER_MS_LIMIT)]  # a node must not wait for as long as a peer likes
-    place: Whole
-    n_nodes: Annotated[int, Meta(ge=2, le=N_SLOTS_LIMIT)]
-
-    def __post_init__(self) -> None:
-        if self.place >= self.n_nodes:
-            raise ValueError(f"Expected `place` < {self.n_nodes}, got {self.place}")
-
-
-@dataclass(frozen=True)
 class ProfileRequest(Requested):
     """Body of `POST /profile`: which model the node is to measure itself with, computed as it would be in a run.
 
@@ -155,7 +134,6 @@ class ProfileRequest(Requested):
         stored_dtype: as in `InitRequest`.
         fresh: measure again, whatever is kept.
         run: id of the run to place, if there is one: its starter may end the node's process even if the node gets no blocks.
-        slots: the node is to measure nothing but what it takes of its machine, at these times.
     """
 
     config: dict[str, Any]
@@ -163,7 +141,6 @@ class ProfileRequest(Requested):
     stored_dtype: Text
     fresh: bool = False
     run: RunId | None = None
-    slots: Slots | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,12 +19,11 @@ from typing import Any
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
-from mdi.control.messages import N_SLOTS_LIMIT, ProbeRequest, ProfileRequest, Slots
+from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import Route, try_node
 from mdi.control.reach_node import BUSY_S, reach_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
 from mdi.machine.neighbours import host_of
-from mdi.measure.contention import LEAD_S, slots_of
 from mdi.partition.profile import LinkProfile, NodeProfile
 from mdi.partition.sharing import level_times, share_memory
 from mdi.periodic import Periodic
@@ -45,7 +44,6 @@ class ClusterMeasurement:
         own: measures the starter, on the calling thread.
         wait_s: how long to wait for a node that does not answer yet.
         check: called repeatedly meanwhile; its exceptions end the waiting.
-        own_share: what part of its machine the starter takes, on the calling thread; 0 is unknown.
         own_format: that the starter measures in.
     """
 
@@ -56,11 +54,9 @@ class ClusterMeasurement:
         own: Callable[[], NodeProfile],
         wait_s: float,
         check: Callable[[], None] = lambda: None,
-        own_share: Callable[[Slots], float] = lambda slots: 0.0,
         own_format: str = "",
     ) -> None:
         self._own_format = own_format
-        self._own_share = own_share
         self._cluster = cluster
         self._request = request
         self._own = own
@@ -99,17 +95,13 @@ class ClusterMeasurement:
         starter = self._own()
         self._wait(elsewhere)
         self._wait(self._all({"starter": beside}, self._ask))
-        shares = self.shares()
         found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
         machines = [host_of(node.addr) for node in self._cluster.nodes]
         profiles = share_memory(found, machines)
         tight = [new.name for old, new in zip(found, profiles, strict=True) if new != old]
         if tight:
             logger.info("%s share the memory of their machine: each counts with a part of it", ", ".join(tight))
-        placed = tuple(
-            replace(profile, machine=machine, machine_share=shares.get(profile.name, 0.0))
-            for profile, machine in zip(profiles, machines, strict=True)
-        )
+        placed = tuple(replace(profile, machine=machine) for profile, machine in zip(profiles, machines, strict=True))
         alike = [
             (p.machine, p.device, p.n_cores, p.n_threads, self._formats.get(p.name, self._own_format)) for p in placed
         ]
@@ -179,35 +171,6 @@ class ClusterMeasurement:
         self._formats[node.name] = str(answer.get("format", ""))
         self._tell_difference(node, profile.device, answer.get("threads"))
         self._found[node.name] = profile
-
-    def shares(self) -> dict[str, float]:
-        """The share of its machine that each node takes, by name; nothing for a node alone on its machine."""
-        hosts: dict[str, list[NodeConfig]] = {}
-        for node in self._cluster.nodes[:N_SLOTS_LIMIT]:
-            hosts.setdefault(host_of(node.addr), []).append(node)
-        found: dict[str, float] = {}
-        own, asked = None, {}
-        begin = time.monotonic() + LEAD_S
-        for nodes in hosts.values():
-            for node, slots in zip(nodes, slots_of(len(nodes), begin) if len(nodes) > 1 else (), strict=False):
-                if node is self._cluster.starter:
-                    own = slots
-                else:
-                    asked[node.name] = slots
-
-        def ask(node: NodeConfig) -> None:
-            request = replace(self._request, device=node.device, threads=node.threads, slots=asked[node.name])
-            try:
-                share = float(self._clients[node.name].profile(request).get("machine_share", 0.0))
-                found[node.name] = share if 0 <= share <= 1 else 0.0
-            except (ControlError, TypeError, ValueError) as e:
-                logger.info("the share of its machine that %s uses was not measured: %s", node.name, e)
-
-        others = self._all({n.name: [n] for n in self._cluster.secondaries if n.name in asked}, ask)
-        if own is not None:
-            found[self._cluster.starter.name] = self._own_share(own)
-        self._wait(others)
-        return found
 
     @staticmethod
     def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:

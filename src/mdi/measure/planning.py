@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import choose_device
 from mdi.measure.cluster_measurement import ClusterMeasurement
 from mdi.measure.model_shape import model_shape
-from mdi.measure.profiler import Profiler, share_of
+from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Subject
-from mdi.partition.greedy import PREFERENCES
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.plan import PlanReport, plan
 from mdi.partition.plan_table import left_out_lines
@@ -83,9 +81,7 @@ def profile_cluster(
             raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
 
     request = profile_request(model, computing, asked, fresh, run)
-    measurement = ClusterMeasurement(
-        cluster, request, own, wait_s, check, partial(share_of, subject), subject.computing.format
-    )
+    measurement = ClusterMeasurement(cluster, request, own, wait_s, check, subject.computing.format)
     nodes, links = measurement.run()
     for name, other in measurement.formats.items():
         if other != subject.computing.format:
@@ -114,9 +110,7 @@ def measure_live(
         return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, fresh)
 
 
-def choose(
-    profile: ClusterProfile, model: Model, method: str, workload: Workload, prefer_memory: float | None, kv_dtype: str
-) -> PlanReport:
+def choose(profile: ClusterProfile, model: Model, method: str, workload: Workload, kv_dtype: str) -> PlanReport:
     """The plan of a run in a few lines.
 
     Args:
@@ -125,16 +119,12 @@ def choose(
     Raises:
         PlacementError: the model does not fit.
     """
-    preferences = dict(PREFERENCES)
-    if prefer_memory is not None:
-        preferences[("memory", "cores")] = prefer_memory
     shape = model_shape(model.config, profile.format, kv_dtype)
     report = plan(
         profile,
         shape,
         workload,
         method=method,
-        preferences=preferences,
         measured=shape,
         smaller=smaller_shapes(model.config, shape),
     )

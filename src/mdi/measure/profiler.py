@@ -14,21 +14,16 @@ from typing import Any
 import psutil
 
 import mdi
-from mdi.checkpoint.parts import part_of
-from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
-from mdi.control.messages import Slots
 from mdi.control_groups import n_cores
 from mdi.errors import CheckpointError, MdiError
 from mdi.kernels import LAYOUT_VERSION, library
 from mdi.machine.resources import cpu_model, device_free_bytes, machine_free_bytes, private_bytes
 from mdi.machine.threads import computing_threads, n_threads
-from mdi.measure.contention import machine_share
 from mdi.measure.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
 from mdi.partition.profile import NodeProfile
 from mdi.periodic import Periodic
-from mdi.weight_formats import weight_format
 from mdi.whole_files import replacing
 
 FILE = "profiles.json"
@@ -187,15 +182,6 @@ class Profiler:
                 file.write(json.dumps({key: asdict(value) for key, value in latest.items()}, indent=1).encode())
         except (CheckpointError, OSError) as e:
             logger.warning("the measurements cannot be stored: %s", e)
-
-
-def share_of(subject: Subject, slots: Slots) -> float:
-    """The part of its machine that this node takes while it computes the subject; see `mdi.measure.contention`."""
-    shapes = model_shapes(subject.config, "the model to be measured")
-    form = weight_format(subject.computing.format)
-    n_bytes = int(sum(form.tensor_bytes(n, shape) for n, shape in shapes.items() if part_of(n).startswith("block.")))
-    with computing_threads(subject.computing.threads):
-        return machine_share(slots, n_bytes, subject.computing.device)
 
 
 def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None]) -> Bench:

@@ -7,7 +7,7 @@ pages have a sequence's keys in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -182,10 +182,7 @@ class TorchCaches(CachePages):
 
     Attributes:
         blocks: in order.
-        on_clear: called when all sequences are forgotten, before their pages are.
     """
-
-    on_clear: Callable[[], None] | None = None
 
     def __init__(
         self, config: Mapping[str, Any], start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
@@ -219,17 +216,6 @@ class TorchCaches(CachePages):
             where = None if positions is None else self._tensor(positions[own])
             parts.append((slab, index, where, None if at is None else self._tensor(at)))
         return Selection(len(pages), tuple(parts))
-
-    def are_fixed(self, cache_class: int, pages: np.ndarray | Sequence[int]) -> bool:
-        """Whether all these pages are in the first slab, whose address is fixed while one of them is in use."""
-        pool = self.pools[cache_class]
-        assert isinstance(pool, HostPages | DevicePages)
-        return not pool.where(np.asarray(pages))[0].any()
-
-    def clear(self) -> None:
-        if self.on_clear is not None:
-            self.on_clear()
-        super().clear()
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self.device)

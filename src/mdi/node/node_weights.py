@@ -146,7 +146,7 @@ class NodeWeights:
                     on_part()
                 else:
                     others.append(part)
-        here = self.store.have([part.sha256 for part in others], cancel.check, on_part)
+        here = self.store.have([part.sha256 for part in others], cancel, on_part)
         return [part for part in others if part.sha256 not in here]
 
     def pieces(self, part: PartSpec) -> Iterator[bytes | memoryview]:
@@ -191,7 +191,7 @@ class NodeWeights:
         with self._alone(cancel), self.store.in_use(keep):
             if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
                 own = [part.name for part in spec.parts if _holds(self._weights, part)]
-                self._weights.verify(own, self.store.checked, cancel.check)
+                self._weights.verify(own, self.store.checked, cancel)
             yield source
         self.device = spec.computing.device
 

@@ -11,7 +11,7 @@ from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.errors import CheckpointError, ControlError, MemoryShortError
 from mdi.machine.threads import computing_threads, n_threads
-from mdi.measure.profiler import Profiler, share_of
+from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Subject
 from mdi.node.main_thread_task import MainThreadTask
 from mdi.node.node_weights import NodeWeights
@@ -108,12 +108,10 @@ class SelfMeasurement:
         return Subject(request.config, request.config_hash, self._weights.computing(request))
 
     def _is_kept(self, request: ProfileRequest) -> bool:
-        return request.slots is None and not request.fresh and self._profiler.is_kept(self._subject(request))
+        return not request.fresh and self._profiler.is_kept(self._subject(request))
 
     def _profile(self, request: ProfileRequest, check: Callable[[], None]) -> dict[str, Any]:
         subject = self._subject(request)
-        if request.slots is not None:
-            return {"machine_share": share_of(subject, request.slots)}
         is_kept = self._is_kept(request)
         try:
             profile = self._profiler.profile(subject, self._store, request.fresh, check)

@@ -204,7 +204,7 @@ class StarterWeights:
         sources = {part: self._source_of(part) for part in parts}
         for chunk in {source for source in sources.values() if isinstance(source, ChunkFile)}:
             record = CheckedFiles(chunk.path.with_name("checked.json"))
-            chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel.check)
+            chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel)
 
     @property
     def n_layer(self) -> int:

@@ -31,8 +31,6 @@ def limit_of(placement: Placement, prediction: Prediction) -> str:
     if prediction.limit == "link":
         target = placement.names[(prediction.slowest + 1) % len(placement.names)]
         return f"the link from {name} to {target}, busy for {duration(max(prediction.busy_s))} per frame"
-    if prediction.limit == "machine":
-        return f"cores and memory of the machine that several nodes share, busy for {duration(prediction.machine_s)} per frame"
     links = sum(prediction.link_s)
     return (
         f"the way round the ring, {duration(prediction.round_s)}: stages {duration(sum(prediction.stage_s))} and links "

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.partition.links import Links
-from mdi.partition.machines import Machine, busiest_s, machines_of
 from mdi.partition.model import ModelShape, Workload
 from mdi.partition.profile import ClusterProfile, NodeProfile, Times
 
@@ -47,9 +46,8 @@ class Prediction:
         busy_s: how long each of these links is busy with one frame.
         round_s: until every sequence has its next token.
         tokens_s: of all sequences together.
-        limit: what limits the round: "stage", "link", "machine" (shared by several nodes) or "round trip".
+        limit: what limits the round: "stage", "link" or "round trip".
         slowest: place in the ring of the slowest stage, or of the node before the slowest link.
-        machine_s: how long one frame keeps a machine with several nodes busy.
     """
 
     n_rows: int
@@ -61,7 +59,6 @@ class Prediction:
     tokens_s: float
     limit: str
     slowest: int
-    machine_s: float = 0.0
 
 
 def time_of(times: Times, n_rows: float) -> float:
@@ -188,10 +185,6 @@ class CostModel:
     def n_nodes(self) -> int:
         return len(self.profile.nodes)
 
-    def machines(self, order: Sequence[int]) -> tuple[Machine, ...]:
-        """The machines on which a ring of these nodes has several."""
-        return machines_of(self.profile.nodes, order)
-
     def terms(self, n_used: int, timed: Workload | None = None) -> Terms:
         """For a ring of so many nodes."""
         work = timed or self.timed
@@ -273,8 +266,7 @@ class CostModel:
         pairs = list(zip(order, [*order[1:], order[0]], strict=True)) if len(order) > 1 else []
         ways = tuple(self.links.seconds(a, b, n_bytes) for a, b in pairs)
         busy = tuple(self.links.transmit_s(a, b, n_bytes) for a, b in pairs)
-        machine_s = busiest_s(self.machines(order), stages)
-        return _pace(terms.n_rows, terms.n_frames, tuple(stages), ways, busy, machine_s, timed.n_sequences)
+        return _pace(terms.n_rows, terms.n_frames, tuple(stages), ways, busy, timed.n_sequences)
 
 
 def _pace(
@@ -283,22 +275,19 @@ def _pace(
     stages: tuple[float, ...],
     ways: tuple[float, ...],
     busy: tuple[float, ...],
-    machine_s: float,
     n_sequences: int,
 ) -> Prediction:
     path = sum(stages) + sum(ways)
     stage, link = max(stages), max(busy, default=0.0)
-    round_s = max(n_frames * stage, n_frames * link, n_frames * machine_s if n_frames > 1 else 0.0, path)
+    round_s = max(n_frames * stage, n_frames * link, path)
     if n_frames > 1 and round_s == n_frames * stage:
         limit, slowest = "stage", stages.index(stage)
     elif n_frames > 1 and round_s == n_frames * link:
         limit, slowest = "link", busy.index(link)
-    elif n_frames > 1 and round_s == n_frames * machine_s:
-        limit, slowest = "machine", stages.index(stage)
     else:
         limit, slowest = ("round trip" if ways else "stage"), stages.index(stage)
     tokens_s = n_sequences / round_s if round_s else float("inf")
-    return Prediction(n_rows, n_frames, stages, ways, busy, round_s, tokens_s, limit, slowest, machine_s)
+    return Prediction(n_rows, n_frames, stages, ways, busy, round_s, tokens_s, limit, slowest)
 
 
 def block_s(node: NodeProfile, shape: ModelShape, n_rows: int) -> float:

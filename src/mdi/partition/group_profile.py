@@ -78,7 +78,7 @@ def _group(cost: CostModel, members: Sequence[int]) -> tuple[NodeProfile, GroupP
     node = replace(
         nodes[0], name=nodes[0].group, group="", block_s=block_s, read_bytes_s=min(reads), device="cpu",
         n_cores=sum(node.n_cores for node in nodes), memory_bytes=_memory_bytes(cost, members, parts), held_bytes=0,
-        shared_bytes=0, cached_parts=(), machine="", machine_share=0.0,
+        shared_bytes=0, cached_parts=(), machine="",
     )  # fmt: skip
     names = tuple(node.name for node in nodes)
     return node, GroupPlan(nodes[0].group, names, tuple(parts), DEFAULT, seconds(DEFAULT, len(nodes), n_bytes, link))

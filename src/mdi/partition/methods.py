@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from mdi.errors import PlacementError, UsageError
 from mdi.partition.cost import CostModel
-from mdi.partition.greedy import PREFERENCES, by_score, gma_scores, opa_scores
+from mdi.partition.greedy import starting_rings
 from mdi.partition.placement import Placement, check_counts, check_fits, describe
 from mdi.partition.preference import preferred, useful_nodes
 from mdi.partition.split import split_layers
@@ -15,23 +14,17 @@ from mdi.partition.spread import ring_of, spread
 from mdi.partition.throughput import fastest
 from mdi.units import size
 
-METHODS = ("throughput", "latency", "opa", "gma", "even")
+METHODS = ("throughput", "latency", "even")
 DEFAULT_METHOD = "throughput"
 EXPLAINED = 7  # nodes without a part that are looked at one by one
 
 
-def place(
-    cost: CostModel, method: str = DEFAULT_METHOD, preferences: Mapping[tuple[str, str], float] = PREFERENCES
-) -> Placement:
+def place(cost: CostModel, method: str = DEFAULT_METHOD) -> Placement:
     """Raises PlacementError: the model does not fit; UsageError: the placement is unknown."""
     if method == "throughput":
         return _fastest(cost, method)
     if method == "latency":
         return _fastest(CostModel(cost.profile, cost.shape, cost.workload, timed=1), method)
-    if method == "opa":
-        return by_score(cost, method, partial(opa_scores, preferences=preferences))
-    if method == "gma":
-        return by_score(cost, method, gma_scores)
     if method == "even":
         return even(cost)
     raise UsageError(f"unknown placement {method!r}: expected {', '.join(METHODS)}")
@@ -64,11 +57,7 @@ def _fastest(cost: CostModel, method: str) -> Placement:
     simple = []
     if cost.n_nodes > 1:
         simple.append(tuple(range(min(cost.n_nodes, cost.n_layer + 1))))
-        for scores in (gma_scores, opa_scores):
-            try:
-                simple.append(by_score(cost, method, scores).order)
-            except PlacementError:
-                continue
+        simple.extend(starting_rings(cost))
     best = fastest(cost, simple)
     if best is None:
         raise misfit(cost)

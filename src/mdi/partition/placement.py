@@ -16,7 +16,7 @@ class Placement:
     """Nodes in ring order with their blocks.
 
     Attributes:
-        method: how it was found: "throughput", "latency", "opa", "gma", "even", "layers".
+        method: how it was found: "throughput", "latency", "even", "layers".
         order: places of the nodes in the profile, starter (0) first.
         counts: blocks of each; the starter may have none.
         names: of the nodes, in ring order.

@@ -7,18 +7,16 @@ bought; live nodes bring a profile that they have measured.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mdi.errors import PlacementError
 from mdi.partition.advice import advice, help_for_misfit, limit_of
 from mdi.partition.cost import CostModel, MemoryUse
-from mdi.partition.greedy import PREFERENCES
 from mdi.partition.group_profile import GroupPlan, merged
 from mdi.partition.methods import DEFAULT_METHOD, by_hand, place
 from mdi.partition.model import ModelShape, Workload
-from mdi.partition.node_window import NodeWindow
 from mdi.partition.parallel import ParallelChoice, choose_parallel
 from mdi.partition.placement import Placement
 from mdi.partition.profile import ClusterProfile
@@ -60,8 +58,6 @@ class PlanReport:
         parallel: what --parallel auto would take for all texts; None of one node.
         groups: stages whose nodes compute their blocks together; `nodes` has them by the names of the groups.
         notes: where the numbers are less sure than they look.
-        windows: of each node, if weights are to be read while they are computed with; share_windows: the same where all nodes
-            compute every block together.
     """
 
     model: str
@@ -78,8 +74,6 @@ class PlanReport:
     limit: str
     advice: tuple[str, ...]
     notes: tuple[str, ...]
-    windows: tuple[NodeWindow, ...] = ()
-    share_windows: tuple[NodeWindow, ...] = ()
     tensor: TensorPlan | None = None
     parallel: ParallelChoice | None = None
     groups: tuple[GroupPlan, ...] = ()
@@ -118,8 +112,6 @@ class PlanReport:
             "tensor": None if self.tensor is None else self.tensor.to_json(),
             "parallel": None if self.parallel is None else self.parallel.to_json(),
             "groups": [dataclasses.asdict(group) for group in self.groups],
-            **({"windows": [window.to_json() for window in self.windows]} if self.windows else {}),
-            **({"share_windows": [window.to_json() for window in self.share_windows]} if self.share_windows else {}),
         }
 
 
@@ -130,7 +122,6 @@ def plan(
     *,
     method: str = DEFAULT_METHOD,
     layers: Sequence[int] | None = None,
-    preferences: Mapping[tuple[str, str], float] = PREFERENCES,
     measured: ModelShape | None = None,
     smaller: Sequence[ModelShape] = (),
     may_share: bool = True,
@@ -160,7 +151,7 @@ def plan(
     stages, groups = merged(profile, shape, workload)
     cost = CostModel(stages, shape, workload)
     try:
-        placement = place(cost, method, preferences) if layers is None else by_hand(cost, layers)
+        placement = place(cost, method) if layers is None else by_hand(cost, layers)
     except PlacementError as e:
         hints = help_for_misfit(cost, smaller, method if layers is None else None)
         if len(profile.nodes) > 1 and may_share and _for_one_text(profile, shape, workload) is not None:

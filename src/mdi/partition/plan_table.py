@@ -40,8 +40,6 @@ def format_plan(report: PlanReport) -> str:
     lines += [_group_line(group) for group in report.groups]
     if report.parallel is not None:
         lines.append(f"auto:     --parallel auto takes {report.parallel.mode}: {report.parallel.reason}")
-    lines += [line for window in report.windows for line in window.lines()]
-    lines += [line for window in report.share_windows for line in window.lines(is_share=True)]
     lines += [f"advice:   {text}" for text in report.advice]
     lines += [f"note:     {text}" for text in report.notes]
     return "\n".join(lines)

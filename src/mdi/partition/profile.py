@@ -44,9 +44,6 @@ class NodeProfile:
             machine take from the same, see `mdi.partition.sharing`; 0 is unknown.
         held_bytes: the part of `memory_bytes` that it holds now and would free.
         machine: nodes with the same value are on one machine; "" is a machine of its own.
-        machine_share: part of its machine's cores and memory bandwidth that it takes while it computes, from 0 to 1, see
-            `mdi.partition.machines`; a node of one thread on two cores takes a half, or all if it alone can use up the
-            bandwidth. 0 is unknown, and shares nothing.
         computed_by: what computes the blocks of the cluster profile's model: the kernels and their instruction set, or torch
             and why; "" is unknown.
         group: nodes with the same value are one stage, see `mdi.partition.group_profile`; "" is a stage of its own.
@@ -67,7 +64,6 @@ class NodeProfile:
     held_bytes: int = 0
     n_threads: int = 0
     machine: str = ""
-    machine_share: float = 0.0
     computed_by: str = ""
     group: str = ""
 
@@ -94,7 +90,6 @@ class NodeProfile:
             held_bytes=get.optional("held_bytes", lambda key: _whole(get, key)) or 0,
             n_threads=get.optional("n_threads", lambda key: _whole(get, key)) or 0,
             machine=get.optional("machine", get.text) or "",
-            machine_share=get.optional("machine_share", lambda key: get.number(key, 0, 1)) or 0.0,
             computed_by=get.optional("computed_by", get.text) or "",
             group=get.optional("group", get.text) or "",
         )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mdi.partition.cost import CostModel, Terms
-from mdi.partition.machines import Machine, busiest_s, stage_limits, work_s
 
 TOLERANCE = 1e-9  # relative; smaller differences count as equal
 _INF = float("inf")
@@ -59,9 +58,8 @@ def spread(cost: CostModel, ring: RingOrder, below_s: float = _INF) -> Spread | 
     Of spreads with equal rounds, one whose slowest stage is as fast as can be.
     """
     terms = cost.terms(len(ring.order))
-    machines = cost.machines(ring.order) if terms.n_frames > 1 else ()
     make = _Alike if cost.is_uniform else _Different
-    fill: _Fill = make(cost, terms, ring.order, machines)
+    fill: _Fill = make(cost, terms, ring.order)
     frames, link = terms.n_frames, ring.busy_s
 
     def attempt(stage_s: float, round_s: float) -> Spread | None:
@@ -69,7 +67,7 @@ def spread(cost: CostModel, ring: RingOrder, below_s: float = _INF) -> Spread | 
         counts = fill.shortest(stage_s) if link <= stage_s or frames == 1 else None
         if counts is None:
             return None
-        result = _measured(terms, ring, counts, machines)
+        result = _measured(terms, ring, counts)
         return result if result.round_s <= round_s * (1 + 1e-12) else None
 
     limit = below_s * (1 - TOLERANCE)
@@ -78,7 +76,7 @@ def spread(cost: CostModel, ring: RingOrder, below_s: float = _INF) -> Spread | 
         return None
     low = max(frames * max(link, *(terms.base_s[i] for i in ring.order)), ring.way_s)
     best = _shortest_round(attempt, frames, low, best)
-    return _fastest_stages(attempt, fill, terms, ring, best, machines)
+    return _fastest_stages(attempt, fill, terms, ring, best)
 
 
 class _Fill(ABC):
@@ -96,9 +94,8 @@ class _Fill(ABC):
 class _Alike(_Fill):
     """All blocks are alike: a node is a fixed time, a time per block and a capacity."""
 
-    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int], machines: tuple[Machine, ...]) -> None:
+    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
         self._n_layer = cost.n_layer
-        self._machines = machines
         self._base = [terms.base_s[i] for i in order]
         self._unit = [terms.unit_s(i) for i in order]
         self._most = [terms.most_blocks(i) for i in order]
@@ -124,20 +121,10 @@ class _Alike(_Fill):
             return None
         counts = [0, *[1] * (len(self._base) - 1)]
         for k in self._by_speed:
-            more = min(caps[k] - counts[k], left, self._left_on_machine(k, counts, stage_s))
+            more = min(caps[k] - counts[k], left)
             counts[k] += more
             left -= more
         return tuple(counts) if left == 0 else None
-
-    def _left_on_machine(self, k: int, counts: list[int], stage_s: float) -> int:
-        """How many more blocks node `k` can hold before its machine is busy for longer than `stage_s`."""
-        for machine in self._machines:
-            shares = dict(machine)
-            if k in shares and stage_s < _INF:
-                stages = [base + n * unit for base, n, unit in zip(self._base, counts, self._unit, strict=True)]
-                free = stage_s * (1 + 1e-12) - work_s(machine, stages)
-                return max(0, int(free / (shares[k] * self._unit[k])))
-        return self._n_layer
 
     def balanced(self, stage_s: float) -> tuple[int, ...] | None:
         counts = self.shortest(stage_s)
@@ -159,19 +146,12 @@ class _Alike(_Fill):
 class _Different(_Fill):
     """Blocks differ: dynamic programming over how many blocks the first nodes hold, O(nodes x blocks)."""
 
-    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int], machines: tuple[Machine, ...]) -> None:
+    def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
         self._n_layer, self._terms, self._order = cost.n_layer, terms, order
-        self._machines = machines
         self._weights, self._held = cost.weights, cost.held
 
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
-        """Exact if no nodes share a machine; otherwise nodes of one machine may be limited to equal parts of its time."""
-        counts = self._within([stage_s] * len(self._order))
-        if counts is None or not self._machines:
-            return counts
-        if busiest_s(self._machines, _stages(self._terms, self._order, counts)) <= stage_s * (1 + 1e-12):
-            return counts
-        return self._within(stage_limits(self._machines, len(self._order), stage_s))
+        return self._within([stage_s] * len(self._order))
 
     def _within(self, limits: Sequence[float]) -> tuple[int, ...] | None:
         n = self._n_layer
@@ -242,11 +222,11 @@ def _stages(terms: Terms, order: Sequence[int], counts: Sequence[int]) -> list[f
     return stages
 
 
-def _measured(terms: Terms, ring: RingOrder, counts: tuple[int, ...], machines: tuple[Machine, ...]) -> Spread:
+def _measured(terms: Terms, ring: RingOrder, counts: tuple[int, ...]) -> Spread:
     stages = _stages(terms, ring.order, counts)
     slowest = max(stages)
     link = ring.busy_s if terms.n_frames > 1 else 0.0
-    round_s = max(terms.n_frames * max(slowest, link, busiest_s(machines, stages)), sum(stages) + ring.way_s)
+    round_s = max(terms.n_frames * max(slowest, link), sum(stages) + ring.way_s)
     return Spread(counts, round_s, slowest, ring.order)
 
 
@@ -264,9 +244,7 @@ def _shortest_round(attempt: _Attempt, frames: int, low: float, best: Spread) ->
     return best
 
 
-def _fastest_stages(
-    attempt: _Attempt, fill: _Fill, terms: Terms, ring: RingOrder, best: Spread, machines: tuple[Machine, ...]
-) -> Spread:
+def _fastest_stages(attempt: _Attempt, fill: _Fill, terms: Terms, ring: RingOrder, best: Spread) -> Spread:
     """Among spreads with this round, one with the fastest slowest stage; it leaves the most room for noise."""
     low = max(ring.busy_s if terms.n_frames > 1 else 0.0, *(terms.base_s[i] for i in ring.order))
     high = best.slowest_s
@@ -282,5 +260,5 @@ def _fastest_stages(
     counts = fill.balanced(high * (1 + 1e-9))
     if counts is None:
         return best
-    even = _measured(terms, ring, counts, machines)
+    even = _measured(terms, ring, counts)
     return even if even.round_s <= best.round_s * (1 + 1e-12) else best

@@ -72,11 +72,7 @@ def _different_orders(cost: CostModel, chosen: tuple[int, ...]) -> Iterator[tupl
         return
     nodes = cost.profile.nodes
     classes = {
-        i: (
-            *(nodes[i].memory_bytes, nodes[i].process_bytes, nodes[i].block_s, nodes[i].read_bytes_s),
-            *(nodes[i].machine, nodes[i].machine_share),
-        )
-        for i in chosen
+        i: (*(nodes[i].memory_bytes, nodes[i].process_bytes, nodes[i].block_s, nodes[i].read_bytes_s),) for i in chosen
     }
     seen = set()
     for order in itertools.permutations(chosen):

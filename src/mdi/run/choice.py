@@ -23,7 +23,6 @@ from mdi.machine.resources import device_free_bytes
 from mdi.machine.torch_use import load_torch
 from mdi.measure.model_shape import model_shape
 from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
-from mdi.measure.window_plan import without_limits
 from mdi.node.sharing_out import Division, SharingOut, division_by_hand
 from mdi.node.starter_weights import StarterWeights
 from mdi.partition.cost import CostModel
@@ -47,6 +46,8 @@ from mdi.units import duration
 from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 
 ALL_NODES = "all nodes"
+
+UNLIMITED = 1 << 60  # bytes
 
 logger = logging.getLogger("mdi")
 
@@ -240,7 +241,7 @@ class Choice:
             here = self._ports.over(self.cluster)
             found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
             has_window = window_of(self.options.weight_memory) is not None
-            self.profile = without_limits(found) if has_window else found
+            self.profile = _without_limits(found) if has_window else found
         return self.profile
 
     def _place_in(self, form: str | None, work: Workload, cancel: Cancel) -> None:
@@ -305,7 +306,7 @@ def planned_ring(
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
     method = options.placement or DEFAULT_METHOD
-    return choose(profile, model_of(weights), method, workload, options.prefer_memory, computing.kv_dtype)
+    return choose(profile, model_of(weights), method, workload, computing.kv_dtype)
 
 
 def faster_way(
@@ -502,3 +503,8 @@ def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
 
 def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]:
     yield from zip(formats, [*formats[1:], None], strict=True)
+
+
+def _without_limits(profile: ClusterProfile) -> ClusterProfile:
+    """The cluster as if memory limited nothing: windows are fitted into what there is."""
+    return replace(profile, nodes=tuple(replace(n, memory_bytes=UNLIMITED, shared_bytes=0) for n in profile.nodes))

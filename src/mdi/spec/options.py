@@ -186,11 +186,8 @@ class StarterOptions(Requested):
     layers: Annotated[str | None, Option("blocks per node, starter first (default: see --placement)", metavar="N,N,...")] = None
     placement: Annotated[str | None, Option(
         "how many blocks each node gets. throughput: most tokens/s, as the nodes measure themselves; latency: the shortest "
-        "way of one token; opa, gma: by left-over memory (and cores), as LLaMPS; even: equal numbers, nothing is measured "
+        "way of one token; even: equal numbers, nothing is measured "
         "(default: MDI_PLACEMENT, else the cut of existing chunks, else throughput)", choices=_methods,
-    )] = None
-    prefer_memory: Annotated[float | None, Option(
-        "for opa: how much more memory counts than cores, 1/9 to 9 (5)", metavar="X"
     )] = None
     cache_dir: Annotated[Path | None, Option(
         "folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
@@ -412,17 +409,10 @@ class Options(StarterOptions):
     only: Annotated[tuple[str, ...], Option(
         "only these nodes of the profiles, starter first", ("--nodes",), metavar="NAME", nargs="+", default=None
     )] = ()
-    beside: Annotated[tuple[Path, ...], Option(
-        "output of `plan.py --json` for other models on these nodes; the plan uses only what those leave free (models that "
-        "run now are counted anyway)", metavar="PLAN", nargs="+",
-    )] = ()
     example: Annotated[bool, Option("print example profiles, and end")] = False
     config: Annotated[str | None, Option(
         "a model without its checkpoint: litgpt's name, or a model_config.yaml (default: the model that the profiles were "
         "measured with)", metavar="NAME",
-    )] = None
-    disk_rate: Annotated[int | None, Option(
-        "bytes per second of the disks, such as 500M (default: as measured)", metavar="SIZE", read=parse_bytes
     )] = None
 
     # Other commands
@@ -450,9 +440,8 @@ MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights"
 MODEL = ("ckpt", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
 ACCESS = ("key", "insecure")
 DISCOVERY = ("nodes", "addr", "dial_port")
-PLACEMENT = ("placement", "prefer_memory")
 RING = (
-    "chunk", "layers", *PLACEMENT, "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
+    "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
 )  # fmt: skip
 PARALLEL = ("mode", "parts", "algorithm", "reduce_dtype", "is_head_shared")
 DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed")

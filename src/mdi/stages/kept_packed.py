@@ -55,7 +55,7 @@ class KeptPacked:
         info = self._find(key, part.name)
         if info is not None:
             keep.add(info.sha256)
-        if info is None or not self._store.has(info.sha256, cancel.check):
+        if info is None or not self._store.has(info.sha256, cancel):
             packed = PackedSource(source, packing)
             if not self._has_space(packed.n_bytes(part.name), keep):
                 return source

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mdi.partition.steady import HalfTimes, UnitTimes, is_loose, is_tight, simulate
+from window_steady import HalfTimes, UnitTimes, is_loose, is_tight, simulate
 
 PAPER = HalfTimes(attention_s=0.011, mlp_s=0.017, attention_load_s=0.018, mlp_load_s=0.030, link_s=0.014)  # section 3.3
 

@@ -1,0 +1,151 @@
+"""LLaMPS' placements by left-over capacity: its Optimal Placement Algorithm, its greedy baseline, and any ranking.
+
+"Leftovers for LLaMA" (Singh et al., ICPE 2024), algorithms 1 and 2: nodes are sorted by a score and filled with as many
+blocks as their left-over memory holds, one after the other. GMA's score is the left-over memory; OPA's is the weighted sum
+of left-over memory in GB and cores. The weights come from pairwise preferences by the analytic hierarchy process (T. L. Saaty,
+"The Analytic Hierarchy Process", 1980): somebody says for each two criteria how much more one matters than the other (1: as
+much, 3: somewhat, 5: clearly, 9: far more); the weights are the means of the rows of the matrix of these numbers, its columns
+scaled to sum up to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mdi.errors import PlacementError, UsageError
+from mdi.partition.cost import CostModel
+from mdi.partition.greedy import filled, left_over, ranked
+from mdi.partition.placement import Placement, check_fits, describe
+from mdi.units import size
+
+Matrix = tuple[tuple[float, ...], ...]
+
+# Consistency index of random judgements for 1, 2, 3 ... criteria (Saaty 1980).
+RANDOM_INDEX = (0.0, 0.0, 0.58, 0.90, 1.12, 1.24, 1.32, 1.41, 1.45)
+CONSISTENT = 0.1  # judgements with a larger ratio contradict each other too much
+SCALE = 9.0  # of preferences
+
+
+def comparison_matrix(criteria: Sequence[str], preferences: Mapping[tuple[str, str], float]) -> Matrix:
+    """The matrix of how much each criterion matters against each other one.
+
+    Args:
+        preferences: (a, b) -> how much more a matters than b, 1/9 to 9; one entry for each pair, in either direction.
+
+    Raises:
+        UsageError: a pair is missing or unknown, or a number is out of range.
+    """
+    if not 1 <= len(criteria) <= len(RANDOM_INDEX):
+        raise UsageError(f"expected 1 to {len(RANDOM_INDEX)} criteria, found {len(criteria)}")
+    for (a, b), value in preferences.items():
+        if a not in criteria or b not in criteria or a == b:
+            raise UsageError(f"preference of {a!r} over {b!r}: expected two of {', '.join(criteria)}")
+        if not 1 / SCALE <= value <= SCALE:
+            raise UsageError(f"preference of {a!r} over {b!r}: expected 1/9 to 9, found {value:g}")
+
+    def over(a: str, b: str) -> float:
+        if a == b:
+            return 1.0
+        if (a, b) in preferences:
+            return preferences[a, b]
+        if (b, a) in preferences:
+            return 1 / preferences[b, a]
+        raise UsageError(f"no preference of {a!r} over {b!r} is given")
+
+    return tuple(tuple(over(a, b) for b in criteria) for a in criteria)
+
+
+def weights(matrix: Matrix) -> tuple[float, ...]:
+    """Weight of each criterion; they sum up to one."""
+    columns = [sum(column) for column in zip(*matrix, strict=True)]
+    return tuple(sum(v / total for v, total in zip(row, columns, strict=True)) / len(matrix) for row in matrix)
+
+
+def consistency_ratio(matrix: Matrix) -> float:
+    """How much the judgements contradict each other: 0 not at all; above CONSISTENT they should be revised."""
+    n = len(matrix)
+    if n < 3:
+        return 0.0  # two judgements cannot contradict each other
+    w = weights(matrix)
+    largest = sum(sum(v * x for v, x in zip(row, w, strict=True)) / own for row, own in zip(matrix, w, strict=True)) / n
+    return max(0.0, (largest - n) / (n - 1) / RANDOM_INDEX[n - 1])
+
+
+CRITERIA = ("memory", "cores")
+# The paper gives no number, only that memory is preferred; 5 is "clearly more". Its Table 3 comes out with anything from 4 on.
+PREFERENCES = {("memory", "cores"): 5.0}
+
+Scores = Callable[[Sequence[float], Sequence[float]], "list[float]"]
+
+
+def opa_weights(preferences: Mapping[tuple[str, str], float]) -> tuple[float, float]:
+    """Weights of a GB of left-over memory and of a core. Raises UsageError."""
+    matrix = comparison_matrix(CRITERIA, preferences)
+    ratio = consistency_ratio(matrix)
+    if ratio > CONSISTENT:
+        raise UsageError(f"the preferences contradict each other (consistency ratio {ratio:.2f}, at most {CONSISTENT})")
+    memory, cores = weights(matrix)
+    return memory, cores
+
+
+def opa_scores(
+    left_over_gb: Sequence[float], cores: Sequence[float], preferences: Mapping[tuple[str, str], float] = PREFERENCES
+) -> list[float]:
+    """Algorithm 1, step 10."""
+    of_memory, of_cores = opa_weights(preferences)
+    return [of_memory * gb + of_cores * n for gb, n in zip(left_over_gb, cores, strict=True)]
+
+
+def gma_scores(left_over_gb: Sequence[float], cores: Sequence[float]) -> list[float]:
+    """Algorithm 2, step 4."""
+    return list(left_over_gb)
+
+
+def by_score(cost: CostModel, method: str, scores: Scores) -> Placement:
+    """Sort the nodes and fill them. On our ring the starter is first and has embedding and head, whatever its rank.
+
+    Raises:
+        PlacementError: the model does not fit the nodes together.
+    """
+    n_used, looked_at = 1, set()
+    most = [cost.n_layer] * cost.n_nodes
+    while n_used not in looked_at:  # a frame's memory depends on the number of nodes, which depends on that memory
+        looked_at.add(n_used)
+        left, capacity = left_over(cost, n_used)
+        most = [min(a, b) for a, b in zip(most, capacity, strict=True)]
+        order = ranked(scores([b / 1e9 for b in left], [node.n_cores for node in cost.profile.nodes]))
+        counts = filled(order, most, cost.n_layer)
+        _refuse_the_rest(cost, method, counts)
+        n_used = len(counts.keys() | {0})
+    ring = [0, *(i for i in order if i in counts and i)]
+    placement = Placement.of(method, cost.profile, ring, [counts.get(i, 0) for i in ring], _reasons(cost, ring, most))
+    check_fits(cost, placement)
+    return placement
+
+
+def _refuse_the_rest(cost: CostModel, method: str, counts: Mapping[int, int]) -> None:
+    starter = cost.profile.nodes[0]
+    least = cost.memory(0, 0, 0, max(1, len(counts))).total
+    if least > starter.memory_bytes:
+        lack = least - starter.memory_bytes
+        raise PlacementError(
+            f"{starter.name} has {size(lack)} too little for embedding and head of {describe(cost)}",
+            ((starter.name, lack),),
+        )
+    placed = sum(counts.values())
+    if placed < cost.n_layer:
+        each = max(
+            b - a + d - c
+            for a, b, c, d in zip(cost.weights, cost.weights[1:], cost.caches, cost.caches[1:], strict=False)
+        )
+        lack = int((cost.n_layer - placed) * each)
+        raise PlacementError(
+            f"{describe(cost)} does not fit: {method} places {placed} of {cost.n_layer} blocks, for the others "
+            f"{size(lack)} are missing",
+            (("", lack),),
+        )
+
+
+def _reasons(cost: CostModel, ring: Sequence[int], most: Sequence[int]) -> dict[int, str]:
+    others = set(range(cost.n_nodes)) - set(ring)
+    return {i: "all blocks were placed before its turn" if most[i] else "not one block fits" for i in others}
