@@ -124,8 +124,6 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> di
 def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     """Whether computing waits where it takes longer than reading, and what was said beforehand."""
     import yaml
-    from mdi.measure.window_plan import units_of
-    from mdi.partition.steady import UnitTimes, simulate
 
     from mdi.checkpoint.shapes import full_config
     from mdi.stages.window_budget import plan_window

@@ -48,7 +48,6 @@ def share_of(config: dict[str, Any], n_nodes: int) -> dict[str, Any]:
 
 def gigabytes(config: dict[str, Any], n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
-    from mdi.measure.window_plan import units_of
 
     from mdi.stages.window_budget import plan_window
     from window_steady import units_of
