@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mdi.measure.contention
 import pytest
 
 import mdi.control.client
 import mdi.measure.cluster_measurement
-import mdi.measure.contention
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.exchange import ExchangeError
