@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from mdi.cancel import Cancel
 from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
 
@@ -49,11 +50,10 @@ def test_who_does_not_answer_is_named() -> None:
 def test_what_is_checked_meanwhile_ends_the_waiting() -> None:
     ended = threading.Event()
 
-    def check() -> None:
-        raise KeyboardInterrupt
-
+    cancel = Cancel()
+    cancel.cancel(KeyboardInterrupt())
     try:
         with pytest.raises(KeyboardInterrupt):
-            FanOut({"a": lambda: ended.wait(20)}).wait(check)
+            FanOut({"a": lambda: ended.wait(20)}).wait(cancel)
     finally:
         ended.set()

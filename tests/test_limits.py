@@ -14,6 +14,7 @@ from litgpt.model import GPT
 
 import mdi.model.stage
 from families import DEEPSEEK_V3, FAMILIES, config_of
+from mdi.cancel import Cancel
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.shapes import full_config, model_shapes
 from mdi.control.client import ControlClient
@@ -157,12 +158,14 @@ def test_caches_of_blocks_that_are_not_built(family: str) -> None:
 
 
 def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
-    def check() -> None:
-        if len(built) == 3:
-            raise ControlError("the starter is gone")
+    class Third(Cancel):
+        def check(self) -> None:
+            if len(built) == 3:
+                self.cancel(ControlError("the starter is gone"))
+            super().check()
 
     with pytest.raises(ControlError):
-        Stage(config_of("Llama-2-7b-hf", n_layer=50), 10, 50, check)
+        Stage(config_of("Llama-2-7b-hf", n_layer=50), 10, 50, Third())
     assert built == [10, 11, 12]
 
 

@@ -17,6 +17,7 @@ import mdi.measure.profiler
 import mdi.model.stage
 import mdi.node.setup
 import mdi.periodic
+from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
@@ -446,11 +447,10 @@ def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path, answering: list
     class Enough(MdiError):
         pass
 
-    def check() -> None:
-        raise Enough
-
+    cancel = Cancel()
+    cancel.cancel(Enough())
     with secondaries(1, tmp_path) as nodes, pytest.raises(Enough):
-        measurement_of(cluster_of(nodes), check=check).run()
+        measurement_of(cluster_of(nodes), cancel=cancel).run()
 
 
 def test_hosts() -> None:

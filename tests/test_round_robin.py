@@ -129,11 +129,11 @@ def test_what_ends_one_ring_ends_no_other(turns: RoundRobin, error: Exception) -
 
 def test_other_work_is_done_on_the_same_thread(turns: RoundRobin) -> None:
     thread = started(turns)
-    task = MainThreadTask(lambda check: {"thread": threading.current_thread().name})
+    task = MainThreadTask(lambda cancel: {"thread": threading.current_thread().name})
     turns.post(task)
     assert task.result(DEADLINE_S) == {"thread": thread.name}
     finish(turns, thread)
-    late = MainThreadTask(lambda check: {})
+    late = MainThreadTask(lambda cancel: {})
     turns.post(late)
     with pytest.raises(ControlError) as caught:
         late.result(DEADLINE_S)

@@ -54,7 +54,7 @@ class WholeTextFamily(ModelFamily):
         self, fields: Mapping[str, Any], blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
     ) -> Stage:
         config = self.config(dict(fields))
-        return self.starter_stage(config, blocks[1], n_nodes) if has_ends else self.make(config, *blocks, cancel.check)
+        return self.starter_stage(config, blocks[1], n_nodes) if has_ends else self.make(config, *blocks, cancel)
 
     def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
         return GPTStarterStage(config, stop)

@@ -13,6 +13,7 @@ from litgpt.model import Block
 
 from gpt.model import make_block
 from gpt.shape import GPTConfig
+from mdi.cancel import Cancel
 from mdi.errors import EngineError
 from mdi.model.cache import TorchCaches
 from mdi.model.packed_linear import Weights
@@ -65,8 +66,8 @@ class WholeTextStage(Stage):
 class FinisherStage(WholeTextStage):
     """The last blocks, final norm and head: what it returns are logits, (N, vocabulary)."""
 
-    def __init__(self, config: GPTConfig, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
-        super().__init__(config, start, stop, check)
+    def __init__(self, config: GPTConfig, start: int, stop: int, cancel: Cancel | None = None) -> None:
+        super().__init__(config, start, stop, cancel)
         with torch.device("meta"):
             self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from mdi.cancel import Cancel
 from mdi.errors import ControlError
 from mdi.units import duration
 
@@ -25,7 +26,7 @@ class FanOut(Generic[T]):
 
     def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
         self.results: dict[str, T] = {}
-        self._errors: list[Exception] = []
+        self._errors: list[BaseException] = []
         self._threads = {
             name: threading.Thread(target=self._call, args=(name, call), name=f"ask-{name}", daemon=True)
             for name, call in calls.items()
@@ -36,7 +37,7 @@ class FanOut(Generic[T]):
     def _call(self, name: str, call: Callable[[], T]) -> None:
         try:
             self.results[name] = call()
-        except Exception as e:
+        except BaseException as e:  # a token may have been cancelled with an interrupt
             self._errors.append(e)
 
     @property
@@ -55,19 +56,20 @@ class FanOut(Generic[T]):
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def wait(self, check: Callable[[], None] = lambda: None, timeout_s: float = float("inf")) -> list[T]:
+    def wait(self, cancel: Cancel | None = None, timeout_s: float = float("inf")) -> list[T]:
         """The results of all calls, in order.
 
         Args:
-            check: called repeatedly meanwhile; its exceptions end the waiting.
+            cancel: its end ends the waiting.
 
         Raises:
-            Exception: the first that a call raised, without waiting for the other calls.
+            BaseException: the first that a call raised, without waiting for the other calls.
             ControlError: some were not done in time.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            check()
+            if cancel is not None:
+                cancel.check()
             late = [name for name, thread in self._threads.items() if thread.is_alive()]
             self.raise_error()
             if not late:

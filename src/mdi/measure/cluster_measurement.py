@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
@@ -43,7 +43,7 @@ class ClusterMeasurement:
         request: the model that they measure themselves with.
         own: measures the starter, on the calling thread.
         wait_s: how long to wait for a node that does not answer yet.
-        check: called repeatedly meanwhile; its exceptions end the waiting.
+        cancel: its end ends the waiting.
         own_format: that the starter measures in.
     """
 
@@ -53,7 +53,7 @@ class ClusterMeasurement:
         request: ProfileRequest,
         own: Callable[[], NodeProfile],
         wait_s: float,
-        check: Callable[[], None] = lambda: None,
+        cancel: Cancel | None = None,
         own_format: str = "",
     ) -> None:
         self._own_format = own_format
@@ -61,13 +61,13 @@ class ClusterMeasurement:
         self._request = request
         self._own = own
         self._wait_s = wait_s
-        self._check = check
+        self._cancel = cancel or Cancel()
         self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
         self._reached: set[str] = set()
         self._watched: FanOut[None] | None = None
-        self._ended = threading.Event()
+        self._ended = self._cancel.child()
 
     def run(self) -> tuple[tuple[NodeProfile, ...], tuple[LinkProfile, ...]]:
         """Profiles of all nodes, starter first, and of the links.
@@ -81,7 +81,8 @@ class ClusterMeasurement:
         except NodeLostError as e:
             raise e if e.node in self._reached else NodeLostError(e.node, str(e), ABSENT) from None
         finally:
-            self._ended.set()
+            self._ended.cancel()
+            self._ended.close()
 
     def _profiles(self) -> tuple[NodeProfile, ...]:
         each = {node.name: [node] for node in self._cluster.secondaries}
@@ -124,14 +125,15 @@ class ClusterMeasurement:
     def _wait(self, asked: FanOut[None]) -> None:
         report = Periodic()
 
-        def check() -> None:
-            self._check()
+        while asked.is_working:
+            self._cancel.check()
+            asked.raise_error()
             if self._watched is not None:
                 self._watched.raise_error()
             if report.is_due():
                 self._report()
-
-        asked.wait(check)
+            asked.join(0.1)
+        asked.wait(self._cancel)
 
     def _reach(self, node: NodeConfig) -> None:
         reach_node(self._clients[node.name], self._wait_s, self._ended)
@@ -139,7 +141,8 @@ class ClusterMeasurement:
 
     def _watch(self, node: NodeConfig) -> None:
         """The request for a profile takes minutes; meanwhile the node still answers status requests."""
-        while not self._ended.wait(SIGN_S):
+        while True:
+            self._ended.wait(SIGN_S)
             try:
                 self._clients[node.name].status()
             except ControlError as e:
@@ -152,7 +155,8 @@ class ClusterMeasurement:
     def _ask(self, node: NodeConfig) -> None:
         deadline = time.monotonic() + BUSY_S
         request = replace(self._request, device=node.device, threads=node.threads)
-        while not self._ended.is_set():
+        while True:
+            self._ended.check()
             try:
                 answer = self._clients[node.name].profile(request)
                 break
@@ -162,8 +166,6 @@ class ClusterMeasurement:
                 if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 self._ended.wait(0.2)
-        else:
-            return
         try:
             profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
         except (KeyError, TypeError, UsageError) as e:
@@ -201,7 +203,7 @@ class ClusterMeasurement:
         links = []
         report = Periodic()
         for i, (source, target) in enumerate(pairs):
-            self._check()
+            self._cancel.check()
             if report.is_due():
                 logger.info("measuring the link from %s to %s (%d of %d)", source.name, target.name, i, len(pairs))
             link = self._link(source, target)

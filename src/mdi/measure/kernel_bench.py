@@ -26,9 +26,9 @@ class KernelBench(Bench):
         self._packing = self._subject.computing.packing
         self._random = np.random.default_rng(1)
 
-    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> KernelStage:
+    def blocks_of(self, start: int, stop: int, max_length: int) -> KernelStage:
         def weights(part: str) -> PartWeights:
-            check()
+            self._cancel.check()
             return self._weights(part)
 
         parts = Resident([f"block.{i}" for i in range(start, stop)], weights)

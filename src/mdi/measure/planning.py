@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import span
+from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
@@ -58,7 +59,7 @@ def profile_cluster(
     cache_dir: Path | None,
     wait_s: float,
     fresh: bool = False,
-    check: Callable[[], None] = lambda: None,
+    cancel: Cancel | None = None,
     run: str | None = None,
 ) -> ClusterProfile:
     """Measure all nodes and the links between them; raises as `ClusterMeasurement`.
@@ -76,12 +77,12 @@ def profile_cluster(
 
     def own() -> NodeProfile:
         try:
-            return profiler.profile(subject, BlockStore(folder), fresh)
+            return profiler.profile(subject, BlockStore(folder), fresh, cancel)
         except CheckpointError as e:
             raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
 
     request = profile_request(model, computing, asked, fresh, run)
-    measurement = ClusterMeasurement(cluster, request, own, wait_s, check, subject.computing.format)
+    measurement = ClusterMeasurement(cluster, request, own, wait_s, cancel, subject.computing.format)
     nodes, links = measurement.run()
     for name, other in measurement.formats.items():
         if other != subject.computing.format:

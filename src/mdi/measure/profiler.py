@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.config import read_json
 from mdi.control_groups import n_cores
@@ -76,14 +77,14 @@ class Profiler:
         subject: Subject,
         store: BlockStore | None,
         fresh: bool = False,
-        check: Callable[[], None] = lambda: None,
+        cancel: Cancel | None = None,
     ) -> NodeProfile:
         """This node's profile for a subject; earlier measurements come from the stored file.
 
         Args:
             store: parts that are here already.
             fresh: measure again in any case.
-            check: called repeatedly; its exceptions pass through.
+            cancel: its end ends the measuring.
 
         Raises:
             CheckpointError: the model cannot be built, or not even one of its blocks fits.
@@ -92,7 +93,7 @@ class Profiler:
             key = self._key(subject)
             speeds = None if fresh else self._kept().get(key)
             if speeds is None:
-                speeds = self.measure(subject, check)
+                speeds = self.measure(subject, cancel or Cancel())
                 self._keep(key, speeds)
             threads = n_threads()
         process_bytes = 0 if subject.computing.device.startswith("cuda") else self._process_bytes
@@ -121,11 +122,11 @@ class Profiler:
         with computing_threads(subject.computing.threads):
             return self._key(subject) in self._kept()
 
-    def measure(self, subject: Subject, check: Callable[[], None]) -> Speeds:
+    def measure(self, subject: Subject, cancel: Cancel) -> Speeds:
         report = Periodic()
 
         def told(what: str, done: int, total: int) -> None:
-            check()
+            cancel.check()
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
             if report.is_due():
@@ -138,7 +139,7 @@ class Profiler:
             subject.computing.format,
         )
         try:
-            return bench_of(subject, self.span_s, told).run(self._folder, subject.with_head)
+            return bench_of(subject, self.span_s, told, cancel).run(self._folder, subject.with_head)
         finally:
             with self._lock:
                 self._progress = None
@@ -184,15 +185,15 @@ class Profiler:
             logger.warning("the measurements cannot be stored: %s", e)
 
 
-def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None]) -> Bench:
+def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None], cancel: Cancel) -> Bench:
     """The bench for the blocks of a subject, in the kernels or in torch. CheckpointError if the model cannot be built."""
     if subject.computing.packing is not None:
         from mdi.measure.kernel_bench import KernelBench
 
-        return KernelBench(subject, span_s, progress)
+        return KernelBench(subject, span_s, progress, cancel)
     from mdi.measure.torch_bench import TorchBench
 
-    return TorchBench(subject, span_s, progress)
+    return TorchBench(subject, span_s, progress, cancel)
 
 
 def _computed_by(subject: Subject) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.machine.computing import Computing
@@ -68,6 +69,7 @@ class Bench(ABC):
     Args:
         span_s: how long each thing is measured.
         progress: called with the present measurement, how many are done, and how many there are.
+        cancel: checked between the blocks that are built.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class Bench(ABC):
         subject: Subject,
         span_s: float = SPAN_S,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        cancel: Cancel | None = None,
     ) -> None:
         self._subject = subject
         self._shapes = model_shapes(subject.config, "the model to be measured")
         self._span_s = span_s
         self._n_blocks = 1
         self.progress = progress
+        self._cancel = cancel or Cancel()
 
     def run(self, cache_dir: Path, with_head: bool) -> Speeds:
         """Measure everything.
@@ -97,7 +101,8 @@ class Bench(ABC):
         disk = disk_read_bytes_s(cache_dir)
         self.progress("memory", 1, total)
         memory = self._read_bytes_s()
-        stage = self._blocks(lambda: self.progress("building blocks", 2, total))
+        self.progress("building blocks", 2, total)
+        stage = self._blocks()
         times = []
         for i, rows in enumerate(ROWS):
             self.progress(f"a block at {rows} rows", 3 + i, total)
@@ -111,12 +116,8 @@ class Bench(ABC):
         return Speeds(disk, memory, tuple(times), head)
 
     @abstractmethod
-    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> Any:
-        """Blocks of the model, with random weights, as a stage: called with rows and slices, and with caches.
-
-        Args:
-            check: called between the blocks.
-        """
+    def blocks_of(self, start: int, stop: int, max_length: int) -> Any:
+        """Blocks of the model, with random weights, as a stage: called with rows and slices, and with caches."""
 
     @abstractmethod
     def head(self) -> Callable[[Any], object]:
@@ -139,15 +140,15 @@ class Bench(ABC):
         read, n_bytes = reader(n_bytes, self._subject.computing.device)
         return n_bytes / self._mean_s(read)
 
-    def _blocks(self, check: Callable[[], None]) -> Any:
-        """A stage of blocks from the middle of the model; `check` is called between them."""
+    def _blocks(self) -> Any:
+        """A stage of blocks from the middle of the model."""
         n_layer, context = self._subject.config["n_layer"], self._subject.config["block_size"]
         per_block = self._all_bytes(f"transformer.h.{n_layer // 2}.")
         n_blocks = max(1, min(N_BLOCKS_LIMIT, n_layer, int(WORKING_SET_BYTES // max(per_block, 1))))
         self._check_capacity(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")
         start = min(n_layer // 2, n_layer - n_blocks)
         self._n_blocks = n_blocks
-        return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)), check)
+        return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)))
 
     def _block_s(self, stage: Any, rows: int) -> float:
         """One row each of `rows` sequences or, for the largest number, a piece of one prompt."""

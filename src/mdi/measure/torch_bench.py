@@ -27,8 +27,8 @@ class TorchBench(Bench):
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._generator = torch.Generator().manual_seed(1)
 
-    def blocks_of(self, start: int, stop: int, max_length: int, check: Callable[[], None]) -> Stage:
-        stage = Stage(self._config, start, stop, check)
+    def blocks_of(self, start: int, stop: int, max_length: int) -> Stage:
+        stage = Stage(self._config, start, stop, self._cancel)
         parts = [f"block.{i}" for i in range(start, stop)]
         stage.load(parts, self._weights, self._device, self._dtype)
         stage.prepare(max_length, self._device, self._dtype)

@@ -16,6 +16,7 @@ import torch.nn as nn
 from litgpt.config import Config
 from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
+from mdi.cancel import Cancel
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels.page_sizes import cache_classes
 from mdi.model.attention import cached
@@ -36,8 +37,7 @@ class Stage(nn.Module):
     """Blocks [start, stop) of a model, on the meta device until `load` has given it all tensors.
 
     Args:
-        check: called before each block is built, which takes a moment where there are many experts; what it raises goes
-            through.
+        cancel: checked before each block is built, which takes a moment where there are many experts.
     """
 
     transformer: nn.ModuleDict
@@ -46,7 +46,7 @@ class Stage(nn.Module):
     sin: torch.Tensor
     caches: TorchCaches
 
-    def __init__(self, config: Config, start: int, stop: int, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: Config, start: int, stop: int, cancel: Cancel | None = None) -> None:
         super().__init__()
         self.config = config
         self.n_embd = int(config.n_embd)
@@ -55,7 +55,8 @@ class Stage(nn.Module):
         blocks = {}
         with torch.device("meta"):
             for i in range(start, stop):
-                check()
+                if cancel is not None:
+                    cancel.check()
                 blocks[str(i)] = self.make_block(config, i, i - start)
         self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
         self.eval().requires_grad_(False)

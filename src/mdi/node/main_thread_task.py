@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.errors import ControlError, MdiError
 
 
@@ -13,11 +14,12 @@ class MainThreadTask:
     """One piece of work: `run` does it on one thread, while another waits in `result`.
 
     Args:
-        work: gives the answer as a JSON object; its argument is a function that raises when nobody waits any more.
+        work: gives the answer as a JSON object; its argument ends when nobody waits any more.
     """
 
-    def __init__(self, work: Callable[[Callable[[], None]], dict[str, Any]]) -> None:
+    def __init__(self, work: Callable[[Cancel], dict[str, Any]]) -> None:
         self._work = work
+        self._cancel = Cancel()
         self._done = threading.Event()
         self._answer: dict[str, Any] = {}
         self._error: MdiError | None = None
@@ -25,7 +27,7 @@ class MainThreadTask:
     def run(self) -> None:
         """Do the work; its errors go to the thread that waits."""
         try:
-            self._answer = self._work(self._check)
+            self._answer = self._work(self._cancel)
         except MdiError as e:
             self._error = e
         except Exception as e:  # for example out of memory, or a missing kernel: this node continues
@@ -33,13 +35,10 @@ class MainThreadTask:
         finally:
             self._done.set()
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def drop(self, error: MdiError) -> None:
         """It will not be done."""
         self._error = self._error or error
+        self._cancel.cancel(self._error)
         self._done.set()
 
     def result(self, timeout_s: float) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
@@ -61,9 +61,9 @@ class SelfMeasurement:
         """Runs have to wait for its few seconds. What was measured before, a node in a run can tell as well."""
         is_kept = self._is_kept(request)
 
-        def measure(check: Callable[[], None]) -> dict[str, Any]:
+        def measure(cancel: Cancel) -> dict[str, Any]:
             try:
-                return self._profile(request, check)
+                return self._profile(request, cancel)
             finally:
                 self._task = None
 
@@ -80,7 +80,7 @@ class SelfMeasurement:
             if not is_kept:
                 self._task = task = MainThreadTask(measure)
         if is_kept:
-            return self._profile(request, lambda: None)
+            return self._profile(request, Cancel())
         self._turns.post(task)
         return task.result(PROFILE_S)
 
@@ -110,15 +110,15 @@ class SelfMeasurement:
     def _is_kept(self, request: ProfileRequest) -> bool:
         return not request.fresh and self._profiler.is_kept(self._subject(request))
 
-    def _profile(self, request: ProfileRequest, check: Callable[[], None]) -> dict[str, Any]:
+    def _profile(self, request: ProfileRequest, cancel: Cancel) -> dict[str, Any]:
         subject = self._subject(request)
         is_kept = self._is_kept(request)
         try:
-            profile = self._profiler.profile(subject, self._store, request.fresh, check)
+            profile = self._profiler.profile(subject, self._store, request.fresh, cancel)
         except (CheckpointError, MemoryShortError):
             if not self._stages.drop_unused():  # the weights of earlier runs were in the way
                 raise
-            profile = self._profiler.profile(subject, self._store, request.fresh, check)
+            profile = self._profiler.profile(subject, self._store, request.fresh, cancel)
         with computing_threads(subject.computing.threads):
             threads = n_threads()
         return {"profile": profile.to_json(), "format": subject.computing.format, "threads": threads, "kept": is_kept}

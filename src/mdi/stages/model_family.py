@@ -86,7 +86,7 @@ class ModelFamily:
         from mdi.model.stage import Stage, StarterStage
 
         config = self.config(dict(fields))
-        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel.check)
+        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
 
     def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
