@@ -346,10 +346,12 @@ def test_any_bytes_leave_the_port_open(port: RingListener, data: bytes, prefix: 
 
 
 def test_a_port_in_use_and_addresses_that_are_not_here_are_told(port: RingListener) -> None:
-    with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port.port} \\(ring port\\).*Choose another"):
+    with pytest.raises(UsageError) as e:
         open_socket("127.0.0.1", port.port, "ring port")
-    with pytest.raises(UsageError, match="cannot listen on 192.0.2.1:0"):
+    assert f"127.0.0.1:{port.port} (ring port)" in str(e.value) and e.value.code == "usage"
+    with pytest.raises(UsageError) as e:
         open_socket("192.0.2.1", 0, "ring port")
+    assert "192.0.2.1:0" in str(e.value) and e.value.code == "usage"
     for addr in ("no-such-host.invalid", "a" * 100 + ".b", "a..b", "\udcff"):
         with pytest.raises(UsageError):
             open_socket(addr, 0, "ring port")

@@ -41,9 +41,9 @@ def changed(path: list[Any], value: Any) -> Any:
     [
         (["nodes"], [], "1 to 1024 nodes"),
         (["nodes"], {}, "nodes: expected a list"),
-        (["nodes", 0], 3, r"nodes\[0\]: expected an object"),
+        (["nodes", 0], 3, "nodes[0]: expected an object"),
         (["nodes", 1, "name"], "starter", "two nodes are called 'starter'"),
-        (["nodes", 1, "memory_bytes"], -1, r"nodes\[1\].memory_bytes: expected a number from 0 on, found -1"),
+        (["nodes", 1, "memory_bytes"], -1, "nodes[1].memory_bytes: expected a number from 0 on, found -1"),
         (["nodes", 1, "memory_bytes"], 1.5, "whole number"),
         (["nodes", 1, "memory_bytes"], True, "found True"),
         (["nodes", 1, "memory_bytes"], KeyError, "'memory_bytes' is missing"),
@@ -53,7 +53,7 @@ def changed(path: list[Any], value: Any) -> Any:
         (["nodes", 1, "block_s"], [[4, 1.0], [1, 2.0]], "rows must rise"),
         (["nodes", 1, "block_s"], [[0, 1.0]], "at least one row"),
         (["nodes", 1, "block_s"], [[1, 0]], "more than 0 seconds"),
-        (["nodes", 1, "block_s"], [1], r"block_s\[0\]: expected \[rows, seconds\]"),
+        (["nodes", 1, "block_s"], [1], "block_s[0]: expected [rows, seconds]"),
         (["nodes", 1, "block_s"], "fast", "expected a list of"),
         (["nodes", 1, "cached_parts"], [3], "cached_parts: expected a list of strings"),
         (["links", 0, "bytes_s"], 0, "more than 0 bytes"),
@@ -63,22 +63,25 @@ def changed(path: list[Any], value: Any) -> Any:
     ],
 )
 def test_nonsense_is_refused_by_name(path: list[Any], value: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words) as e:
+    with pytest.raises(UsageError) as e:
         ClusterProfile.from_json(changed(path, value), "file")
+    assert words in str(e.value)
     assert "\n" not in str(e.value)
 
 
 def test_a_node_without_any_time_is_refused() -> None:
     data = changed(["nodes", 1, "block_s"], [])
     data["nodes"][1]["read_bytes_s"] = 0
-    with pytest.raises(UsageError, match="needs block_s"):
+    with pytest.raises(UsageError) as e:
         ClusterProfile.from_json(data)
+    assert "block_s" in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "null"])
 def test_what_is_no_profile_at_all(text: str) -> None:
-    with pytest.raises(UsageError, match="here"):
+    with pytest.raises(UsageError) as e:
         read_profile(text, "here")
+    assert "here" in str(e.value)
 
 
 def test_links_that_were_not_measured_are_taken_for_the_worst_near_them() -> None:
