@@ -251,12 +251,12 @@ def test_local_ring_of_one_node() -> None:
         ring.check()
 
 
-def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
+def test_local_ring_tells_of_a_child_that_ended() -> None:
+    class Ending(LocalRing):
+        def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+            return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
 
-    monkeypatch.setattr(LocalRing, "spawn", spawn)
-    with LocalRing(2, None, 1, None, False, False) as ring:
+    with Ending(2, None, 1, None, False, False) as ring:
         ring.children[0].wait(60)
         with pytest.raises(NodeLostError) as e:
             ring.check()
@@ -265,21 +265,18 @@ def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no such signals elsewhere")
-def test_local_ring_kills_what_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ring_kills_what_does_not_listen() -> None:
     """A child that is stopped, or stuck in a driver, hears no SIGTERM."""
-    monkeypatch.setattr("mdi.node.local.END_S", 1.0)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 
-    def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
-        code = (
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-        )
-        child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert child.stdout is not None and child.stdout.readline()
-        child.stdout.close()
-        return child
+    class Deaf(LocalRing):
+        def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+            child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert child.stdout is not None and child.stdout.readline()
+            child.stdout.close()
+            return child
 
-    monkeypatch.setattr(LocalRing, "spawn", spawn)
-    with LocalRing(3, None, 1, None, False, False) as ring:
+    with Deaf(3, None, 1, None, False, False, end_s=1.0) as ring:
         children = list(ring.children)
     assert [child.returncode for child in children] == [-9, -9]
 
