@@ -1,5 +1,5 @@
 """What only a GPU does: stages, frames, packed weights and measurements on CUDA. Skipped where there is none,
-as on every machine so far: not one of these tests has ever run (docs/gpu.md)."""
+as on every machine so far: not one of these tests has ever run (docs/usage.md)."""
 
 from __future__ import annotations
 

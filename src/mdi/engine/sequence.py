@@ -59,17 +59,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.n_tokens < 1:
-            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}")
+            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}", code="value")
         if not self.temperature >= 0:
-            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}", code="value")
         if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top-k must be at least 1, got {self.top_k}")
+            raise UsageError(f"top-k must be at least 1, got {self.top_k}", code="value")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}")
+            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}", code="value")
         if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}")
+            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}", code="value")
         if not self.repetition_penalty > 0:
-            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}")
+            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}", code="value")
 
 
 @dataclass(eq=False)

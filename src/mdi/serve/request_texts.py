@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdi.detokenize import TextStream
 from mdi.engine.sequence import UNMATCHED, seed_of
 from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, invalid
@@ -17,7 +16,7 @@ from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
 from mdi.serve.serve_settings import ApiKey
-from mdi.text import TextCodec
+from mdi.text import TextCodec, TextStream
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
