@@ -258,7 +258,7 @@ class Former:
             NodeLostError: of a node that could not take part; MdiError: it cannot be done at all.
         """
         self.close_links(is_awaited=False)  # a node that is silent would hold it up
-        return self._close(self._prepare_ring(plan, cancel, rows), cancel)
+        return self.close(self.prepare(plan, cancel, rows), cancel)
 
     def load_ahead(
         self, plan: Form, cancel: Cancel, put: Callable[[Loaded], None], timeout_s: float | None = None
@@ -289,7 +289,7 @@ class Former:
         )  # fmt: skip
         return LoadAhead(plan, work, cancel.child(timeout_s), put)
 
-    def _prepare_ring(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
+    def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""
         basis = self.basis
         cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
@@ -314,7 +314,7 @@ class Former:
         ring.has_fresh = bool(fresh)
         return ring
 
-    def _close(self, ring: Ring, cancel: Cancel) -> Ring:
+    def close(self, ring: Ring, cancel: Cancel) -> Ring:
         """Close the links of a ring that is prepared. Raises NodeLostError, RingError."""
         basis, cluster = self.basis, ring.cluster
         names = tuple(node.name for node in cluster.nodes)
