@@ -240,7 +240,7 @@ def _check_blocks(request: InitRequest) -> None:
     names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
     blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
     if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
-        raise ControlError(f"the parts that are named are not those of {block_span(start, stop)}", 400)
+        raise ControlError(f"the listed parts do not match {block_span(start, stop)}", 400)
 
 
 def _check_counts(config: dict[str, Any]) -> None:
