@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import mdi.measure.contention
 import pytest
 import torch
 
@@ -59,12 +58,6 @@ def speeds(block_ms: float) -> Speeds:
     return Speeds(1e9, 1e10, times, ((1, 1e-4), (16, 2e-4)))
 
 
-@pytest.fixture(autouse=True)
-def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.measure.cluster_measurement, "LEAD_S", 0.02)
-    monkeypatch.setattr(mdi.measure.contention, "SLOT_S", 0.02)
-
-
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds of a block on each node, in place of what this machine would measure just now."""
@@ -72,7 +65,6 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds(block_ms[self.name]))
     # These nodes stand for machines of their own.
     monkeypatch.setattr(mdi.measure.cluster_measurement, "level_times", lambda nodes, alike: tuple(nodes))
-    monkeypatch.setattr(ClusterMeasurement, "shares", lambda self: {})
     return block_ms
 
 

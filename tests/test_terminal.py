@@ -58,8 +58,8 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(text=HOSTILE)
 
     codec = SimpleNamespace(encode_chat=lambda history, question: [1])
-    starter = SimpleNamespace(codec=codec, max_length=100, check_prompt=lambda ids: None)
-    session = SimpleNamespace(starter=starter, submit=submit, read=lambda: None)
+    model = SimpleNamespace(codec=codec, check_prompt=lambda ids: None)
+    session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None)
     reply = cli_chat.answer(session, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
     assert reply == HOSTILE, "what the model said goes back to the model"
     assert HARMLESS in screen.getvalue()
@@ -73,7 +73,8 @@ def test_texts_that_are_shown_when_they_are_complete(
     screen = watched(monkeypatch)
     sample = SampleMetrics.from_times(HOSTILE, HOSTILE, [1], [1], "length", [0.1])
     metrics = RunMetrics.from_parts(HOSTILE, [sample], [], 1.0)
-    node = SimpleNamespace(metrics=lambda: metrics, context_length=10, config=SimpleNamespace(block_size=10))
+    model = SimpleNamespace(context_length=10, config=SimpleNamespace(block_size=10))
+    node = SimpleNamespace(metrics=lambda: metrics, model=model)
     args = Options(seed=1)
     cli_output.report(args, node, failure, False)  # type: ignore[arg-type]
     assert "owned" in screen.getvalue() and not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mdi.measure.contention
 import pytest
 
 import mdi.control.client
@@ -43,8 +42,6 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     monkeypatch.setattr(mdi.control.client, "exchange", refuse)
     speeds = Speeds(1e9, 1e10, ((1, 1e-3), (128, 1e-1)), ((1, 1e-4), (16, 2e-4)))
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds)
-    monkeypatch.setattr(mdi.measure.contention, "SLOT_S", 0.02)
-    monkeypatch.setattr(mdi.measure.cluster_measurement, "LEAD_S", 0.02)
     monkeypatch.setattr(mdi.measure.cluster_measurement, "SIGN_S", 0.05)
     return ports
 

@@ -28,6 +28,7 @@ CODES = {
     "disk": "the weights do not fit on the node's disk",
     "role": "the node has another role: it is a starter, or has no head",
     "run": "the node does not take part in this run (any more)",
+    "cancelled": "what was asked for is not wanted any more, or was not done in time",
     "stopped": "the run was stopped on this node, and its request was late",
     "usage": "the node has no such device, format or type",
     "version": "the node has another version of this protocol",
