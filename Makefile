@@ -88,6 +88,7 @@ numerical: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	PYTHONPATH=src $(VENV)/bin/lint-imports --no-cache
 
 types: $(VENV)/.installed-dev
 	$(PY) -m mypy

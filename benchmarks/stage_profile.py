@@ -29,8 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
-from mdi.kernels.blocks import Weights, model_of  # noqa: E402
-from mdi.kernels.context import Context, Linear  # noqa: E402
+from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
 from mdi.measure.random_weights import random_weights  # noqa: E402

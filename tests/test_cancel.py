@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -39,10 +41,11 @@ def test_a_child_ends_with_its_parent_and_not_the_other_way_round() -> None:
 
 def test_a_closed_child_is_forgotten() -> None:
     parent = Cancel()
-    for _ in range(3):
-        with parent.child():
-            pass
-    assert parent._wakers == []
+    with parent.child() as child:
+        gone = weakref.ref(child)
+    del child
+    gc.collect()
+    assert gone() is None, "its parent does not keep it"
 
 
 def test_the_deadline_of_a_parent_ends_a_child() -> None:

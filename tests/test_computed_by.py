@@ -21,11 +21,11 @@ from mdi.measure.computed_by import with_paths
 from mdi.measure.model_shape import model_shape
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Speeds
-from mdi.node import placing
 from mdi.partition.model import Workload
 from mdi.partition.plan import plan
 from mdi.partition.plan_table import format_plan
 from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.run.choice import planned_ring
 from mdi.spec.options import Requested, StarterOptions
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
@@ -112,7 +112,7 @@ def test_a_run_is_placed_by_what_its_caches_hold() -> None:
     def place(kv_dtype: str) -> Any:
         computing = choose_computing(CONFIG, Requested(device="cpu", kv_dtype=kv_dtype), "float32")
         work = Workload(16, CONFIG["block_size"])
-        return placing.planned_ring(tight(), weights, StarterOptions(ckpt=Path()), computing, work).placement
+        return planned_ring(tight(), weights, StarterOptions(ckpt=Path()), computing, work).placement
 
     assert place("int8").counts == (5,)
     with pytest.raises(PlacementError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -13,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.errors import CheckpointError, UsageError
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 from mdi.whole_files import replacing
 from mdi_training import prepare_data_command as cli_data
 from mdi_training.data import (
@@ -34,7 +35,7 @@ def vocabulary() -> Vocabulary:
 
 
 def prepare(*argv: object) -> int:
-    parser = argparse.ArgumentParser()
+    parser = Parser(Options)
     cli_data.add_arguments(parser)
     return cli_data.run(parser.parse_args([str(arg) for arg in argv]))
 

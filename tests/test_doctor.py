@@ -251,7 +251,7 @@ def test_a_node_in_another_run(two: list[SecondaryNode], monkeypatch: pytest.Mon
     report = examine(cluster_of(two))
     assert [problem.node for problem in report.problems] == ["secondary0"]
     assert "another run" in report.problems[0].what
-    ring.state = "IDLE"
+    ring.state = "READY"
     ring.has_ended.set()
 
 

@@ -11,8 +11,7 @@ from families import FAMILIES, model_of
 from mdi.checkpoint.packing import Packing, folded, norm_before
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, why_not_in_kernels
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import pack, unpack
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mdi.detokenize import TextStream
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import SamplingParams, Sequence
+from mdi.engine.sequence import Event, SamplingParams, Sequence
 from mdi.run.texts import Sample
+from mdi.text import TextStream
 
 
 class Letters:
@@ -30,7 +30,7 @@ def generated(text: str, stop_ids: tuple[str, ...] = (), stop: tuple[str, ...] =
     shown: list[str] = []
     scheduler = Scheduler(1)
     stream = TextStream(Letters(), stop, True)  # type: ignore[arg-type]
-    sample = Sample(0, ">", [62], stream, 0.0, lambda _, piece: shown.append(piece))
+    sample = Sample(0, ">", [62], stream, 0.0, shown.append)
     stops = tuple(tuple(map(ord, one)) for one in stop_ids)
     scheduler.submit(Sequence(1, (62,), SamplingParams(n_tokens=len(text), stop_sequences=stops), 1000))
 
@@ -69,3 +69,28 @@ def test_what_only_began_like_a_stop_sequence_is_shown() -> None:
 def test_a_stop_string_among_tokens_that_come_together(stop_ids: tuple[str, ...]) -> None:
     sample, _ = generated("abc?def", stop_ids=stop_ids, stop=("bc",))
     assert (sample.text, sample.finish_reason) == ("a", "stop")
+
+
+def test_a_text_is_made_once_though_the_engine_is_ahead_of_its_reader() -> None:
+    letters, made = Letters(), list[int]()
+    visible = letters.visible
+    letters.visible = lambda ids: (made.extend(ids), visible(ids))[1]  # type: ignore[method-assign]
+    sample = Sample(0, ">", [62], TextStream(letters, ("User:",), True), 0.0)  # type: ignore[arg-type]
+    text = "Us? fine.User:"
+    asked = [sample.ends(ord(letter)) for letter in text]
+    assert asked == [False] * (len(text) - 1) + [True]
+    shown = []
+    for n, letter in enumerate(text, 1):
+        sample.take(Event(1, (ord(letter),), "stop" if n == len(text) else None))
+        shown.append(sample.text)
+    assert shown[:4] == ["", "", "Us?", "Us? "], "as far as it has been read"
+    assert (sample.text, sample.finish_reason, sample.token_ids) == ("Us? fine.", "stop", list(map(ord, text)))
+    assert made == list(map(ord, text))
+
+
+def test_the_last_tokens_are_made_by_the_reader_if_the_engine_does_not_ask() -> None:
+    sample = Sample(0, ">", [62], TextStream(Letters(), ("User:",), True), 0.0)  # type: ignore[arg-type]
+    assert not any([sample.ends(ord(letter)) for letter in "Use"])
+    sample.take(Event(1, tuple(map(ord, "Use")), None))
+    sample.take(Event(1, (ord("d"),), "length"))
+    assert (sample.text, sample.finish_reason) == ("Used", "length")

@@ -133,13 +133,15 @@ def test_a_frame_that_is_not_due_is_refused(number: int) -> None:
     scheduler = Scheduler(2)
     scheduler.submit(sequence(1))
     next_plan(scheduler)
-    with pytest.raises(EngineError, match=f"frame {number} came back, expected frame 0"):
+    with pytest.raises(EngineError) as refused:
         scheduler.update(number, {1: [5]})
+    assert refused.value.code == "wire"
 
 
 def test_a_frame_out_of_nothing_is_refused() -> None:
-    with pytest.raises(EngineError, match="frame 0 came back, expected none"):
+    with pytest.raises(EngineError) as refused:
         Scheduler(1).update(0, {})
+    assert refused.value.code == "wire"
 
 
 @pytest.mark.parametrize("tokens", [{}, {2: [5]}, {1: [5], 2: [5]}])
@@ -239,8 +241,9 @@ def test_what_was_in_flight_for_a_life_that_is_over_is_dropped() -> None:
     assert scheduler.rewind(2, scheduler.memory) == []
     plan = next_plan(scheduler)
     assert (plan.number, rows_of(plan)) == (1, [(1, 0, 3, 1)])
-    with pytest.raises(EngineError, match="frame 0 came back, expected frame 1"):
+    with pytest.raises(EngineError) as refused:
         scheduler.update(0, {1: [9]})
+    assert refused.value.code == "wire"
     assert scheduler.update(plan.number, {1: [5]}) == [Event(1, (5,), None)]
 
 

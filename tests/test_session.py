@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for owner, name, told in (
         (Choice, "open", "open"), (Choice, "place", "place"), (Former, "form", "form"), (RingLoop, "start", "start"),
-        (Run, "_end", "end"), (Choice, "close", "close"),
+        (Run, "end_on_nodes", "end"), (Choice, "close", "close"),
     ):  # fmt: skip
         watch(owner, name, told)
     return made
@@ -107,13 +107,13 @@ def test_left_with_an_error(
     """The run is ended all the same; the processes of other nodes are left alone, and nobody waits for one that is lost."""
     closing: list[bool] = []
     states: list[str] = []
-    end = Run._end
+    end = Run.end_on_nodes
 
     def note(self: Run, leave: bool) -> None:
         states.append(self.status(None)["state"])
         end(self, leave=leave)
 
-    monkeypatch.setattr(Run, "_end", note)
+    monkeypatch.setattr(Run, "end_on_nodes", note)
     run = Run(
         NodeSource(standalone), options, 60, n_texts=1, leave=True, on_close=lambda: closing.append(not calls[4:])
     )

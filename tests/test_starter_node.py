@@ -28,7 +28,7 @@ from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
 from mdi.run.form import Preparation
 from mdi.run.run import Run
-from mdi.run.texts import Sample, SampleReader
+from mdi.run.texts import SampleReader
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
 from waiting import until
@@ -119,7 +119,7 @@ def test_whatever_ends_the_engine_ends_every_wait(
 
 
 def test_a_reader_that_raises_costs_nobody_else_anything(ring: Ring) -> None:  # noqa: F811
-    def show(_: Sample, text: str) -> None:
+    def show(text: str) -> None:
         raise BrokenPipeError("nobody reads this")
 
     starter, _ = ring()

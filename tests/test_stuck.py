@@ -199,7 +199,7 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
             assert go_on.wait(DEADLINE_S)
         return compute(self, x, slices)
 
-    def show(_: Any, text: str) -> None:
+    def show(text: str) -> None:
         nonlocal n
         n += 1
         if n == 6:

@@ -53,8 +53,8 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = watched(monkeypatch)
 
     def submit(question: str, ids: list[int], params: Any, stop: list[str], on_text: Any) -> Any:
-        on_text(None, HOSTILE)
-        on_text(None, "")
+        on_text(HOSTILE)
+        on_text("")
         return SimpleNamespace(text=HOSTILE)
 
     codec = SimpleNamespace(encode_chat=lambda history, question: [1])
@@ -74,7 +74,7 @@ def test_texts_that_are_shown_when_they_are_complete(
     sample = SampleMetrics.from_times(HOSTILE, HOSTILE, [1], [1], "length", [0.1])
     metrics = RunMetrics.from_parts(HOSTILE, [sample], [], 1.0)
     model = SimpleNamespace(context_length=10, config=SimpleNamespace(block_size=10))
-    node = SimpleNamespace(metrics=lambda: metrics, model=model)
+    node = SimpleNamespace(metrics=lambda: metrics, trace=lambda: None, model=model)
     args = Options(seed=1)
     cli_output.report(args, node, failure, False)  # type: ignore[arg-type]
     assert "owned" in screen.getvalue() and not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")

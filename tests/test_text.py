@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from mdi.detokenize import Detokenizer, StopMatcher
 from mdi.errors import CheckpointError, UsageError
 from mdi.prompts import read_prompts
-from mdi.text import TextCodec, resolve_prompt_style
+from mdi.text import Detokenizer, StopMatcher, TextCodec, resolve_prompt_style
 
 CORPUS = [
     "Who are you? I am the ghost of the house, and  this is a house of   ghosts.\n\n\tHow now!",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import random
 from pathlib import Path
 
 import yaml
 
+from mdi.spec.options import Options
+from mdi.spec.parser import Parser
 from mdi_training import prepare_data_command as cli_data
 from mdi_training import train_command as cli_train
 
@@ -44,7 +45,7 @@ def grammar_text(n_sentences: int, seed: int = 1) -> str:
 
 def prepare(*argv: object) -> int:
     """prepare_data.py, without its handling of errors."""
-    parser = argparse.ArgumentParser()
+    parser = Parser(Options)
     cli_data.add_arguments(parser)
     return cli_data.run(parser.parse_args([str(arg) for arg in argv]))
 
@@ -74,7 +75,7 @@ def train(ckpt: Path, dataset: Path, *more: object) -> int:
 
 def train_with(*argv: object) -> int:
     """train.py with these flags and no others."""
-    parser = argparse.ArgumentParser()
+    parser = Parser(Options)
     cli_train.add_arguments(parser)
     return cli_train.run(parser.parse_args([str(arg) for arg in argv]))
 

@@ -12,8 +12,7 @@ from forced import forced
 from litgpt.model import GPT
 
 from families import CONTEXT, FAMILIES, model_of, prompt
-from mdi.kernels.blocks import Blocks, why_not_in_kernels
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack
 
 KNOWN = [f for f in FAMILIES if why_not_in_kernels(asdict(model_of(f).config)) is None]

@@ -14,8 +14,7 @@ from litgpt.model import GPT
 
 from families import config_of, model_of, random_gpt
 from mdi.kernels import library
-from mdi.kernels.blocks import Head
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Context, Head
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, pack
 from tolerance import assert_alike
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import mdi.kernels.context as context
-from mdi.kernels.context import FreeCores, busy_core_s
+import mdi.kernels.blocks as context
+from mdi.kernels.blocks import FreeCores, busy_core_s
 
 
 class Machine:

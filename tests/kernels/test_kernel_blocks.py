@@ -16,8 +16,7 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of
 from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, Head, why_not_in_kernels
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Blocks, Context, Head, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack, unpack
 from tolerance import assert_alike
 
@@ -112,8 +111,7 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
 
 
 def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    from mdi.kernels.blocks import model_of
-    from mdi.kernels.context import Linear
+    from mdi.kernels.blocks import Linear, model_of
 
     config = asdict(globals()["model_of"]("Llama-3.1-8B").config)
     return Linear(Context(), model_of(config), None, matrix, bias)(x)

@@ -12,8 +12,8 @@ from kernel_models import Tensors, blocks_of, run
 
 from families import model_of, prompt
 from mdi.kernels import library
+from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.blocks import model_of as structure_of
-from mdi.kernels.context import Context, Linear
 from mdi.kernels.layout import Matrix, pack
 from mdi.weight_formats import LAYOUTS
 

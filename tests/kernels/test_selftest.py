@@ -123,7 +123,7 @@ FEW_THREADS = """
 import resource
 from pathlib import Path
 from mdi.errors import KernelError
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Context
 from mdi.kernels.library import load
 
 load()

@@ -169,7 +169,7 @@ def test_no_model_is_told_in_one_line(
 @pytest.mark.parametrize("module", ROLES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_flags_that_would_have_no_effect_are_not_there(module: object, capsys: pytest.CaptureFixture[str]) -> None:
     """These models have no caches and no chunks, and their cut is the thesis' or even."""
-    for flag in ("--chunk", "--kv-dtype", "--kv-memory", "--placement", "--prefer-memory", "--frames"):
+    for flag in ("--chunk", "--kv-dtype", "--kv-memory", "--placement", "--frames"):
         with pytest.raises(SystemExit) as caught:
             run(module, flag, "1")
         assert caught.value.code == 2

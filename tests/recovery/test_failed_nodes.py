@@ -50,7 +50,7 @@ def generate(starter: Run, at: dict[int, Callable[[], None]]) -> list[int]:
     """The tokens of the one text; after so many of them, something is done."""
     n = 0
 
-    def show(_: Any, text: str) -> None:
+    def show(text: str) -> None:
         nonlocal n
         n += 1
         at.get(n, lambda: None)()

@@ -16,7 +16,6 @@ LEFT_OUT: dict[str, Any] = {
     "--weights": "auto",
     "--mlock": False,
     "--placement": None,
-    "--prefer-memory": None,
     "--fixed": True,
     "--silence-s": argparse.SUPPRESS,
     "--replay-memory": None,

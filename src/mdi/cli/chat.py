@@ -130,7 +130,7 @@ def answer(session: Run, history: list[tuple[str, str]], question: str, params: 
         return ""
     print("Model: ", end="", flush=True)
     try:
-        sample = session.submit(question, ids, params, stop, lambda _, text: show(text or "\n", end=""))
+        sample = session.submit(question, ids, params, stop, lambda text: show(text or "\n", end=""))
     except UsageError as e:  # the nodes' caches could never hold it
         print()
         show_error(e)

@@ -123,7 +123,7 @@ def _has_display() -> bool:
 
 
 def _after(options: Options) -> Callable[[Run], None] | None:
-    """What is done when a ring has ended: the last one's trace is what --trace leaves."""
+    """Write the trace of a ring that has ended: --trace keeps that of the last one."""
     from mdi.cli.output import write_trace_of
 
     path = options.trace

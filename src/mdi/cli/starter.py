@@ -12,6 +12,7 @@ examples:
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, GENERATION, MODEL, OUTPUT, PARALLEL, RESUME, RING, Options
@@ -151,9 +152,10 @@ def _submit(
     from mdi.run.display import open_stream
 
     stream = open_stream(len(prompts)) if is_streaming else None
-    on_text = (lambda sample, text: stream.show(sample.index, text)) if stream is not None else None
     for i, (prompt, ids) in enumerate(zip(prompts, session.prompt_ids, strict=True)):
+        on_text = None
         if stream is not None:
+            on_text = partial(stream.show, i)
             stream.show(i, prompt + ("" if session.model.codec.prompt_style is None else "\n"))
         before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
         sample = session.submit(prompt, ids, params, stop, on_text, before=before, finish_reason=reason)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass
+from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass, n_pages
 from mdi.units import size
 
 KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
@@ -19,7 +19,7 @@ KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growin
 
 @dataclass(frozen=True)
 class NodeCaches:
-    """What one node can hold.
+    """Cache memory of one node.
 
     Attributes:
         name: of the node.
@@ -34,8 +34,8 @@ class NodeCaches:
     chunk_rows: int = CHUNK_ROWS
 
     def n_bytes(self, length: int) -> int:
-        """What a sequence of `length` positions takes at most, from its first token to its last: whole pages."""
-        return sum(c.n_bytes(length, self.chunk_rows) for c in self.classes)
+        """Most bytes of a sequence of `length` positions, from its first token to its last: whole pages."""
+        return sum([n_pages(c.window, length, self.chunk_rows) * c.page_bytes for c in self.classes])
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class CacheMemory:
 
     def needs(self, length: int) -> tuple[int, ...]:
         """Bytes on each node that a sequence of `length` positions takes at most: whole pages."""
-        n_pages = -(-length // PAGE)
-        found = self._by_pages.get(n_pages)
+        whole = -(-length // PAGE)
+        found = self._by_pages.get(whole)
         if found is None:
-            found = self._by_pages[n_pages] = tuple(node.n_bytes(length) for node in self.nodes)
+            found = self._by_pages[whole] = tuple(node.n_bytes(length) for node in self.nodes)
         return found
 
     def holds(self, n_bytes: Sequence[int]) -> bool:

@@ -235,7 +235,8 @@ class Scheduler:
         """
         due = self._in_flight[0] if self._in_flight else None
         if due is None or due.number != number:
-            raise EngineError(f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none"))
+            words = f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none")
+            raise EngineError(words, "wire")
         plan = self._in_flight.popleft()
         if tokens.keys() != {part.seq_id for part in plan.slices if part.n_logits}:
             raise EngineError(f"frame {number} came back with other sequences than it was sent with")

@@ -104,15 +104,16 @@ class StarterEngine:
         """
         prompt = tuple(prompt_ids)
         if not prompt:
-            raise UsageError("a prompt without any token cannot be continued")
+            raise UsageError("a prompt without any token cannot be continued", code="empty")
         if len(prompt) > self._max_length:
             raise UsageError(
-                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)"
+                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)",
+                code="length",
             )
         ids = [*prompt, *generated]
         sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
         if (reason := self.scheduler.refusal(sequence)) is not None:
-            raise UsageError(reason)
+            raise UsageError(reason, code="memory")
         request = Request(sequence, events, ends, self.cancel, constraint)
         if not self._inbox.put(partial(self._take, request)):
             raise EngineError("no more texts are generated: the run is over")

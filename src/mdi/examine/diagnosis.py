@@ -211,7 +211,7 @@ def _port_problem(node: NodeConfig, what: str, port: int, reach: Reach, own_port
 
 
 def port_remedy(own_port: int, field_name: str) -> str:
-    """What to do where a node listens on another port than the nodes file says."""
+    """Advice for a node that listens on another port than the nodes file says."""
     return f"The node listens on {own_port}: correct {field_name}, on both machines alike"
 
 

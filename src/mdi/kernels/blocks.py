@@ -1,5 +1,5 @@
-"""A range of transformer blocks in the kernels, with its tables of rotary positions: one call computes a frame. Then the final
-norm and the head, or some rows of it. Needs neither torch nor litgpt.
+"""A range of transformer blocks in the kernels: the structures as C has them, the threads that compute, the tables of rotary
+positions. One call computes a frame. Then the final norm and the head, or some rows of it. Needs neither torch nor litgpt.
 """
 
 from __future__ import annotations
@@ -7,30 +7,312 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import os
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mdi.control_groups import n_cores
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.context import Context, Linear
-from mdi.kernels.layout import Matrix
+from mdi.kernels.layout import Matrix, matrix_bytes, pack
+from mdi.kernels.library import load
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
-from mdi.kernels.structures import (
-    ACTIVATIONS,
-    CACHE_TYPES,
-    NORM_TYPES,
-    BlockReader,
-    MdiBlock,
-    MdiFrame,
-    MdiMlp,
-    MdiModel,
-    MdiStage,
-    Tensors,
-)
 from mdi.slices import Slices, SliceTable
+from mdi.weight_formats import LAYOUTS
+
+CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
+NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+PIECES = {"attention": 0, "mlp": 1, "project": 2, "attend": 3, "add_attention": 4, "add_mlp": 5}  # MdiPiece
+
+
+class MdiMatrix(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        *((n, c_int32) for n in ("format", "n_out", "n_in", "skip")),
+    ]
+
+    @classmethod
+    def of(cls, matrix: Matrix, bias: np.ndarray | None = None) -> MdiMatrix:
+        """Refers to the memory of both, which must stay."""
+        address = None if bias is None else bias.ctypes.data
+        return cls(
+            matrix.data.ctypes.data, address, LAYOUTS[matrix.format].number, matrix.n_out, matrix.n_in, matrix.skip
+        )
+
+
+class MdiNorm(ctypes.Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+
+
+class MdiMlp(ctypes.Structure):
+    _fields_ = [("fc_1", MdiMatrix), ("fc_2", MdiMatrix), ("proj", MdiMatrix)]
+
+
+class MdiBlock(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiNorm) for n in ("norm_1", "post_attention_norm", "norm_2", "post_mlp_norm", "norm_q", "norm_k")),
+        *((n, MdiMatrix) for n in ("qkv", "attention_proj")),
+        ("mlp", MdiMlp),
+        ("router", MdiMatrix),
+        ("experts", POINTER(MdiMlp)),
+        *((n, c_int32) for n in ("n_expert", "window", "cache_class", "cache_layer", "rope_table", "reserved")),
+    ]
+
+
+class MdiModel(ctypes.Structure):
+    _fields_ = [
+        *((n, c_int32) for n in ("n_embd", "n_head", "n_groups", "head_size", "rope_n_elem", "rope_interleave")),
+        *((n, c_int32) for n in ("norm_type", "unit_offset", "parallel_residual", "shared_attention_norm")),
+        *((n, c_int32) for n in ("qk_norm_all_heads", "activation", "n_expert_per_token", "cache_type")),
+        *((n, c_int32) for n in ("heads_per_group", "first_head")),
+        *((n, c_float) for n in ("norm_eps", "scale", "softcap", "expert_scale")),
+    ]
+
+
+class MdiStage(ctypes.Structure):
+    _fields_ = [
+        ("model", POINTER(MdiModel)),
+        ("blocks", POINTER(MdiBlock)),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("rope_table_floats", c_int64),
+        ("n_blocks", c_int32),
+        ("n_classes", c_int32),
+        ("n_finished", c_void_p),
+    ]
+
+
+class MdiFrame(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_void_p),
+        ("slices", c_char_p),  # the records of a slices.SliceTable
+        ("pages", c_void_p),
+        ("first", c_void_p),
+        ("pool", c_void_p),
+        ("page_bytes", c_void_p),
+        ("n_slices", c_int32),
+        ("n_rows", c_int32),
+    ]
+
+
+Tensors = Mapping[str, Matrix | np.ndarray]
+
+
+class BlockReader:
+    """Takes the tensors of a block by name, checks their shapes, and keeps their memory.
+
+    Args:
+        norms_are_plain: the norms of this model have no weights (OLMo's first version).
+    """
+
+    def __init__(self, block: int, tensors: Tensors, kept: list[Any], norms_are_plain: bool) -> None:
+        self._block, self._tensors, self._kept = block, tensors, kept
+        self._norms_are_plain = norms_are_plain
+
+    def norm(self, name: str, size: int, is_there: bool) -> MdiNorm:
+        if not is_there:
+            return MdiNorm(None, None)
+        if f"{name}.weight" not in self._tensors and self._norms_are_plain:
+            ones = np.ones(size, dtype=np.float32)
+            self._kept.append(ones)
+            return MdiNorm(ones.ctypes.data, None)
+        weight = self._array(f"{name}.weight", size)
+        bias = self._array(f"{name}.bias", size) if f"{name}.bias" in self._tensors else None
+        return MdiNorm(weight.ctypes.data, None if bias is None else bias.ctypes.data)
+
+    def matrix(self, name: str, n_out: int, n_in: int) -> MdiMatrix:
+        matrix = self._tensors.get(f"{name}.weight")
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in - matrix.skip) != (n_out, n_in):
+            raise KernelError(f"block {self._block}: {name}.weight is no packed weight of {n_out} x {n_in}")
+        check_matrix(matrix)
+        bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
+        self._kept.append(matrix)
+        return MdiMatrix.of(matrix, bias)
+
+    def router(self, name: str, n_expert: int, n_embd: int) -> MdiMatrix:
+        """Files hold it in plain numbers."""
+        weight = self._tensors.get(f"{name}.weight")
+        if isinstance(weight, np.ndarray) and weight.shape == (n_expert, n_embd):
+            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", weight)}
+        return self.matrix(name, n_expert, n_embd)
+
+    def mlp(self, name: str, n_embd: int, width: int, is_gated: bool) -> MdiMlp:
+        if not is_gated:
+            return MdiMlp(
+                fc_1=self.matrix(f"{name}.fc", width, n_embd), proj=self.matrix(f"{name}.proj", n_embd, width)
+            )
+        return MdiMlp(
+            self.matrix(f"{name}.fc_1", width, n_embd),
+            self.matrix(f"{name}.fc_2", width, n_embd),
+            self.matrix(f"{name}.proj", n_embd, width),
+        )
+
+    def _array(self, name: str, size: int) -> np.ndarray:
+        array = self._tensors.get(name)
+        if not isinstance(array, np.ndarray) or array.shape != (size,):
+            raise KernelError(f"block {self._block}: {name} is no row of {size} numbers")
+        array = np.ascontiguousarray(array, dtype=np.float32)
+        self._kept.append(array)
+        return array
+
+
+def check_matrix(matrix: Matrix) -> None:
+    """Raises KernelError if its bytes are not just those of its shape: the kernels read them unchecked."""
+    if matrix.format not in LAYOUTS:
+        raise KernelError(f"unknown weight format {matrix.format!r}")
+    data, n_bytes = matrix.data, matrix_bytes(matrix.format, matrix.n_out, matrix.n_in)
+    if data.dtype != np.uint8 or data.shape != (n_bytes,) or not data.flags.c_contiguous:
+        raise KernelError(
+            f"a weight of {matrix.n_out} x {matrix.n_in} in {matrix.format} has {n_bytes} bytes, not {data.size}"
+        )
+    if not 0 <= matrix.skip <= matrix.n_in:
+        raise KernelError(f"a weight of {matrix.n_in} inputs that begins with input {matrix.skip}")
+
+
+MOST_THREADS = 256  # csrc/stage.h
+SPINS = 2000  # looks of an idle thread before it sleeps: tens of microseconds
+SPAN_S = 1.0  # between two measurements
+OTHERS_SHARE = 0.1  # share of each used core that other programs may take
+
+
+class Context:
+    """The threads and the working memory of one stage. One call computes at a time."""
+
+    def __init__(self, n_threads: int = 1) -> None:
+        library = load()
+        if library is None:
+            raise KernelError("the kernels are not available")
+        self.library = library
+        library.mdi_context_new.restype = ctypes.c_void_p
+        n_threads = max(1, min(n_threads, MOST_THREADS))
+        self.n_threads = n_threads
+        handle = library.mdi_context_new(n_threads, 0)
+        if not handle:
+            raise KernelError(f"the system refused {n_threads} threads for the kernels: ask for fewer with --threads")
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
+        self._free_cores, self._spins = FreeCores(n_threads), 0
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        assert self._handle is not None, "closed"
+        return self._handle
+
+    def look_around(self) -> None:
+        """Let idle threads look for work, or sleep at once, as other processes leave the cores free now."""
+        spins = self._free_cores.spins()
+        if spins != self._spins:
+            self._spins = spins
+            self.library.mdi_context_spins(self.handle, spins)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.library.mdi_context_delete(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Linear:
+    """A norm, if there is one, and a linear layer: float32 (N, n_in) -> (N, n_out); with `softcap`, of the results.
+
+    Args:
+        norm: weight and bias (n_in); the memory of all is used without copying.
+
+    Raises:
+        KernelError: the matrix has other bytes than its shape says.
+    """
+
+    def __init__(
+        self, context: Context, model: MdiModel, norm: tuple[np.ndarray, np.ndarray | None] | None, matrix: Matrix,
+        bias: np.ndarray | None, softcap: float | None = None,
+    ) -> None:  # fmt: skip
+        check_matrix(matrix)
+        self._context = context
+        self._kept = norm, matrix, bias
+        self._n_in, self._n_out = matrix.n_in, matrix.n_out
+        self._model = MdiModel.from_buffer_copy(model)
+        self._model.softcap = softcap or 0.0
+        weight, norm_bias = norm if norm is not None else (None, None)
+        addresses = (None if one is None else one.ctypes.data for one in (weight, norm_bias))
+        self._norm, self._matrix = MdiNorm(*addresses), MdiMatrix.of(matrix, bias)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Raises EngineError: no memory is left."""
+        assert x.shape[1] == self._n_in and x.dtype == np.float32 and x.flags.c_contiguous
+        y = np.empty((len(x), self._n_out), dtype=np.float32)
+        done = self._context.library.mdi_linear(
+            self._context.handle, ctypes.byref(self._model), ctypes.byref(self._norm), ctypes.byref(self._matrix),
+            ctypes.c_void_p(x.ctypes.data), len(x), ctypes.c_void_p(y.ctypes.data),
+        )  # fmt: skip
+        if done:
+            raise EngineError(f"no memory is left to compute {len(x)} rows", "memory")
+        return y
+
+
+class FreeCores:
+    """Whether this process has its cores to itself: only then may its idle threads spin.
+
+    Measures about once a second, when it is asked, what other processes take of this one's cores.
+
+    Args:
+        n_threads: that compute.
+        clock, own_s: seconds, and processor seconds of this process.
+        busy_s: processor seconds of all processes on this one's cores; None where the system does not tell.
+    """
+
+    def __init__(
+        self,
+        n_threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        own_s: Callable[[], float] = time.process_time,
+        busy_s: Callable[[], float | None] | None = None,
+    ) -> None:
+        self._n_threads = n_threads
+        self._clock, self._own_s, self._busy_s = clock, own_s, busy_s or busy_core_s
+        self._can_spin = 1 < n_threads <= n_cores()
+        self._begin, self._before = clock(), self._others_s()
+        self._spins = 0
+
+    def spins(self) -> int:
+        """How often an idle thread of the kernels may poll for work before it sleeps; 0 beside other work or under a quota."""
+        now = self._clock()
+        if not self._can_spin or now - self._begin < SPAN_S:
+            return self._spins
+        others, span, before = self._others_s(), now - self._begin, self._before
+        self._begin, self._before = now, others
+        is_free = before is not None and others is not None and others - before <= OTHERS_SHARE * self._n_threads * span
+        self._spins = SPINS if is_free else 0
+        return self._spins
+
+    def _others_s(self) -> float | None:
+        busy = self._busy_s() if self._can_spin else None
+        return None if busy is None else busy - self._own_s()
+
+
+def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
+    """Seconds that the cores which this process may use were busy since the system's start; None if it does not say."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    busy, n_found = 0, 0
+    for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
+        if name in cores:
+            user, nice, system, _idle, _iowait, *interrupted = map(int, fields[:8])
+            busy += user + nice + system + sum(interrupted)
+            n_found += 1
+    return busy / os.sysconf("SC_CLK_TCK") if n_found == len(cores) else None  # a sandbox may show fewer
+
 
 Floats = np.ndarray
 
@@ -122,7 +404,7 @@ def _yarn(n: int, base: float, adjustments: Mapping[str, Any]) -> tuple[Floats, 
     return theta.astype(np.float32), np.float32(scaling)
 
 
-# Settings of litgpt's Config that are read here and in kernels.rope.
+# Settings of litgpt's Config that are read here.
 # fmt: off
 _SETTINGS = {
     "attention_logit_softcapping", "attention_scores_scalar", "first_k_dense_replace", "gelu_approximate",

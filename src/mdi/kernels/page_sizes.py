@@ -6,6 +6,7 @@ Blocks with the same sliding window form a class: a page holds 32 positions of a
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ def slot_bytes(k_size: int, v_size: int, cache_type: str) -> int:
     return -(-(numbers * CACHE_TYPES[cache_type] + scales) // 64) * 64
 
 
+@functools.lru_cache(maxsize=1024)  # running texts ask for every node and class
 def n_pages(window: int | None, length: int, chunk_rows: int = CHUNK_ROWS) -> int:
     """Pages that a sequence of `length` positions has at most, from its first token to its last.
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from mdi.checkpoint.packing import PartWeights
 from mdi.checkpoint.parts import part_of
-from mdi.kernels.blocks import Head
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Context, Head
 from mdi.machine.threads import n_threads
 from mdi.measure.profiling import Bench
 from mdi.measure.random_weights import random_weights

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from mdi.kernels import library
-from mdi.kernels.context import Context, Linear
+from mdi.kernels.blocks import Context, Linear, MdiModel
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
-from mdi.kernels.structures import MdiModel
 from mdi.machine.threads import n_threads
 
 WIDTH = 1024  # numbers in a row

@@ -15,10 +15,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
-from mdi.kernels.context import Context, Linear
+from mdi.kernels.blocks import Context, Linear, MdiModel
 from mdi.kernels.layout import Matrix, codes_of, floats, unpack
 from mdi.kernels.library import load
-from mdi.kernels.structures import MdiModel
 from mdi.weight_formats import LAYOUTS
 
 Weights = Mapping[str, torch.Tensor | Matrix | np.ndarray]

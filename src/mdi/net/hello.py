@@ -17,7 +17,7 @@ from mdi.terminal import one_line
 
 @dataclass(frozen=True)
 class Hello:
-    """What a node says when it connects to the next one; the answer is a HELLO of the other node, or an ERROR.
+    """The first message of a node that connects to the next one; the answer is a HELLO of the other node, or an ERROR.
 
     Attributes:
         index: place of the sender in the ring, 0 is the starter.
@@ -37,7 +37,7 @@ class Hello:
 
     @property
     def wire(self) -> str:
-        """What the sender's frames hold: an entry of WIRE_DTYPES, if it is one of ours."""
+        """Number type of the sender's rows: an entry of WIRE_DTYPES, if it is one of ours."""
         return str(self.extensions.get("wire", "auto"))
 
     @property

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
@@ -381,9 +382,9 @@ class RingWorker:
         recorder = recorder_of(self.request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
         loop = SecondaryLoop(stage, rows, group.over(recorded), is_last, seat.wire, self.held.sent, self.request.replay)
-        is_windowed = self.held.spec.window is not None
-        read_bytes = (lambda: stage.weight_use.read_bytes) if is_windowed else (lambda: 0)
-        turn = Turn(loop, ring, self.held.spec.computing.threads, lambda: stage.n_finished, read_bytes)
+        turn = Turn(loop, ring, self.held.spec.computing.threads, partial(getattr, stage, "n_finished"))
+        if self.held.spec.window is not None:
+            turn.read_bytes = lambda: stage.weight_use.read_bytes
         for link in (ring.next_link, ring.previous_link):
             link.work = lambda: self._turns.work
         self.measure = lambda: _measured(stage, turn, recorder, LIVE_SPANS)

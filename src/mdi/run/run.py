@@ -122,7 +122,7 @@ class Run(StatusOnly):
         except BaseException:
             self._on_close()
             self._state = "BROKEN"
-            self._end(leave=False)
+            self.end_on_nodes(leave=False)
             raise
         self._is_open = self.was_open = True
 
@@ -274,7 +274,7 @@ class Run(StatusOnly):
         self._on_close()
         if isinstance(error, NodeLostError):  # do not wait long for any node
             self._state = "BROKEN"
-        self._end(leave=self._leave and error is None)
+        self.end_on_nodes(leave=self._leave and error is None)
 
     def __enter__(self) -> Run:
         self.open()
@@ -285,7 +285,7 @@ class Run(StatusOnly):
     ) -> None:
         self.close(error)
 
-    def _end(self, leave: bool) -> None:
+    def end_on_nodes(self, leave: bool) -> None:
         """End the run on all nodes, and collect what they measured; also if it was opened in part."""
         try:
             self._cancel.cancel()

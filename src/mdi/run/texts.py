@@ -5,26 +5,29 @@ from __future__ import annotations
 import itertools
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mdi.detokenize import TextStream
-from mdi.engine.sequence import FAILED, Ends, Event, Events, Request, SamplingParams, seed_of, wait_for_event
+from mdi.engine.sequence import FAILED, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
-from mdi.text import TextCodec
+from mdi.text import TextCodec, TextStream
 
-OnText = Callable[["Sample", str], None]
+OnText = Callable[[str], None]
 # Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread.
 Record = Callable[[int, list[int], str | None], None]
 
 
 class Sample:
     """Collects the events of one sequence.
+
+    Its text is made once: by `ends`, in the engine's thread, if the engine asks that, else by `take`, in the reader's. Both
+    see the same tokens in the same order, and `ends` sees those of an event before the event is there.
 
     Args:
         stream: makes text of its ids.
@@ -55,6 +58,10 @@ class Sample:
         self._begin = begin
         self._on_text = on_text
         self._pieces: list[str] = []
+        self._made: deque[tuple[str, bool]] = (
+            deque()
+        )  # by `ends`, of each token: its text, and whether a stop string was met
+        self._is_stopped = False  # as far as it has been read
 
     @property
     def text(self) -> str:
@@ -65,20 +72,33 @@ class Sample:
         if self.request is not None:
             self.request.cancel(reason)
 
+    def ends(self, token: int) -> bool:
+        """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it."""
+        text = self._stream.push([token])
+        self._made.append((text, self._stream.is_stopped))
+        return self._stream.is_stopped
+
     def take(self, event: Event) -> None:
+        pieces = []
         for token in event.tokens:
-            if self._stream.is_stopped:
+            if self._is_stopped:
                 break  # the engine stops at the same token; further tokens are not shown
             self.token_ids.append(token)
             self.token_times_s.append(event.time_s - self._begin)
-            self._show(self._stream.push([token]))
+            if self._made:
+                piece, self._is_stopped = self._made.popleft()
+            else:  # the engine does not ask, or not any more, as the text has ended
+                piece = self._stream.push([token])
+                self._is_stopped = self._stream.is_stopped
+            pieces.append(piece)
+        self._show("".join(pieces))  # whose exceptions lose no token
         if event.finish_reason is not None:
             self._show(self._stream.flush())
             reason = "stop" if self._stream.is_stopped else event.finish_reason
             self.finish_reason = None if reason == FAILED else reason
             self.is_over = True
             if self._on_text is not None:
-                self._on_text(self, "")
+                self._on_text("")
 
     def restore(self, token_ids: Sequence[int], finish_reason: str | None, n_tokens: int) -> bool:
         """Take what an earlier run had reached.
@@ -91,7 +111,7 @@ class Sample:
         """
         self.take(Event(-1, tuple(token_ids), None, self._begin))
         if finish_reason is None:  # its end was not recorded, but follows from its tokens
-            finish_reason = "stop" if self._stream.is_stopped else "length" if len(token_ids) >= n_tokens else None
+            finish_reason = "stop" if self._is_stopped else "length" if len(token_ids) >= n_tokens else None
         if finish_reason is not None:
             self.take(Event(-1, (), finish_reason, self._begin))
         return finish_reason is None
@@ -99,7 +119,7 @@ class Sample:
     def _show(self, text: str) -> None:
         self._pieces.append(text)
         if text and self._on_text is not None:
-            self._on_text(self, text)
+            self._on_text(text)
 
     def metrics(self) -> SampleMetrics:
         """The measurements by now, of an unfinished sample too."""
@@ -147,21 +167,6 @@ class SampleReader:
             sample.cancel()
 
 
-def stops_at(stream: TextStream, before: Sequence[int] = ()) -> Ends:
-    """Whether a token completes a stop string: the engine asks, so that nothing is computed beyond it.
-
-    Args:
-        before: tokens that the text has already.
-    """
-    stream.push(before)
-
-    def ends(token: int) -> bool:
-        stream.push([token])
-        return stream.is_stopped
-
-    return ends
-
-
 class RunTexts:
     """See the module. Made when the run is ready: times count from here.
 
@@ -206,9 +211,9 @@ class RunTexts:
             stop_sequences=tuple(tuple(s) for s in self._codec.stop_sequences),
         )
         # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
-        streams = [TextStream(self._codec, stop, self._codec.prompt_style is None) for _ in range(2)]
-        sample = Sample(index, prompt, prompt_ids, streams[0], self._begin, on_text)
-        ends = stops_at(streams[1], before) if stop else None
+        stream = TextStream(self._codec, stop, self._codec.prompt_style is None)
+        sample = Sample(index, prompt, prompt_ids, stream, self._begin, on_text)
+        ends = sample.ends if stop else None
         n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
         if not (before or finish_reason) or sample.restore(before, finish_reason, n_left):
             reader.add(sample, self._engine.submit(prompt_ids, params, ends, reader.events, before))

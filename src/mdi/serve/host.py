@@ -411,7 +411,7 @@ class ModelHost:
         self._on_ready(name)
 
     def _options_of(self, name: str) -> StarterOptions:
-        """What the user chose, where it fits this model, too."""
+        """The user's options, as far as they fit this model."""
         options, folders = self._options, self._catalog.folders()
         if len(folders) > 1:
             options = replace(options, cache_share=SHARE_BESIDE)
@@ -440,7 +440,7 @@ class _Records(QueueHandler):
 
 
 class _Progress(logging.Handler):
-    """What is logged while a model is loaded is how far it is."""
+    """Forwards log records as loading progress."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)

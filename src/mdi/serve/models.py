@@ -1,4 +1,4 @@
-"""Which models are loaded, which requests use them, and which one is unloaded for another.
+"""Keeps track of models: which are loaded, which requests use them, and which one is unloaded for another.
 
 A request for a model that is not loaded loads it beside the others. If the memory is not enough, the least recently used
 model is unloaded as soon as its requests are done, and so on until there is enough.
@@ -150,7 +150,7 @@ class Models:
         return self._read[name][1]
 
     def _forget(self, name: str) -> None:
-        """What was read of a model that is not loaded any more."""
+        """Forget what was read of a model that is not loaded any more."""
         if (read := self._read.pop(name, None)) is not None:
             read[1].template.close()
 

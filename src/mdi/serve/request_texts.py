@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdi.detokenize import TextStream
 from mdi.engine.sequence import UNMATCHED, seed_of
 from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, invalid
@@ -17,7 +16,7 @@ from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
 from mdi.serve.serve_settings import ApiKey
-from mdi.text import TextCodec
+from mdi.text import TextCodec, TextStream
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -25,7 +24,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(frozen=True)
 class TextPiece:
-    """What is new in one text.
+    """A piece of one text.
 
     Attributes:
         index: of the text in the request: prompts one after the other, the choices of a prompt beside each other.
@@ -187,7 +186,7 @@ class TextLogprobs:
         self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def take(self, piece: TextPiece) -> dict[str, list[Any]] | None:
-        """What is new; None if nothing is."""
+        """The new piece; None if nothing is new."""
         if not piece.tokens:
             return None
         new: dict[str, list[Any]] = {name: [] for name in self.all}

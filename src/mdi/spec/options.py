@@ -123,7 +123,7 @@ class Requested:
 
     @staticmethod
     def of(source: Any) -> Requested:
-        """What an object's attributes of these names say: options, a request."""
+        """Made of an object's attributes of these names: options, a request."""
         found: dict[str, Any] = {f.name: getattr(source, f.name, f.default) for f in fields(Requested)}
         return Requested(**found)
 
@@ -228,7 +228,7 @@ class StarterOptions(Requested):
 
     @property
     def replay_bytes(self) -> int:
-        """What each node keeps of the rows that it has sent."""
+        """Bytes of sent rows that each node keeps."""
         return 0 if self.fixed else self.replay_memory
 
 

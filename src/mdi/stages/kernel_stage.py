@@ -15,8 +15,7 @@ import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, Head, Weights, array_of, n_tables, rope_n_elem
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Blocks, Context, Head, Weights, array_of, n_tables, rope_n_elem
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
@@ -177,7 +176,7 @@ class Ends:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._table):
             raise EngineError(f"token ids from {ids.min()} to {ids.max()}, but the model has {len(self._table)}")
         rows = self._table[ids]
-        x = rows.astype(np.float32) if rows.dtype == np.int8 else floats(rows)
+        x = floats(rows) if rows.dtype == np.uint16 else rows.astype(np.float32, copy=False)
         if self._scale is not None:
             assert isinstance(self._scale, np.ndarray)
             x = x * self._scale[ids, None]
@@ -194,7 +193,7 @@ class KernelStage:
     Args:
         config: litgpt's Config as a plain dict, with all defaults; of the whole model.
         weights: of these blocks, and of the ends; in a group, of this node's share.
-        n_threads: see kernels.context.Context.
+        n_threads: see kernels.blocks.Context.
         cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
         group: the share and the sum, in a group.
 

@@ -28,8 +28,7 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights
 from mdi.checkpoint.safetensors_layout import TYPES
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
-from mdi.kernels.blocks import Head, Weights
-from mdi.kernels.context import Context
+from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes

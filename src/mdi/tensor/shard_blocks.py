@@ -8,9 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mdi.kernels.blocks import Blocks
-from mdi.kernels.context import Context
-from mdi.kernels.structures import PIECES, MdiFrame, MdiNorm, Tensors
+from mdi.kernels.blocks import PIECES, Blocks, Context, MdiFrame, MdiNorm, Tensors
 from mdi.slices import Slices
 from mdi.tensor.shares import Share
 
