@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     parser.options(
         None, "nodes_config", *ACCESS, "ckpt", "layers", "deadline", "json", *COMMON,
-        nodes_config={"help": "nodes file ({nodes_config})"},
+        nodes_config={"help": "nodes file (default: {nodes_config})"},
         ckpt={"help": "also check whether the blocks of this checkpoint fit"},
         layers={"help": "blocks per node, starter first (default: an even split)"},
     )  # fmt: skip

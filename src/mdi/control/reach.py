@@ -16,12 +16,11 @@ from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
-from mdi.json_fields import shown
 from mdi.net.hello import Fault, Hello
 from mdi.net.meeting import meet
 from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
 from mdi.security.keys import KeyFile
-from mdi.spec.decode import Number, Text, decode
+from mdi.spec.decode import Number, Text, decode, shown
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
