@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},
     )  # fmt: skip
-    models = {"help": "folder of the models that requests can name ({ckpt_folder})"}
+    models = {"help": "folder of the models that requests can name (default: {ckpt_folder})"}
     parser.options("API", *SERVER, "trace", ckpt_folder=models)
     parser.set_defaults(prompt_style="none")
     parser.options(None, *COMMON)

@@ -220,7 +220,7 @@ class ClusterMeasurement:
         except ControlError as e:
             logger.info("the link from %s to %s was not measured: %s", source.name, target.name, e)
             return None
-        if not route.ring.is_well:
+        if not route.ring.is_ok:
             logger.warning(
                 "%s cannot reach %s's ring port %s:%d (%s): doctor.py says more",
                 *(source.name, target.name, target.addr, target.port_in, route.ring.problem),

@@ -383,7 +383,7 @@ class Options(StarterOptions):
         "unload a model that was not used for so long (default: keep it until another model needs its memory)",
         metavar="SECONDS",
     )] = None
-    ckpt_folder: Annotated[Path | None, Option("folder of the models ({ckpt_folder})", metavar="DIR")] = None
+    ckpt_folder: Annotated[Path | None, Option("folder of the models (default: {ckpt_folder})", metavar="DIR")] = None
     open: Annotated[bool, Option("open the server's page in a browser")] = False
 
     # Models on the disk
