@@ -66,8 +66,8 @@ def test_nodes_in_groups(tmp_path: Path) -> None:
         (in_groups("a", "a", "a", spare=True), "secondary1 in the group 'a': a spare"),
         (in_groups("a", "a", "a", device="cuda:0"), "secondary1 in the group 'a' has the device cuda:0"),
         (in_groups("a", "a", "secondary0", "secondary0"), "secondary1 in the group 'secondary0': that is the name"),
-        (in_groups("a", "a", group=7), r"secondary\[0\].group: expected a string, found 7"),
-        (in_groups("a", "a", group=""), r"secondary\[0\].group: expected a string of 1"),
+        (in_groups("a", "a", group=7), r"secondary\[0\].group: expected a string or null, found 7"),
+        (in_groups("a", "a", group=""), r"secondary\[0\].group: expected a string of length >= 1, found ''"),
     ],
 )
 def test_groups_that_cannot_be(data: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -154,25 +154,25 @@ MISTAKES = [
     (without(*S0, "communication", "port"), r"secondary\[0\]\.communication: the field 'port' is missing"),
     (without(*S0, "inference", "port_in"), r"secondary\[0\]\.inference: the field 'port_in' is missing"),
     (with_value(7, "nodes", "starter", "addr"), r"starter\.addr: expected a string, found 7"),
-    (with_value("", "nodes", "starter", "addr"), r"starter\.addr: expected a string of .*, found ''"),
+    (with_value("", "nodes", "starter", "addr"), r"starter\.addr: expected a string of length >= 1, found ''"),
     (with_value(None, "nodes", "starter", "addr"), r"starter\.addr: expected a string, found null"),
     (with_value([], "nodes"), r"nodes: expected an object, found a list"),
-    (with_value({}, "nodes", "secondary"), "secondary: expected a list of nodes .*, found an object"),
-    (with_value(None, "nodes", "secondary"), "secondary: expected a list of nodes .*, found null"),
-    (with_value("x", *S0), r"secondary\[0\]: expected an object that describes one node, found 'x'"),
+    (with_value({}, "nodes", "secondary"), "secondary: expected a list, found an object"),
+    (with_value(None, "nodes", "secondary"), "secondary: expected a list, found null"),
+    (with_value("x", *S0), r"secondary\[0\]: expected an object, found 'x'"),
     (with_value("8000", *S0, "communication", "port"), r"communication\.port: expected a whole number, found '8000'"),
     (with_value(True, *S0, "communication", "port"), r"communication\.port: expected a whole number, found True"),
     (with_value(1.5, *S0, "communication", "port"), r"communication\.port: expected a whole number, found 1.5"),
-    (with_value(65536, *S0, "inference", "port_in"), "port_in: expected a whole number from 0 to 65535, found 65536"),
+    (with_value(65536, *S0, "inference", "port_in"), "port_in: expected a whole number <= 65535, found 65536"),
     (with_value(-1, *S0, "inference", "port_out"), r"inference\.port_out: expected .* found -1"),
-    (with_value(0, *S0, "threads"), r"threads: expected a whole number from 1 on, found 0"),
-    (with_value(3, *S0, "device"), r"device: expected a string, found 3"),
+    (with_value(0, *S0, "threads"), r"threads: expected a whole number >= 1, found 0"),
+    (with_value(3, *S0, "device"), r"device: expected a string or null, found 3"),
     (
         with_value(8000, *S0, "communication", "port"),
         "127.0.0.1:8000 is both starter's communication port and secondary0's",
     ),
     (with_value(8001, *S0, "inference", "port_in"), "is both secondary0's communication port and secondary0's port_in"),
-    (with_value([entry(0)] * 1024, "nodes", "secondary"), "1024 nodes; at most 1023"),
+    (with_value([entry(0)] * 1024, "nodes", "secondary"), "secondary: expected a list of length <= 1023"),
 ]
 
 
@@ -303,5 +303,5 @@ def test_cores_and_memory_that_cannot_be(tmp_path: Path, key: str, value: object
     entry = {"addr": "h", "communication": {"port": 1}, "inference": {"port_in": 2}, key: value}
     path = tmp_path / "node.json"
     path.write_text(json.dumps(entry))
-    with pytest.raises(UsageError, match=rf"node.json\.{key}: expected"):
+    with pytest.raises(UsageError, match=rf"node.json\.{key}(\[0\])?: expected"):
         load_secondary(path, None)

@@ -128,7 +128,7 @@ class StarterEngine:
     def texts(self) -> tuple[int, int, int]:
         """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
         scheduler = self.scheduler
-        return scheduler.n_running, scheduler.n_waiting, scheduler.n_put_out
+        return scheduler.n_running, scheduler.n_waiting, scheduler.n_preempted
 
     @property
     def cache_use(self) -> list[tuple[str, int, int]]:

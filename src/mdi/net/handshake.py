@@ -177,7 +177,7 @@ def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: Frame
     name = seat.next_name
     silence_s = seat.silence_s
     begin = heard = time.monotonic()
-    is_told = False
+    is_reported = False
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
         while True:
@@ -190,9 +190,9 @@ def _await_frame(sock: socket.socket, seat: Seat, timeout_s: float, codec: Frame
                         f"is frozen or cut off: nothing was heard of it for {silence_s:.0f} s while the ring was closed"
                     )
                 raise NodeLostError(name, f"{name} {silent}")
-            if not is_told and now - begin > REPORT_S:
+            if not is_reported and now - begin > REPORT_S:
                 logger.info("%s waits for %s to join the ring (up to %.0f s)", seat.name, name, timeout_s)
-                is_told = True
+                is_reported = True
             if not selector.select(min(left_s, REPORT_S / 4)):
                 continue
             sock.settimeout(left_s)

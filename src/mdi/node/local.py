@@ -84,7 +84,7 @@ class LocalRing:
         self._key = key
         self._flags = [flag for flag, is_set in (("-v", verbose), ("-d", debug)) if is_set]
         self.children: list[subprocess.Popen[bytes]] = []
-        self._told: set[int] = set()  # process numbers of children that `check` has found to be lost
+        self._reported: set[int] = set()  # process numbers of children that `check` has found to be lost
         self._stopped_since: dict[int, float] = {}  # process number -> time.monotonic()
         self._pauses = [Pause() for _ in range(n_nodes - 1)]
         self._folder: RingFolder | None = None
@@ -136,16 +136,16 @@ class LocalRing:
         What it has printed itself says why.
         """
         for node, child in zip(self.cluster.secondaries, self.children, strict=False):  # spares come last
-            if child.pid in self._told:
+            if child.pid in self._reported:
                 continue
             status = child.poll()
             if status is not None:
-                self._told.add(child.pid)
+                self._reported.add(child.pid)
                 raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
             if not _is_stopped(child.pid):
                 self._stopped_since.pop(child.pid, None)
             elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > STOPPED_S:
-                self._told.add(child.pid)
+                self._reported.add(child.pid)
                 raise NodeLostError(node.name, f"{node.name} (process {child.pid}) was stopped {STOPPED_S:.0f} s ago")
 
     def revive(self) -> None:

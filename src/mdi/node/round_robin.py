@@ -19,7 +19,7 @@ from mdi.net.ring import TcpRing
 from mdi.node.main_thread_task import MainThreadTask
 
 
-class Abandoned(MdiError):
+class AbandonedError(MdiError):
     """The ring ended before it began, or this node does not take part any more."""
 
     def __init__(self, message: str, code: str = "run") -> None:
@@ -226,5 +226,5 @@ class RoundRobin:
             self._served = None
 
 
-def _ended() -> Abandoned:
-    return Abandoned("it was told to end", "left")
+def _ended() -> AbandonedError:
+    return AbandonedError("it was told to end", "left")

@@ -146,7 +146,7 @@ class SecondarySetup:
     def _configure(self) -> None:
         """Send the run configuration. A node that has its stage in memory answers that it is ready."""
         deadline, pauses = time.monotonic() + BUSY_S, growing_pauses()
-        is_told = False
+        is_reported = False
         while True:
             self._check()
             try:
@@ -158,9 +158,9 @@ class SecondarySetup:
                     raise self._lost(e) from None
                 if e.code != "busy" or time.monotonic() > deadline:
                     raise
-                if not is_told:
+                if not is_reported:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
-                    is_told = True
+                    is_reported = True
                 self._cancelled.wait(next(pauses))
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
