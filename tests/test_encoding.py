@@ -157,7 +157,7 @@ def test_bytes_per_row() -> None:
 def test_rows_of_another_width_are_refused(kind: object) -> None:
     name, n_bytes = kind.name, kind.n_bytes(1, 64)  # type: ignore[attr-defined]
     frame = Frame(FrameType.BATCH, 1, 0, name, 1, 64, payload=bytearray(n_bytes))
-    with pytest.raises(WireError, match="rows of 64 x .*; this model's have 65"):
+    with pytest.raises(WireError):
         rows_of(frame, 65, CPU, torch.float32)
 
 

@@ -24,6 +24,7 @@ from mdi.net.wire import (
     SILENCE_S,
     VERSION,
     BufferPool,
+    CutOffError,
     Frame,
     FrameCodec,
     FrameType,
@@ -132,7 +133,7 @@ def test_an_end_between_frames_is_none_and_within_one_an_error(pair: tuple[socke
     sender.sendall(data[: HEADER_BYTES + 30])
     sender.close()
     assert read_frame(receiver, PLAIN) is not None
-    with pytest.raises(WireError, match="closed 54 bytes before the end of a frame"):
+    with pytest.raises(CutOffError):
         read_frame(receiver, PLAIN)
 
 
@@ -151,8 +152,9 @@ def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
             taken.append(n_bytes)
             return super().take(n_bytes)
 
-    with pytest.raises(WireError, match="payload bytes; this node accepts at most"):
+    with pytest.raises(WireError) as refused:
         read_frame(receiver, PLAIN, Pool(1))
+    assert type(refused.value) is WireError, "the rest was not waited for"
     assert not taken
 
 

@@ -89,19 +89,16 @@ def test_an_empty_stop_sequence_stops_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    "params",
     [
-        ({"n_tokens": 0}, "at least 1, got 0"),
-        ({"temperature": -0.1}, "temperature must be 0"),
-        ({"temperature": float("nan")}, "got nan"),
-        ({"top_k": 0}, "top-k must be at least 1, got 0"),
-        ({"top_p": 0.0}, "top-p must be over 0"),
-        ({"top_p": 1.5}, "at most 1, got 1.5"),
+        {"n_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5},
+        {"min_p": 1.5}, {"repetition_penalty": 0.0},
     ],
-)
-def test_impossible_parameters_are_refused(params: dict[str, object], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+)  # fmt: skip
+def test_impossible_parameters_are_refused(params: dict[str, object]) -> None:
+    with pytest.raises(UsageError) as refused:
         SamplingParams(**params)  # type: ignore[arg-type]
+    assert refused.value.code == "value"
 
 
 @settings(deadline=None)

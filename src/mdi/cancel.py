@@ -11,7 +11,7 @@ from mdi.errors import MdiError
 
 
 class CancelledError(MdiError):
-    """What was waited for is not wanted any more."""
+    """The result of a wait is not wanted any more."""
 
     code = "cancelled"
 
@@ -82,7 +82,7 @@ class Cancel:
 
     @property
     def error(self) -> BaseException | None:
-        """What `check` raises; None while it goes on."""
+        """The error that `check` raises; None while it goes on."""
         with self._changed:
             error = self._error
         if error is None and self._deadline is not None and time.monotonic() >= self._deadline:

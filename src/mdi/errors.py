@@ -135,7 +135,7 @@ class DownloadError(MdiError):
 
 
 class WireError(MdiError):
-    """What came in over a ring link is not a frame that this node may accept."""
+    """Bytes from a ring link that are no frame which this node may accept."""
 
     code = "wire"
 

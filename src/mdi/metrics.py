@@ -52,7 +52,7 @@ class ShareMetrics:
 
 @dataclass(frozen=True)
 class NodeMetrics:
-    """What one node did in a run.
+    """Measurements of one node in a run.
 
     Attributes:
         layers: its blocks, [start, stop) with global numbers.

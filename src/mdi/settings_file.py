@@ -63,7 +63,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_counts(settings: Mapping[str, Any], where: str) -> None:
-    """What says how large a model is must be a whole number, and not more than any model has.
+    """Check the sizes of a model: whole numbers, and not more than any model has.
 
     Raises:
         CheckpointError: naming the field.

@@ -72,7 +72,7 @@ class TextCodec:
         return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
 
     def facts(self) -> dict[str, Any]:
-        """What another process needs besides the tokenizer's file to read and write texts as this codec does; plain JSON."""
+        """Plain JSON with which, and the tokenizer's file, another process reads and writes texts as this codec does."""
         tokenizer = self._tokenizer
         found = {"backend": tokenizer.backend, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
         return {**found, "use_bos": tokenizer.use_bos, "eos_ids": sorted(self.eos_ids)}
@@ -325,7 +325,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What was held back, as it is, because no more ids come."""
+        """The text that was held back, as it is, because no more ids come."""
         rest = self._codec.decode_visible(self._window, self._continues)[self._n_shown :]
         self._window, self._n_shown, self._n_open = [], 0, 0
         return rest

@@ -52,7 +52,7 @@ def run(options: Options) -> int:
 
 
 def as_row(name: str, label: str, status: dict[str, object]) -> dict[str, str]:
-    """What a node says of itself, in words."""
+    """The status of a node in words."""
     from mdi.cli.discover import free_memory
     from mdi.units import duration, size
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its flags, the final texts and tables, one JSON object, and files."""
+"""Output of a run: the final texts and tables, one JSON object, and files."""
 
 from __future__ import annotations
 

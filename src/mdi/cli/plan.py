@@ -152,7 +152,7 @@ def _read(path: Path) -> str:
 
 
 def _live(options: Options) -> ClusterProfile:
-    """What the nodes of a nodes file measure of themselves."""
+    """Profiles that the nodes of a nodes file measure of themselves."""
     from mdi.cache_dir import default_cache_dir
     from mdi.cli.access import with_keys
     from mdi.config import load_cluster
@@ -177,7 +177,7 @@ def _live(options: Options) -> ClusterProfile:
 
 
 def _stored_dtype(ckpt: Path | None) -> str:
-    """What the weights are stored in; float32 if they are not here."""
+    """Number type of the stored weights; float32 if they are not here."""
     from mdi.checkpoint.folder import GGUF_NOTE, WEIGHT_FILES
     from mdi.checkpoint.source import open_source
 

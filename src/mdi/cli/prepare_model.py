@@ -147,7 +147,7 @@ def _check_cut(directory: Path, options: Options) -> None:
 
 
 def _check_files(directory: Path, options: Options) -> None:
-    """What is damaged in a directory that is to be converted, as far as that is known without importing torch.
+    """Report damage in a directory that is to be converted, as far as that is known without importing torch.
 
     Raises:
         CheckpointError: config.json or the head of a file of weights cannot be read.

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def add_node_options(parser: Parser) -> None:
-    """What a node computes with, and where its weights are."""
+    """Options of a node: what it computes with, and where its weights are."""
     chunk, ckpt = "this node's chunk, made by prepare_model.py", "the whole checkpoint, if it is on this machine"
     parser.options(None, "chunk", "ckpt", is_one=True, chunk={"help": chunk}, ckpt={"help": ckpt})
     parser.options(
@@ -86,7 +86,7 @@ def serve(
     from mdi.cli.access import open_keys, refuse_exposure
     from mdi.cli.discover import reachable
     from mdi.cli.session import check_chunk
-    from mdi.node.temporary import sweep
+    from mdi.node.local import sweep
 
     keys = open_keys(options)
     refuse_exposure(options, keys, config)

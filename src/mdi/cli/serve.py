@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},
     )  # fmt: skip
-    models = {"help": "folder of the models that requests can name ({ckpt_folder})"}
+    models = {"help": "folder of the models that requests can name (default: {ckpt_folder})"}
     parser.options("API", *SERVER, "trace", ckpt_folder=models)
     parser.set_defaults(prompt_style="none")
     parser.options(None, *COMMON)
@@ -123,7 +123,7 @@ def _has_display() -> bool:
 
 
 def _after(options: Options) -> Callable[[Run], None] | None:
-    """What is done when a ring has ended: the last one's trace is what --trace leaves."""
+    """Write the trace of a ring that has ended: --trace keeps that of the last one."""
     from mdi.cli.output import write_trace_of
 
     path = options.trace

@@ -19,7 +19,7 @@ KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growin
 
 @dataclass(frozen=True)
 class NodeCaches:
-    """What one node can hold.
+    """Cache memory of one node.
 
     Attributes:
         name: of the node.
@@ -34,7 +34,7 @@ class NodeCaches:
     chunk_rows: int = CHUNK_ROWS
 
     def n_bytes(self, length: int) -> int:
-        """What a sequence of `length` positions takes at most, from its first token to its last: whole pages."""
+        """Most bytes of a sequence of `length` positions, from its first token to its last: whole pages."""
         return sum([n_pages(c.window, length, self.chunk_rows) * c.page_bytes for c in self.classes])
 
 

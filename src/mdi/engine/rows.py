@@ -235,7 +235,7 @@ def check_width(frame: Frame, n_cols: int) -> None:
 
 
 def encoded(x: Floats, wire: str) -> tuple[str, memoryview]:
-    """What rows travel as: the name of the type (net.wire.DTYPES), and the payload."""
+    """Encode rows for the wire: the name of the type (net.wire.DTYPES), and the payload."""
     encoder = ENCODERS[wire]
     return encoder.payload_type.name, bytes_of(encoder.encode(x))
 

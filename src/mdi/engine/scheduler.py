@@ -74,7 +74,7 @@ class Scheduler:
         self._has_replayed = False  # in the last frame: replays and other rows take turns
         self._number = 0
         self.n_reused = 0  # tokens of prompts that did not have to be computed
-        self.n_put_out = 0  # how often a sequence had to give its caches back
+        self.n_preempted = 0  # how often a sequence had to give its caches back
         self._take_ring(n_frames, memory)
 
     @property
@@ -235,7 +235,8 @@ class Scheduler:
         """
         due = self._in_flight[0] if self._in_flight else None
         if due is None or due.number != number:
-            raise EngineError(f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none"))
+            words = f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none")
+            raise EngineError(words, "wire")
         plan = self._in_flight.popleft()
         if tokens.keys() != {part.seq_id for part in plan.slices if part.n_logits}:
             raise EngineError(f"frame {number} came back with other sequences than it was sent with")
@@ -303,7 +304,7 @@ class Scheduler:
         """Put out the one that came last: it gives its caches back, and is the first to be let in again."""
         self._leave(sequence)
         sequence.rewind()
-        self.n_put_out += 1
+        self.n_preempted += 1
         self._waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -59,17 +59,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.n_tokens < 1:
-            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}")
+            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}", code="value")
         if not self.temperature >= 0:
-            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}", code="value")
         if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top-k must be at least 1, got {self.top_k}")
+            raise UsageError(f"top-k must be at least 1, got {self.top_k}", code="value")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}")
+            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}", code="value")
         if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}")
+            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}", code="value")
         if not self.repetition_penalty > 0:
-            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}")
+            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}", code="value")
 
 
 @dataclass(eq=False)
@@ -223,7 +223,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a sequence: its text has grown, it has ended, or both.
+    """An event of a sequence: its text has grown, it has ended, or both.
 
     Attributes:
         tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
@@ -252,7 +252,7 @@ FAILED, UNMATCHED = "failed", "unmatched"
 
 
 class Constraint(Protocol):
-    """Which tokens may come next. Called in the loop's thread; it gets each token before the next question."""
+    """Restricts which tokens may come next. Called in the loop's thread; it gets each token before the next question."""
 
     def allowed(self) -> Any:
         """bool array (vocabulary). What it raises, here and in `take`, ends the sequence as UNMATCHED."""
@@ -314,7 +314,7 @@ class Request:
 
     @property
     def sequence(self) -> Sequence:
-        """What is generated; only the loop's thread may look at it."""
+        """The sequence itself; only the loop's thread may look at it."""
         return self._sequence
 
     def is_met_by(self, tokens: tuple[int, ...]) -> bool:
@@ -358,7 +358,7 @@ class Inbox:
             return not self._closed
 
     def take(self) -> list[Callable[[], None]]:
-        """What has come since the last time, in order."""
+        """Commands since the last call, in order."""
         with self._lock:
             taken, self._commands = self._commands, []
             return taken

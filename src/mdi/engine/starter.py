@@ -104,15 +104,16 @@ class StarterEngine:
         """
         prompt = tuple(prompt_ids)
         if not prompt:
-            raise UsageError("a prompt without any token cannot be continued")
+            raise UsageError("a prompt without any token cannot be continued", code="empty")
         if len(prompt) > self._max_length:
             raise UsageError(
-                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)"
+                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)",
+                code="length",
             )
         ids = [*prompt, *generated]
         sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
         if (reason := self.scheduler.refusal(sequence)) is not None:
-            raise UsageError(reason)
+            raise UsageError(reason, code="memory")
         request = Request(sequence, events, ends, self.cancel, constraint)
         if not self._inbox.put(partial(self._take, request)):
             raise EngineError("no more texts are generated: the run is over")
@@ -127,7 +128,7 @@ class StarterEngine:
     def texts(self) -> tuple[int, int, int]:
         """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
         scheduler = self.scheduler
-        return scheduler.n_running, scheduler.n_waiting, scheduler.n_put_out
+        return scheduler.n_running, scheduler.n_waiting, scheduler.n_preempted
 
     @property
     def cache_use(self) -> list[tuple[str, int, int]]:
@@ -167,8 +168,8 @@ class StarterEngine:
 
     @property
     def n_rounds_left(self) -> int:
-        """Tokens that the longest text may still get; between two runs."""
-        sequences = [request.sequence for request in self._live.values()]
+        """Tokens that the longest text may still get. From any thread."""
+        sequences = [request.sequence for request in list(self._live.values())]
         return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
 
     @property

@@ -41,7 +41,7 @@ class FrameRows(Protocol):
         """The rows of a frame that need logits."""
 
     def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
-        """What rows travel as, the name of the type and the bytes, which may be their memory."""
+        """Encoded rows: the name of the type and the bytes, which may be their memory."""
 
 
 class StarterRows(FrameRows, Protocol):

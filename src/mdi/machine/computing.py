@@ -1,4 +1,4 @@
-"""What a node computes with (device, types, threads, formats), decided once and passed on as one value."""
+"""The means of computing of a node (device, types, threads, formats), decided once and passed on as one value."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Computing:
 
     @property
     def path(self) -> str:
-        """What computes the blocks, for people: the kernels and their instruction set, or torch and why."""
+        """Name what computes the blocks, for people: the kernels and their instruction set, or torch and why."""
         if self.packing is not None:
             return f"kernels ({library.instruction_set()})"
         return f"torch: {self.why_torch}" if self.why_torch else "torch"
 
     def told(self, name: str, start: int, stop: int) -> str:
-        """What computes blocks [start, stop) of a node, for the log."""
+        """A log line on what computes blocks [start, stop) of a node."""
         return f"{name}: {block_span(start, stop)} in {self.path}"
 
     @property
     def format(self) -> str:
-        """What the weights of the blocks are held in, a name in weight_formats.FORMATS."""
+        """Format of the blocks' weights in memory, a name in weight_formats.FORMATS."""
         return (self.packing and self.packing.blocks) or self.quantize or self.dtype
 
     @property
@@ -70,7 +70,7 @@ class Computing:
 def choose_computing(
     config: Mapping[str, Any] | None, asked: Requested, stored: str, stored_format: str | None = None
 ) -> Computing:
-    """What a node computes with, from the request.
+    """Decide what a node computes with, from the request.
 
     Args:
         config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.

@@ -136,7 +136,7 @@ def why_not_kernels(config: Mapping[str, Any] | None, device: str, dtype: str | 
 
 
 def choose_packing(stored: str, blocks: str | None, head: str | None, clips: bool = False) -> Packing:
-    """What the kernels are to read.
+    """Choose the packed formats that the kernels read.
 
     Args:
         stored: type of the checkpoint's weights.

@@ -24,7 +24,7 @@ def warn_of_processor() -> None:
 
 
 def processor_notice(cpuinfo: str, build: str, version: str) -> str | None:
-    """What to tell the user; None if nothing is known against it.
+    """A warning for the user; None if nothing is known against this processor.
 
     NVIDIA's NVPL, the BLAS of PyPI's ARM builds since 2.11, needs the atomic instructions of ARMv8.1, which a
     Raspberry Pi 4 and every older board are without.

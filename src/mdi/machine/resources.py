@@ -30,7 +30,7 @@ def device_free_bytes(device: str) -> int:
 
 
 def machine_free_bytes(device: str) -> int:
-    """What all processes together can still take of the device, whatever the limits of this one's groups."""
+    """Bytes that all processes together can still take of the device, whatever the limits of this one's groups."""
     if device.startswith("cuda"):
         import torch
 
@@ -55,8 +55,10 @@ def cpu_model() -> str:
 
 
 def _memory_left(folder: Path, total: int) -> int | None:
-    """What a group may still take, if its limit is below all memory that there is; pages of files can be dropped, and do not
-    count (those of shared memory cannot)."""
+    """Bytes that a group may still take, if its limit is below all memory that there is.
+
+    Pages of files can be dropped, and do not count (those of shared memory cannot).
+    """
     for limit_name, used_name, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -29,7 +29,7 @@ def n_threads() -> int:
 
 
 def _named() -> int | None:
-    """What the environment says."""
+    """The value of the environment."""
     for name in THREAD_VARIABLES:
         with contextlib.suppress(ValueError):
             if (n := int(os.environ.get(name, "0").split(",")[0])) > 0:

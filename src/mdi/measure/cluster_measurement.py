@@ -174,7 +174,7 @@ class ClusterMeasurement:
 
     @staticmethod
     def _tell_difference(node: NodeConfig, device: str, threads: Any) -> None:
-        """What a node was started with overrides the nodes file; then the plan differs from the file."""
+        """Log where a node was started with other options than the nodes file has: then the plan differs from the file."""
         for what, named, found in (("device", node.device, device), ("threads", node.threads, threads)):
             if named not in (None, "auto", found) and found is not None and f"{named}:0" != found:
                 logger.info(
@@ -220,7 +220,7 @@ class ClusterMeasurement:
         except ControlError as e:
             logger.info("the link from %s to %s was not measured: %s", source.name, target.name, e)
             return None
-        if not route.ring.is_well:
+        if not route.ring.is_ok:
             logger.warning(
                 "%s cannot reach %s's ring port %s:%d (%s): doctor.py says more",
                 *(source.name, target.name, target.addr, target.port_in, route.ring.problem),

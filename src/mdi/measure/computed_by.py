@@ -1,4 +1,4 @@
-"""What computes the blocks on each node, if a profile is used for another model or format than its own."""
+"""Predicts what computes the blocks on each node, if a profile is used for another model or format than its own."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
 
 
 def told(report: PlanReport) -> list[str]:
-    """What is worth saying of a plan when a run begins."""
+    """Log lines about a plan at the beginning of a run."""
     ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
     lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
     return lines + left_out_lines(report.placement)

@@ -55,7 +55,7 @@ class Profiler:
 
     @property
     def progress(self) -> dict[str, Any] | None:
-        """What is being measured just now, how many things are done, and how many there are; None if nothing is."""
+        """The thing that is measured now, how many things are done, and how many there are; None if nothing is."""
         with self._lock:
             return self._progress
 
@@ -164,7 +164,7 @@ class Profiler:
         return json.dumps(parts, sort_keys=True)
 
     def _kept(self) -> dict[str, Speeds]:
-        """What the file has; a file that is missing or cannot be read is an empty one."""
+        """Entries of the file; a file that is missing or cannot be read is an empty one."""
         path = self._folder / FILE
         with contextlib.suppress(MdiError):
             if path.is_file():
@@ -212,7 +212,7 @@ def _device_name(device: str) -> str:
 
 
 def _speeds(value: Any) -> Speeds | None:
-    """What the file says of one subject; None if it does not make sense. `NodeProfile` has the checks."""
+    """The kept speeds of one subject; None if they make no sense. `NodeProfile` has the checks."""
     blank = {"name": "x", "device": "x", "n_cores": 1, "memory_bytes": 0, "disk_bytes": 0, "process_bytes": 0}
     if not isinstance(value, Mapping):
         return None

@@ -54,7 +54,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is measured once and kept: see `mdi.partition.profile.NodeProfile`, whose fields these are."""
+    """Measurements that are kept: see `mdi.partition.profile.NodeProfile`, whose fields these are."""
 
     disk_read_bytes_s: float
     read_bytes_s: float
@@ -132,7 +132,7 @@ class Bench(ABC):
 
     @abstractmethod
     def bytes_of(self, name: str) -> float:
-        """What a tensor of the model takes while random weights are made."""
+        """Bytes of a tensor of the model while random weights are made."""
 
     def _read_bytes_s(self) -> float:
         n_bytes = min(READ_BYTES, device_free_bytes(self._subject.computing.device) // 8)

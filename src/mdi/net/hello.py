@@ -1,7 +1,7 @@
 """The first frame of a link: the sender, its run and its placement.
 
 Two nodes that disagree must say so at once, not produce nonsense later. Unknown extension keys are ignored, so that a
-later version can add some (keys, compression) without a new protocol version. Stdlib only.
+later version can add some (keys, compression) without a new protocol version.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.errors import WireError
-from mdi.json_fields import parse_object
+from mdi.spec.decode import Text, Whole, decode_text
 from mdi.terminal import one_line
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a node says when it connects to the next one; the answer is a HELLO of the other node, or an ERROR.
+    """The first message of a node that connects to the next one; the answer is a HELLO of the other node, or an ERROR.
 
     Attributes:
         index: place of the sender in the ring, 0 is the starter.
@@ -28,16 +28,16 @@ class Hello:
             "reconnect" and "received" are for a connection that replaces a broken one (net.reconnect).
     """
 
-    index: int
-    n_nodes: int
-    placement: str
-    name: str = ""
-    process: str = ""
+    index: Whole
+    n_nodes: Whole
+    placement: Text
+    name: Text = ""
+    process: Text = ""
     extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def wire(self) -> str:
-        """What the sender's frames hold: an entry of WIRE_DTYPES, if it is one of ours."""
+        """Number type of the sender's rows: an entry of WIRE_DTYPES, if it is one of ours."""
         return str(self.extensions.get("wire", "auto"))
 
     @property
@@ -59,15 +59,7 @@ class Hello:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Hello:
-        get = parse_object(bytes(data), "a HELLO", WireError)
-        return cls(
-            get.integer("index"),
-            get.integer("n_nodes"),
-            get.text("placement"),
-            get.optional("name", get.text) or "",
-            get.optional("process", get.text) or "",
-            get.optional("extensions", get.object) or {},
-        )
+        return decode_text(cls, bytes(data), "a HELLO", WireError)
 
 
 @dataclass(frozen=True)

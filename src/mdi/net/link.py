@@ -164,7 +164,7 @@ def ping(epoch: int, work: Work) -> Frame:
 
 
 def work_in(frame: Frame) -> Work:
-    """What a PING says. One of a node that says nothing of its computing is as if there was nothing in hand."""
+    """Read the progress in a PING. A PING without it counts as one of a node that has no frame in hand."""
     limit_s = _LIMIT.unpack(frame.payload)[0] if len(frame.payload) == _LIMIT.size else math.nan
     return Work(frame.number, limit_s if limit_s > 0 else None)
 
@@ -202,7 +202,7 @@ class LinkObserver(Protocol):
 
 
 class Link:
-    """What joins a node to one neighbour.
+    """A duplex connection to one neighbour.
 
     Args:
         sock: connected, handshake done; the link owns it from here.
@@ -353,7 +353,7 @@ class Link:
             return self.connection
 
     def _lacking(self, connection: Connection, frame: Frame | None) -> list[Frame]:
-        """What the neighbour has not had, or may not have had, over a new connection; a STOP or ERROR behind it."""
+        """Frames to send again over a new connection: the neighbour may not have had them; a STOP or ERROR comes last."""
         due = [one for one in self.sent_frames if connection.received is None or one.number > connection.received]
         last = [frame] if frame is not None and frame.type in (FrameType.STOP, FrameType.ERROR) else []
         return [*due, *self._notices, *last]

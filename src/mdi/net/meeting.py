@@ -58,7 +58,7 @@ class CannotConnectError(Exception):
 
 
 def meet(sock: socket.socket, keys: KeyFile | None) -> FrameCodec:
-    """What all further frames of a connection that was just made go through.
+    """The codec of a connection that was just made.
 
     Raises:
         AccessError: the other side does not have the same cluster key.

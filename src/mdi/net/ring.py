@@ -81,7 +81,7 @@ class Seat:
 
 
 class Ring(Protocol):
-    """What the engine loops need of a ring. `capacity` is how many frames it holds: no more may be in flight."""
+    """The interface of a ring for the engine's loops. `capacity` is how many frames it holds: no more may be in flight."""
 
     @property
     def epoch(self) -> int: ...
@@ -275,7 +275,7 @@ class TcpRing:
 
     @property
     def fault(self) -> Fault | None:
-        """What broke the ring; None if nothing did so far."""
+        """The fault that broke the ring; None while it is whole."""
         return self._fault
 
     @property

@@ -111,7 +111,7 @@ REDUCE_DTYPES = ("float32", *WIRE_DTYPES[1:])  # of partial sums, see tensor.num
 
 @dataclass(frozen=True)
 class Limits:
-    """What a receiver accepts; a frame beyond it is refused before its payload is allocated."""
+    """Limits of a receiver; a frame beyond them is refused before its payload is allocated."""
 
     max_rows: int = FRAME_ROWS
     max_cols: int = 1 << 17
@@ -202,7 +202,7 @@ class FrameCodec:
         self.limits = Limits() if limits is None else limits
 
     def parts(self, frame: Frame) -> tuple[bytes, Buffer]:
-        """What goes over the wire for the next frame, in two buffers."""
+        """Bytes of the next frame on the wire, in two buffers."""
         return self.head(frame), frame.payload
 
     def head(self, frame: Frame) -> bytes:

@@ -13,9 +13,8 @@ from mdi.errors import CheckpointError, ControlError, MemoryShortError
 from mdi.machine.threads import computing_threads, n_threads
 from mdi.measure.profiler import Profiler
 from mdi.measure.profiling import Subject
-from mdi.node.main_thread_task import MainThreadTask
 from mdi.node.node_weights import NodeWeights
-from mdi.node.round_robin import RoundRobin
+from mdi.node.round_robin import MainThreadTask, RoundRobin
 from mdi.node.runs import Runs
 from mdi.security.keys import KeyFile
 from mdi.stages.store import StageStore

@@ -1,4 +1,4 @@
-"""What limits a ring, and what would make it faster or make it fit, in words with numbers."""
+"""Names what limits a ring, and what would make it faster or make it fit, in words with numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOKED_AT = 16  # nodes of a large ring that are tried without
 
 
 def limit_of(placement: Placement, prediction: Prediction) -> str:
-    """What the ring waits for."""
+    """Name the limit of a ring."""
     name = placement.names[prediction.slowest]
     count = placement.counts[prediction.slowest]
     if len(placement.names) == 1:
@@ -39,7 +39,7 @@ def limit_of(placement: Placement, prediction: Prediction) -> str:
 
 
 def advice(cost: CostModel, placement: Placement, prediction: Prediction, smaller: Sequence[ModelShape]) -> list[str]:
-    """What would help, at most ENOUGH lines."""
+    """Advice that would help, at most ENOUGH lines."""
     found = [
         *_other_placement(cost, placement, prediction),
         *_without(cost, placement, prediction),
@@ -51,7 +51,7 @@ def advice(cost: CostModel, placement: Placement, prediction: Prediction, smalle
 
 
 def help_for_misfit(cost: CostModel, smaller: Sequence[ModelShape], method: str | None) -> list[str]:
-    """What would make a model fit that does not."""
+    """Advice for a model that does not fit."""
     hints = []
     if method not in ("throughput", "latency") and _fits(cost):
         hints.append("--placement throughput fits")

@@ -1,4 +1,4 @@
-"""What a placement costs: memory of each node, time of each stage, tokens per second of the ring.
+"""The cost of a placement: memory of each node, time of each stage, tokens per second of the ring.
 
 A ring in steady state (recurrent pipelining, MDI-LLM thesis, section 3.3.2): F frames go round for ever, each with the rows
 of its share of the sequences. A round takes as long as the slowest stage, link or shared machine needs for F frames, and
@@ -212,7 +212,7 @@ class CostModel:
         return block_s(starter, self.shape, n_rows) * self.shape.head_bytes / reference.weight_bytes
 
     def fixed_bytes(self, i: int) -> int:
-        """What a node needs whatever blocks it holds, except for what depends on the rows of a frame."""
+        """Bytes of a node besides its blocks, without those that depend on the rows of a frame."""
         own = self.shape.embedding_bytes + self.shape.head_bytes if i == 0 else 0
         return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + own + self.kept_bytes
 
@@ -236,7 +236,7 @@ class CostModel:
         return 2 * rows * shape.work_row_bytes + scores + shape.table_bytes * length + buffers + logits
 
     def memory(self, i: int, start: int, stop: int, n_used: int) -> MemoryUse:
-        """What node `i` needs for the blocks [start, stop) in a ring of `n_used` nodes."""
+        """Memory of node `i` for the blocks [start, stop) in a ring of `n_used` nodes."""
         own = self.shape.embedding_bytes + self.shape.head_bytes if i == 0 else 0
         caches = self.caches[stop] - self.caches[start]
         running = self.activation_bytes(i, self.workload.rows_per_frame(n_used), self.workload.frames(n_used))

@@ -90,7 +90,7 @@ def _sums_s(cost: CostModel, nodes: Sequence[NodeProfile], n_rows: int, link: Li
 
 
 def _memory_bytes(cost: CostModel, members: Sequence[int], parts: Sequence[float]) -> int:
-    """What the group holds together, so that each node has memory for its share of the blocks and for what it has whole."""
+    """Memory of the group, so that each node holds its share of the blocks and what it has whole."""
     free = [cost.profile.nodes[i].memory_bytes - cost.fixed_bytes(i) for i in members]
     held = min(max(0, n) / part for n, part in zip(free, parts, strict=True))
     return int(held) + cost.fixed_bytes(members[0])

@@ -1,4 +1,4 @@
-"""Which nodes could form groups of a ring: those with fast links between them. Candidates, and the fastest of them."""
+"""Finds groups of a ring: nodes with fast links between them. Candidates, and the fastest of them."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ class BlockShape:
     window: int | None = None
 
     def cache_bytes(self, length: int) -> int:
-        """What a sequence of `length` positions takes at most, from its first token to its last."""
+        """Most bytes of a sequence of `length` positions, from its first token to its last."""
         return n_pages(self.window, length) * self.page_bytes
 
     def read_bytes(self, length: int) -> float:
-        """What attention reads of them for one row at the end."""
+        """Bytes of caches that attention reads for one row at the end."""
         return min(length, self.window or length) * self.page_bytes / PAGE
 
 
@@ -101,7 +101,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be generated: sequences at the same time, and how long each may become, prompt included.
+    """The work of a run: sequences at the same time, and how long each may become, prompt included.
 
     Attributes:
         more_frames: in flight beyond one per node.
@@ -120,7 +120,7 @@ class Workload:
             )
 
     def kept_bytes(self, row_bytes: int, n_nodes: int) -> int:
-        """What a node keeps of the rows that it has sent to another one."""
+        """Bytes of sent rows that a node keeps."""
         if n_nodes < 2:
             return 0
         return most_bytes(self.replay_bytes, self.n_sequences, self.sequence_length, row_bytes)

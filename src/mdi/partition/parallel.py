@@ -20,7 +20,7 @@ RING, TENSOR, GROUPS = "ring", "tensor", "groups"
 
 @dataclass(frozen=True)
 class ParallelChoice:
-    """What `--parallel auto` takes, and why.
+    """The choice of `--parallel auto`, and its reason.
 
     Attributes:
         mode: RING, of nodes or of the groups that the user named; TENSOR; GROUPS: a ring of the groups of `grouping`.

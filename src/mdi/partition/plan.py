@@ -47,7 +47,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What is known beforehand.
+    """The plan of a run.
 
     Attributes:
         more_frames: in flight beyond one per node, because the links take long beside computing.
@@ -213,7 +213,7 @@ def _refused_caches(kv_dtype: str, nodes: Sequence[NodePlan]) -> list[str]:
 
 
 def _for_one_text(profile: ClusterProfile, shape: ModelShape, workload: Workload) -> TensorPlan | None:
-    """What shares of all blocks on all nodes would bring to one text; None if they do not fit."""
+    """The plan of shares of all blocks on all nodes, for one text; None if they do not fit."""
     try:
         return plan_tensor(CostModel(profile, shape, workload, timed=1))
     except PlacementError:

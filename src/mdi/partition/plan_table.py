@@ -46,7 +46,7 @@ def format_plan(report: PlanReport) -> str:
 
 
 def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
-    """Which nodes compute in torch, with a line for each reason."""
+    """Lines about nodes that compute in torch, one for each reason."""
     names: dict[str, list[str]] = {}
     for node in nodes:
         path, _, reason = node.computed_by.partition(": ")
@@ -61,7 +61,7 @@ def _group_line(group: GroupPlan) -> str:
 
 
 def left_out_lines(placement: Placement) -> list[str]:
-    """Which nodes are left out of the ring, why, and how to use all of them."""
+    """Lines about nodes that are left out of the ring, with reasons, and how to use all of them."""
     left = placement.left_out
     lines = [f"left out: {name} ({reason})" for name, reason in left[:MOST_LEFT_OUT]]
     if len(left) > MOST_LEFT_OUT:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from mdi.config import N_NODES_LIMIT
 from mdi.errors import UsageError
-from mdi.json_fields import Fields, parse_object, shown
+from mdi.spec.decode import Meta, Name, Number, Positive, Text, Whole, decode, only_fields_of, parsed
 
 # Assumed link if nothing was measured near it: a switched gigabit network.
 DEFAULT_ROUND_TRIP_S = 300e-6
 DEFAULT_BYTES_S = 125e6
 
-Times = tuple[tuple[int, float], ...]
+T = TypeVar("T")
+Times = tuple[tuple[Annotated[int, Meta(ge=1)], Positive], ...]
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,23 @@ class NodeProfile:
         group: nodes with the same value are one stage, see `mdi.partition.group_profile`; "" is a stage of its own.
     """
 
-    name: str
-    device: str
-    n_cores: float
-    memory_bytes: int
-    disk_bytes: int
-    disk_read_bytes_s: float
-    read_bytes_s: float
+    name: Name
+    device: Name
+    n_cores: Positive
+    memory_bytes: Whole
+    disk_bytes: Whole
+    disk_read_bytes_s: Number
+    read_bytes_s: Number
     block_s: Times
     head_s: Times
-    process_bytes: int
-    cached_parts: tuple[str, ...] = ()
-    shared_bytes: int = 0
-    held_bytes: int = 0
-    n_threads: int = 0
-    machine: str = ""
-    computed_by: str = ""
-    group: str = ""
+    process_bytes: Whole
+    cached_parts: tuple[Text, ...] = ()
+    shared_bytes: Whole = 0
+    held_bytes: Whole = 0
+    n_threads: Whole = 0
+    machine: Text = ""
+    computed_by: Text = ""
+    group: Text = ""
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
@@ -73,28 +74,11 @@ class NodeProfile:
     @classmethod
     def from_json(cls, data: Any, where: str = "node profile") -> NodeProfile:
         """Raises UsageError: a field is missing, unknown or makes no sense; the message names it."""
-        get = _known(cls, data, where)
-        profile = cls(
-            name=get.string("name"),
-            device=get.string("device"),
-            n_cores=get.number("n_cores"),
-            memory_bytes=_whole(get, "memory_bytes"),
-            disk_bytes=_whole(get, "disk_bytes"),
-            disk_read_bytes_s=get.number("disk_read_bytes_s"),
-            read_bytes_s=get.number("read_bytes_s"),
-            block_s=_times(get, "block_s"),
-            head_s=_times(get, "head_s"),
-            process_bytes=_whole(get, "process_bytes"),
-            cached_parts=tuple(get.optional("cached_parts", get.strings) or ()),
-            shared_bytes=get.optional("shared_bytes", lambda key: _whole(get, key)) or 0,
-            held_bytes=get.optional("held_bytes", lambda key: _whole(get, key)) or 0,
-            n_threads=get.optional("n_threads", lambda key: _whole(get, key)) or 0,
-            machine=get.optional("machine", get.text) or "",
-            computed_by=get.optional("computed_by", get.text) or "",
-            group=get.optional("group", get.text) or "",
-        )
-        if not profile.n_cores:
-            raise get.wrong("n_cores", "more than 0 cores")
+        profile = _read(cls, data, where)
+        for key in ("block_s", "head_s"):
+            rows = [n for n, _ in getattr(profile, key)]
+            if rows != sorted(set(rows)):
+                raise UsageError(f"{where}.{key}: rows must rise")
         if not profile.block_s and not profile.read_bytes_s:
             raise UsageError(f"{where}: needs block_s, the times of one block, or at least read_bytes_s")
         return profile
@@ -104,10 +88,10 @@ class NodeProfile:
 class LinkProfile:
     """The link from one node to another. Its delay counts as half the round trip."""
 
-    source: str
-    target: str
-    round_trip_s: float
-    bytes_s: float
+    source: Name
+    target: Name
+    round_trip_s: Number
+    bytes_s: Positive
 
     def seconds(self, n_bytes: float) -> float:
         """How long `n_bytes` take from the first byte sent to the last one received."""
@@ -119,11 +103,7 @@ class LinkProfile:
     @classmethod
     def from_json(cls, data: Any, where: str = "link profile") -> LinkProfile:
         """Raises UsageError: as for a node."""
-        get = _known(cls, data, where)
-        link = cls(get.string("source"), get.string("target"), get.number("round_trip_s"), get.number("bytes_s"))
-        if not link.bytes_s:
-            raise get.wrong("bytes_s", "more than 0 bytes per second")
-        return link
+        return _read(cls, data, where)
 
 
 @dataclass(frozen=True)
@@ -136,11 +116,11 @@ class ClusterProfile:
             "int8", "int4").
     """
 
-    nodes: tuple[NodeProfile, ...]
+    nodes: Annotated[tuple[NodeProfile, ...], Meta(min_length=1, max_length=N_NODES_LIMIT)]
     links: tuple[LinkProfile, ...]
-    model: str
-    config_hash: str
-    format: str
+    model: Text
+    config_hash: Text
+    format: Name
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -154,12 +134,9 @@ class ClusterProfile:
     @classmethod
     def from_json(cls, data: Any, where: str = "cluster profile") -> ClusterProfile:
         """Raises UsageError: a field is missing, unknown or makes no sense, or names do not fit each other."""
-        get = _known(cls, data, where)
-        listed = get.entries("nodes")
-        if not 1 <= len(listed) <= N_NODES_LIMIT:
-            raise UsageError(f"{where}.nodes: expected 1 to {N_NODES_LIMIT} nodes, found {len(listed)}")
-        nodes = tuple(NodeProfile.from_json(node, f"{where}.nodes[{i}]") for i, node in enumerate(listed))
-        links = tuple(LinkProfile.from_json(link, f"{where}.links[{i}]") for i, link in enumerate(get.entries("links")))
+        found = _read(cls, data, where)
+        nodes = tuple(NodeProfile.from_json(node, f"{where}.nodes[{i}]") for i, node in enumerate(data["nodes"]))
+        links = tuple(LinkProfile.from_json(link, f"{where}.links[{i}]") for i, link in enumerate(data["links"]))
         names = [node.name for node in nodes]
         for name in names:
             if names.count(name) > 1:
@@ -168,45 +145,28 @@ class ClusterProfile:
             for end in (link.source, link.target):
                 if end not in names:
                     raise UsageError(f"{where}.links: there is no node {end!r}, only {', '.join(names[:8])}")
-        return cls(nodes, links, get.text("model"), get.text("config_hash"), get.string("format"))
+        return dataclasses.replace(found, nodes=nodes, links=links)
 
 
 def read_profile(text: str, where: str) -> ClusterProfile:
     """A cluster profile from the text of a JSON file. Raises UsageError."""
-    return ClusterProfile.from_json(parse_object(text, where, UsageError).data, where)
+    return ClusterProfile.from_json(parsed(text, where, UsageError, _number), where)
+
+
+def _number(text: str) -> float:
+    """A whole number may be written as 1e9."""
+    value = float(text)
+    return int(value) if abs(value) < 1 << 53 and value.is_integer() else value
+
+
+def _read(cls: type[T], data: Any, where: str) -> T:
+    """An object that has no other fields than a dataclass; null is a field that may be missing, and is."""
+    found = decode(dict[str, Any], data, where, UsageError)
+    only_fields_of(cls, found, where, UsageError)
+    return decode(cls, {key: value for key, value in found.items() if value is not None}, where, UsageError)
 
 
 def _plain(data: dict[str, Any]) -> dict[str, Any]:
     """Tuples as lists, so that written and read profiles are equal."""
     lists: dict[str, Any] = json.loads(json.dumps(data))
     return lists
-
-
-def _known(cls: Any, data: Any, where: str) -> Fields:
-    """The fields of an object that has none but those of a dataclass."""
-    get = Fields(data, where, UsageError)
-    get.only([field.name for field in dataclasses.fields(cls)])
-    return get
-
-
-def _whole(get: Fields, key: str) -> int:
-    """A whole number, which may be written as 1e9."""
-    number = get.number(key)
-    if number != int(number):
-        raise get.wrong(key, "a whole number")
-    return int(get.data[key])
-
-
-def _times(get: Fields, key: str) -> Times:
-    times: list[tuple[int, float]] = []
-    for i, entry in enumerate(get.entries(key, "a list of [rows, seconds]")):
-        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
-            raise UsageError(f"{get.where}.{key}[{i}]: expected [rows, seconds], found {shown(entry)}")
-        pair = Fields({"rows": entry[0], "seconds": entry[1]}, f"{get.where}.{key}[{i}]", UsageError)
-        rows, seconds = _whole(pair, "rows"), pair.number("seconds")
-        if rows < 1 or not seconds:
-            raise UsageError(f"{pair.where}: expected at least one row and more than 0 seconds, found {shown(entry)}")
-        if times and rows <= times[-1][0]:
-            raise UsageError(f"{get.where}.{key}: rows must rise, but {rows} follows {times[-1][0]}")
-        times.append((rows, seconds))
-    return tuple(times)

@@ -1,4 +1,4 @@
-"""What sharing every block over all nodes would bring, by a cluster's profile: shares, time of a token, memory.
+"""Predicts what sharing every block over all nodes would bring: shares, time of a token, memory.
 
 Each node computes its part of a block at the same time; then all wait for the sum. So a node's share is in proportion to how
 fast it computes, as far as its memory goes.
@@ -20,7 +20,7 @@ SUMS_PER_BLOCK = 2  # behind attention and behind the MLP; of blocks with parall
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What is known beforehand of a run in which all nodes compute every block together.
+    """The plan of a run in which all nodes compute every block together.
 
     Attributes:
         parts: of each node, from 0 to 1; together 1.
@@ -93,7 +93,7 @@ def shares_of(speeds: Sequence[float], most: Sequence[float]) -> list[float]:
 
 
 def slowest_link(cost: CostModel, members: Sequence[int]) -> LinkSpeed:
-    """What a sum over these nodes goes by."""
+    """Delay and rate of the slowest link among these nodes."""
     pairs = [(a, b) for a in members for b in members if a != b]
     if not pairs:
         return LinkSpeed(0.0, 1e9)

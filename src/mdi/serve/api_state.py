@@ -1,4 +1,4 @@
-"""What all requests of the API process share: the engine, the models, and the queues of texts.
+"""State that all requests of the API process share: the engine, the models, and the queues of texts.
 
 A queue has a limit, goes by priority and is fair among clients: among texts of the same priority, the one whose key has the
 fewest running texts goes first, then the oldest.
@@ -170,7 +170,7 @@ class ApiState:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has happened since the server began, oldest first."""
+        """Events since the server began, oldest first."""
         return self.engine.state.events
 
     @property

@@ -32,7 +32,7 @@ logger = logging.getLogger("mdi")
 
 
 class History(logging.Handler):
-    """What has happened since the server began: the last lines of its log, as plain JSON."""
+    """Events since the server began: the last lines of its log, as plain JSON."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

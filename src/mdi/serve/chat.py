@@ -37,7 +37,7 @@ To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a chat may call.
+    """Tools that a chat may call.
 
     Attributes:
         tools: as the request has them; () are none.

@@ -61,7 +61,7 @@ class Exchange:
         return found
 
     async def parsed(self, parse: Callable[[Any], Parsed]) -> Parsed:
-        """What the client sent: JSON, as `parse` understands it. A large body is read in a thread. Raises ApiError."""
+        """Parse the client's JSON with `parse`. A large body is read in a thread. Raises ApiError."""
         try:
             data = await asyncio.wait_for(self._read(), BODY_S)
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11

@@ -82,7 +82,7 @@ class GeneratedTexts:
 
 @dataclass
 class EngineState:
-    """What the engine process says of itself, by the name of a model.
+    """State of the engine process, by the name of a model.
 
     Attributes:
         statuses: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0

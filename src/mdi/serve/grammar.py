@@ -1,4 +1,4 @@
-"""Which tokens may come next so that a text matches a JSON schema, by llguidance."""
+"""Restricts the next tokens so that a text matches a JSON schema, by llguidance."""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ class Outlet:
                 events.append(self._events.get())
             is_over = events[-1] is _END
             with self._lock:
-                told = [self._told(event) for event in events if event is not _END]
+                told = [self._as_message(event) for event in events if event is not _END]
             if told:
                 _, n_waiting, _ = self._engine.texts()
                 self._lines.send({"is": "events", "model": self._model, "events": told, "waiting": n_waiting})
             if is_over:
                 return
 
-    def _told(self, event: Event) -> list[Any]:
+    def _as_message(self, event: Event) -> list[Any]:
         number = self._numbers[event.seq_id]
         n_cached = self._requests[number].n_reused
         if event.finish_reason is not None:
@@ -411,7 +411,7 @@ class ModelHost:
         self._on_ready(name)
 
     def _options_of(self, name: str) -> StarterOptions:
-        """What the user chose, where it fits this model, too."""
+        """The user's options, as far as they fit this model."""
         options, folders = self._options, self._catalog.folders()
         if len(folders) > 1:
             options = replace(options, cache_share=SHARE_BESIDE)
@@ -440,7 +440,7 @@ class _Records(QueueHandler):
 
 
 class _Progress(logging.Handler):
-    """What is logged while a model is loaded is how far it is."""
+    """Forwards log records as loading progress."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)

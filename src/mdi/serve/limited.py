@@ -1,4 +1,4 @@
-"""What is computed for strangers, under limits that the system enforces: chats in a model's own template, and JSON schemas.
+"""Computes for strangers under limits that the system enforces: chats in a model's own template, and JSON schemas.
 
 jinja2's sandbox keeps a template from the machine, but not from computing for ever or filling the memory. Some schemas take
 llguidance minutes, or end the process that compiles them. So a process of its own renders the chats and tries the schemas:

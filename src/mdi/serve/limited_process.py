@@ -22,7 +22,7 @@ SCHEMA_LIMIT = 1 << 18  # characters
 
 
 class LimitedError(Exception):
-    """What was asked for needs too much time or memory; the process has ended, or can be asked no more."""
+    """The request needs too much time or memory; the process has ended, or can be asked no more."""
 
 
 class LimitedProcess:

@@ -1,4 +1,4 @@
-"""Which models are loaded, which requests use them, and which one is unloaded for another.
+"""Keeps track of models: which are loaded, which requests use them, and which one is unloaded for another.
 
 A request for a model that is not loaded loads it beside the others. If the memory is not enough, the least recently used
 model is unloaded as soon as its requests are done, and so on until there is enough.
@@ -21,7 +21,7 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.templates import ChatTemplate, read_template
 from mdi.text import TextCodec
-from mdi.tokenizer_file import FileTokenizer, panics_told
+from mdi.tokenizer_file import FileTokenizer, panics_as_errors
 
 LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
@@ -150,7 +150,7 @@ class Models:
         return self._read[name][1]
 
     def _forget(self, name: str) -> None:
-        """What was read of a model that is not loaded any more."""
+        """Forget what was read of a model that is not loaded any more."""
         if (read := self._read.pop(name, None)) is not None:
             read[1].template.close()
 
@@ -232,7 +232,7 @@ class ServedTokenizer(FileTokenizer):
     def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
         """As FileTokenizer's, but as a batch: only then does the library release the interpreter's lock."""
         if self.backend == "huggingface":
-            with panics_told():
+            with panics_as_errors():
                 return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
         return super().ids_of(text, adds_special)
 

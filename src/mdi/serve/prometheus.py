@@ -51,7 +51,7 @@ _LINK_GAUGES = {
 
 
 class ApiMetrics:
-    """What is counted, as an Observer of the api."""
+    """Counters of the API, as its Observer."""
 
     def __init__(self, api: ApiState) -> None:
         self._registry = CollectorRegistry()
@@ -93,7 +93,7 @@ class ApiMetrics:
 
 
 class _Ring(Collector):
-    """What is true at this moment: the queue, and the latest snapshot of the ring."""
+    """Present values: the queue, and the latest snapshot of the ring."""
 
     def __init__(self, api: ApiState) -> None:
         self._api = api

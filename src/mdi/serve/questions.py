@@ -76,7 +76,7 @@ def _in_this_ring(finding: NodeFinding, trouble: str) -> NodeFinding:
     state = node_state(str(finding.status.get("state")), trouble)
     if finding.status.get("state") != "RUNNING":
         return replace(finding, status={**finding.status, "state": state})
-    route = finding.route if finding.route.ring.is_well else Route(finding.route.control, Reach())
+    route = finding.route if finding.route.ring.is_ok else Route(finding.route.control, Reach())
     return replace(finding, status={**finding.status, "state": state}, route=route)
 
 

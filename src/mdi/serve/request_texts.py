@@ -24,7 +24,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(frozen=True)
 class TextPiece:
-    """What is new in one text.
+    """A piece of one text.
 
     Attributes:
         index: of the text in the request: prompts one after the other, the choices of a prompt beside each other.
@@ -186,7 +186,7 @@ class TextLogprobs:
         self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def take(self, piece: TextPiece) -> dict[str, list[Any]] | None:
-        """What is new; None if nothing is."""
+        """The new piece; None if nothing is new."""
         if not piece.tokens:
             return None
         new: dict[str, list[Any]] = {name: [] for name in self.all}

@@ -58,5 +58,5 @@ class ServeSettings:
 
 
 def digest_of(key: str) -> str:
-    """What is kept of an API key."""
+    """The digest of an API key, which is kept in its place."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -44,7 +44,7 @@ class Snapshots:
         self.latest: dict[str, dict[str, Any]] = {}
 
     def take(self) -> dict[str, dict[str, Any]]:
-        """What the rings are now. Takes milliseconds, or ANSWER_S for a ring of which a node does not answer."""
+        """A snapshot of the rings. Takes milliseconds, or ANSWER_S for a ring of which a node does not answer."""
         nodes = {name: loaded.run for name, loaded in list(self._host.loaded.items())}
         measured = {name: own for name, node in nodes.items() if (own := node.measured()) is not None}
         self._watches = {nodes[name].run_id: self._watches.get(nodes[name].run_id) or _Watch() for name in measured}
@@ -260,7 +260,7 @@ def waited_for(nodes: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def node_state(own: str, trouble: str) -> str:
-    """What a node of a ring does, in the words of page and doctor.
+    """State of a node of a ring, in the words of page and doctor.
 
     Args:
         own: the state that it tells; "" if it does not answer.

@@ -105,7 +105,7 @@ class ChatTemplate:
 
 
 def read_template(directory: Path) -> ChatTemplate:
-    """That of a checkpoint's folder. Raises CheckpointError if it cannot be read."""
+    """The template of a checkpoint's folder. Raises CheckpointError if it cannot be read."""
     config: dict[str, Any] = {}
     if (path := directory / CONFIG).is_file():
         try:

@@ -123,7 +123,7 @@ class Requested:
 
     @staticmethod
     def of(source: Any) -> Requested:
-        """What an object's attributes of these names say: options, a request."""
+        """Made of an object's attributes of these names: options, a request."""
         found: dict[str, Any] = {f.name: getattr(source, f.name, f.default) for f in fields(Requested)}
         return Requested(**found)
 
@@ -228,7 +228,7 @@ class StarterOptions(Requested):
 
     @property
     def replay_bytes(self) -> int:
-        """What each node keeps of the rows that it has sent."""
+        """Bytes of sent rows that each node keeps."""
         return 0 if self.fixed else self.replay_memory
 
 
@@ -383,7 +383,7 @@ class Options(StarterOptions):
         "unload a model that was not used for so long (default: keep it until another model needs its memory)",
         metavar="SECONDS",
     )] = None
-    ckpt_folder: Annotated[Path | None, Option("folder of the models ({ckpt_folder})", metavar="DIR")] = None
+    ckpt_folder: Annotated[Path | None, Option("folder of the models (default: {ckpt_folder})", metavar="DIR")] = None
     open: Annotated[bool, Option("open the server's page in a browser")] = False
 
     # Models on the disk

@@ -16,7 +16,7 @@ from mdi.whole_files import replacing
 
 @dataclass(frozen=True)
 class NodeTrace:
-    """What one node did.
+    """Spans of one node.
 
     Attributes:
         blocks: [start, stop) with global numbers.
