@@ -12,7 +12,7 @@ from typing import Any
 from mdi.checkpoint.packing import Packing
 from mdi.config import N_NODES_LIMIT
 from mdi.errors import ControlError
-from mdi.partition.sum_cost import CHOICES
+from mdi.spec.options import SUM_CHOICES
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.shares import Share, Shares, why_not_shared_out
 from mdi.weight_formats import LAYOUTS
@@ -38,7 +38,7 @@ class Group:
         rank: of the node.
         members: all nodes of the group, by rank; neighbours in the ring, in any order.
         packing: the formats of all shards.
-        algorithm: one of sum_cost.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
+        algorithm: one of spec.options.SUM_CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
         name: of the group, for people.
         n_here: nodes of the ring, in this group or in others, at the address of each member.
         is_last: whether the node is the last of the group that a frame goes through.
@@ -110,7 +110,11 @@ def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group 
             raise ValueError("is_last that is neither true nor false")
         if len(group.n_here) != group.size:
             raise ValueError(f"n_here of {len(group.n_here)} nodes")
-        if shares.n_nodes != group.size or group.algorithm not in CHOICES or group.reduce_dtype not in REDUCE_DTYPES:
+        if (
+            shares.n_nodes != group.size
+            or group.algorithm not in SUM_CHOICES
+            or group.reduce_dtype not in REDUCE_DTYPES
+        ):
             raise ValueError("fields that contradict each other")
         if (reason := why_not_shared_out(config)) is not None:
             raise ValueError(f"a model with {reason}")
