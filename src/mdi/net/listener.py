@@ -87,6 +87,11 @@ class Expectation:
         except queue.Empty:
             return None
 
+    def wake(self) -> None:
+        """Let `wait` return None now, once."""
+        with contextlib.suppress(queue.Full):
+            self.accepted.put_nowait(None)
+
 
 @dataclass
 class _Pending:
@@ -175,8 +180,9 @@ class RingListener:
                 self._expected.remove(expectation)
             expectation.withdrawn = True
         with contextlib.suppress(queue.Empty):
-            while (sock := expectation.accepted.get_nowait()) is not None:
-                sock.close()
+            while True:
+                if (sock := expectation.accepted.get_nowait()) is not None:
+                    sock.close()
         expectation.accepted.put(None)
 
     def expect_again(self, returning: Returning) -> None:

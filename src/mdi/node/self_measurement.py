@@ -11,9 +11,8 @@ from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.errors import CheckpointError, ControlError, MemoryShortError
 from mdi.machine.threads import computing_threads, n_threads
-from mdi.node.main_thread_task import MainThreadTask
 from mdi.node.node_weights import NodeWeights
-from mdi.node.round_robin import RoundRobin
+from mdi.node.round_robin import MainThreadTask, RoundRobin
 from mdi.node.runs import Runs
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject

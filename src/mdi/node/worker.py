@@ -350,9 +350,10 @@ class RingWorker:
                 self.changed.notify_all()
             logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
-            while sock is None:
-                self.cancel.check()
-                sock = expectation.wait(0.5)
+            with self.cancel.waking(expectation.wake):
+                while sock is None:
+                    self.cancel.check()
+                    sock = expectation.wait(0.5)
         finally:
             self.report_caches = None
             self._listener.forget(expectation)
@@ -361,7 +362,7 @@ class RingWorker:
         ring = join_ring(
             sock, seat, request.n_frames or seat.n_nodes, ring_limits(widest), allocate=buffers,
             codec_in=expectation.codec, arrivals=self._turns.changed, listener=self._listener,
-            caller=expectation.caller,
+            caller=expectation.caller, cancel=self.cancel,
         )  # fmt: skip
         return ring, seat
 
