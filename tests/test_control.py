@@ -91,7 +91,7 @@ class FakeNode:
                 self.broken_off.put(len(data))
         self.parts[sha256] = self.parts.get(sha256, b"")[:offset] + data
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         self._note("stop", run, leave)
 
 

@@ -20,8 +20,7 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.reach_node import reach_node
 from mdi.errors import NodeLostError
-from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LocalRing, Pause
-from mdi.node.temporary import LOCK, PREFIX, RingFolder, sweep
+from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LOCK, PREFIX, LocalRing, Pause, RingFolder, sweep
 from test_exchange import served
 from waiting import until
 
@@ -110,7 +109,7 @@ def test_a_folder_of_a_killed_ring_is_removed_and_no_other(folder: Path) -> None
     code = f"""
 import signal, os, tempfile
 tempfile.tempdir = {str(folder)!r}
-from mdi.node.temporary import RingFolder
+from mdi.node.local import RingFolder
 kept = RingFolder()
 (kept.path / "cache0").mkdir()
 (kept.path / "cache0" / "part").write_bytes(bytes(9))

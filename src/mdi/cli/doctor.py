@@ -46,7 +46,7 @@ def run(options: Options) -> int:
 
     report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir())
     show(json.dumps(report.to_json()) if options.json else str(report))
-    return 0 if report.is_well else 1
+    return 0 if report.is_ok else 1
 
 
 def _needed_bytes(options: Options, cluster: ClusterConfig) -> dict[str, int]:

@@ -51,8 +51,8 @@ def with_model(options: Options, is_litgpt: bool = True) -> Options:
 
 def check_cut(options: Options, n_nodes: int) -> None:
     """--layers and the model (after `with_model`) for so many nodes. Raises UsageError if the model cannot be cut so."""
+    from mdi.block_ranges import check_n_nodes, parse_layers
     from mdi.checkpoint.folder import stated_blocks
-    from mdi.partition.split import check_n_nodes, parse_layers
 
     n_blocks = None if options.ckpt is None else stated_blocks(options.ckpt)
     if options.parallel.mode == "tensor":
@@ -162,11 +162,11 @@ def weight_memory(options: Options) -> WeightMemory:
 
 def chosen_placement(flag: str | None) -> str | None:
     """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
-    from mdi.partition.methods import METHODS
+    from mdi.spec.options import PLACEMENTS
 
     named = os.environ.get("MDI_PLACEMENT") or None
-    if named is not None and named not in METHODS:
-        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(METHODS)}")
+    if named is not None and named not in PLACEMENTS:
+        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(PLACEMENTS)}")
     return flag or named
 
 

@@ -17,7 +17,7 @@ from mdi.spec.options import Frames, Length, Requested, Silence
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 6
+CONTROL_VERSION = 7
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -240,7 +240,7 @@ def _check_blocks(request: InitRequest) -> None:
     names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
     blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
     if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
-        raise ControlError(f"the parts that are named are not those of {block_span(start, stop)}", 400)
+        raise ControlError(f"the listed parts do not match {block_span(start, stop)}", 400)
 
 
 def _check_counts(config: dict[str, Any]) -> None:

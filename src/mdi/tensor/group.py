@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from mdi.checkpoint.packing import Packing
 from mdi.config import N_NODES_LIMIT, PortOrAny
 from mdi.errors import ControlError
-from mdi.partition.sum_cost import CHOICES
 from mdi.spec.decode import Meta, Text, Whole, decode, one_of
+from mdi.spec.options import SUM_CHOICES
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.shares import Share, Shares, why_not_shared_out
 from mdi.weight_formats import LAYOUTS
@@ -39,7 +39,7 @@ class Group:
         rank: of the node.
         members: all nodes of the group, by rank; neighbours in the ring, in any order.
         packing: the formats of all shards.
-        algorithm: one of sum_cost.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
+        algorithm: one of spec.options.SUM_CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
         name: of the group, for people.
         n_here: nodes of the ring, in this group or in others, at the address of each member.
         is_last: whether the node is the last of the group that a frame goes through.
@@ -98,7 +98,7 @@ class _Told:
     columns: Bounds
     vocabulary: Bounds | None
     packing: tuple[Layout, Layout]
-    algorithm: Annotated[str, one_of(CHOICES)]
+    algorithm: Annotated[str, one_of(SUM_CHOICES)]
     reduce_dtype: Annotated[str, one_of(REDUCE_DTYPES)]
     n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]
     name: Text
