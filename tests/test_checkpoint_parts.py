@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from families import FAMILIES, config_of
+from mdi.block_ranges import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
@@ -31,7 +32,6 @@ from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
-from mdi.partition.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 from mdi.whole_files import replacing
 
 

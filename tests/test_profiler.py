@@ -14,18 +14,18 @@ import pytest
 import requests
 import torch
 
-import mdi.measure.profiler
+import mdi.placement.profiler
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.machine.computing import Computing
-from mdi.measure.profiler import FILE, Profiler, bench_of
-from mdi.measure.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
-from mdi.partition.profile import NodeProfile
+from mdi.placement.profile import NodeProfile
+from mdi.placement.profiler import FILE, Profiler, bench_of
+from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.weight_formats import LAYOUTS
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
@@ -109,7 +109,7 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             profiler(tmp_path).profile(other, None)
     with pytest.raises(AssertionError, match="measured again"):
         profiler(tmp_path).profile(SUBJECT, None, fresh=True)
-    monkeypatch.setattr(mdi.measure.profiler, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr(mdi.placement.profiler, "cpu_model", lambda: "another processor")
     with pytest.raises(AssertionError, match="measured again"):
         profiler(tmp_path).profile(SUBJECT, None)
 
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.measure.profiling, "device_free_bytes", lambda device: 1 << 12)
+    monkeypatch.setattr(mdi.placement.profiling, "device_free_bytes", lambda device: 1 << 12)
     with pytest.raises(CheckpointError, match="kB of memory are free"):
         profiler(tmp_path).profile(SUBJECT, None)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from families import DEEPSEEK_V3, config_of
+from mdi.block_ranges import head_cost_blocks
 from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
 from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
-from mdi.measure.model_shape import model_shape
 from mdi.model.stage import StarterStage
-from mdi.partition.split import head_cost_blocks
+from mdi.placement.model_shape import model_shape
 from mdi.weight_formats import FORMATS, LAYOUTS, PACKED
 from tiny_checkpoint import plain, tiny_config
 

@@ -21,8 +21,8 @@ from mdi.discovery.announcement import Announcement
 from mdi.discovery.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, UsageError
-from mdi.partition.cost import CostModel
-from mdi.partition.model import Workload
+from mdi.placement.cost import CostModel
+from mdi.placement.model import Workload
 from mdi.run.cut import MovingCut
 from mdi.run.lookout import Joins
 from mdi.run.nodes import GivenNodes
