@@ -14,6 +14,7 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
+    from mdi.cli.discover import Discovery
     from mdi.config import ClusterConfig, WeightMemory
     from mdi.engine.sequence import SamplingParams
     from mdi.node.local import LocalRing
@@ -85,10 +86,9 @@ def check_chunk(chunk: Path | None) -> None:
 # Nodes
 
 
-def nodes_of(options: Options, find: Callable[[], ClusterConfig]) -> NodeSource:
-    """Nodes that run already, or this process alone."""
+def nodes_of(options: Options, find: Callable[[], ClusterConfig], discovery: Discovery | None = None) -> NodeSource:
+    """Nodes that run already, or this process alone; `discovery` finds those that come during a run."""
     from mdi.cli.access import with_keys
-    from mdi.cli.discover import arrivals
     from mdi.run.nodes import NodeSource
 
     latest: ClusterConfig | None = None
@@ -99,7 +99,9 @@ def nodes_of(options: Options, find: Callable[[], ClusterConfig]) -> NodeSource:
         check_cut(options, latest.n_stages)
         return latest
 
-    return NodeSource(found, options.threads, options.cores, arrivals(options, lambda: latest))
+    return NodeSource(
+        found, options.threads, options.cores, None if discovery is None else discovery.arrivals(lambda: latest)
+    )
 
 
 def on_processes(options: Options) -> Options:
