@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.signing import body_hash, key_of_request, sign_request
 from mdi.errors import ControlError, MdiError
-from mdi.json_fields import parse_object
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice
 from mdi.security.challenge import Caller, answer_to
 from mdi.security.keys import new_secret
 from mdi.security.session import SealedSession
+from mdi.spec.decode import parsed as parsed_json
 
 LIMITS = Limits()
 ONE, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -101,7 +101,7 @@ def mutate(n: int, seed: int) -> tuple[int, int, int]:
             raise MdiError
 
     def parsed(text: bytes) -> None:
-        content = parse_object(text, "the body", ControlError).data
+        content = parsed_json(text, "the body", ControlError)
         for form in (InitRequest, ProfileRequest, ProbeRequest):
             form.from_json(content)
 

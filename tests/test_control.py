@@ -92,7 +92,7 @@ class FakeNode:
                 self.broken_off.put(len(data))
         self.parts[sha256] = self.parts.get(sha256, b"")[:offset] + data
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         self._note("stop", run, leave)
 
 
@@ -395,7 +395,15 @@ FIELDS_OF_VERSION = {
         "allow_clipping compile config config_hash device dtype fresh kv_dtype quantize quantize_head run slots stored_dtype "
         "threads wire_dtype",
     ),
+    6: (
+        "allow_clipping blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over "
+        "index keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts "
+        "placement quantize quantize_head replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
+        "allow_clipping compile config config_hash device dtype fresh kv_dtype quantize quantize_head run stored_dtype "
+        "threads wire_dtype",
+    ),
 }
+FIELDS_OF_VERSION[7] = FIELDS_OF_VERSION[6]  # what is new are an extension and the ring of /stop
 
 
 def test_other_fields_are_another_version() -> None:
@@ -430,7 +438,7 @@ def test_a_missing_field_is_named(url: str, key: str) -> None:
     body = REQUEST.to_json()
     del body[key]
     status, error = refused(send("POST", url + "/init", json=body))
-    assert status == 400 and error == f"request: Object missing required field `{key}`"
+    assert status == 400 and error == f"request: the field {key!r} is missing"
 
 
 @pytest.mark.parametrize("value", [None, True, 1.5, -1, "", [], {}, ["x", 3], [1, 2, 3], "x" * 2000, 10**30], ids=repr)
@@ -470,8 +478,8 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"blocks": [-1, 2]}, "request.blocks"),
         ({"blocks": [1, True]}, "request.blocks"),
         ({"blocks": [0, 10**12], "config": {"n_layer": 10**12}}, "n_layer"),
-        ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "parts that are named are not those of blocks"),
-        ({"blocks": [2, 4]}, "parts that are named are not those of blocks"),
+        ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "the listed parts do not match blocks"),
+        ({"blocks": [2, 4]}, "the listed parts do not match blocks"),
         ({"config": {}}, "a model of None blocks"),
         ({"config": {"n_layer": "5"}}, "n_layer"),
         ({"index": 0}, "request.index"),
@@ -481,7 +489,10 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"parts": [7]}, "request.parts"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 63, "n_bytes": 1}]}, r"request.parts.*\.sha256"),
         ({"parts": [{"name": "block.1", "sha256": "a" * 64, "n_bytes": 0}]}, r"request.parts.*\.n_bytes"),
-        ({"control_version": 1}, "the starter speaks version 1 of the control protocol, this node version 5"),
+        (
+            {"control_version": 1},
+            f"the starter speaks version 1 of the control protocol, this node version {CONTROL_VERSION}",
+        ),
     ],
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], message: str) -> None:

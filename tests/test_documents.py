@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from flag_tables import with_tables
 from mdi.cli import COMMANDS, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,3 +80,13 @@ def test_every_flag_stands_in_the_configuration(command: str) -> None:
     flags = set(re.findall(r"--[a-z][a-z-]+", parser.format_help())) - {"--help", "--version"}
     said = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")))
     assert flags - said == set()
+
+
+def test_the_tables_of_flags_are_what_the_commands_declare() -> None:
+    """REWRITE=1 writes them."""
+    path = ROOT / "docs" / "configuration.md"
+    found = path.read_text(encoding="utf-8")
+    made = with_tables(found)
+    if os.environ.get("REWRITE"):
+        path.write_text(made, encoding="utf-8")
+    assert found == made or os.environ.get("REWRITE")

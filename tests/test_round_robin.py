@@ -10,9 +10,8 @@ import pytest
 
 from loopback import DEADLINE_S
 from mdi.errors import ControlError, NodeLostError, RingEndedError
-from mdi.node.main_thread_task import MainThreadTask
-from mdi.node.round_robin import RoundRobin, Turn
-from mdi.node.worker import Abandoned
+from mdi.node.round_robin import MainThreadTask, RoundRobin, Turn
+from mdi.node.worker import AbandonedError
 
 
 class FakeRing:
@@ -149,7 +148,7 @@ def test_the_end_of_the_thread_ends_what_takes_part(turns: RoundRobin) -> None:
     finish(turns, thread)
     turns.add(late)
     for one in (part, late):
-        with pytest.raises(Abandoned) as caught:
+        with pytest.raises(AbandonedError) as caught:
             one.wait()
         assert caught.value.code == "left"
 
@@ -166,5 +165,5 @@ def test_an_interrupt_goes_through_and_ends_what_takes_part(turns: RoundRobin) -
     turns.add(other)
     with pytest.raises(KeyboardInterrupt):
         turns.run()
-    with pytest.raises(Abandoned):
+    with pytest.raises(AbandonedError):
         part.wait()

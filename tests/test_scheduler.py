@@ -256,7 +256,7 @@ def test_a_row_in_flight_of_a_text_that_was_put_out_and_let_in_again_counts_noth
     prompt_of_first = next_plan(scheduler)
     scheduler.submit(last)
     flying = deque([prompt_of_first, next_plan(scheduler)])
-    while not scheduler.n_put_out:  # each has a frame of its own
+    while not scheduler.n_preempted:  # each has a frame of its own
         scheduler.update(flying[0].number, tokens_for(flying.popleft()))
         plan = scheduler.schedule()
         flying.extend([] if plan is None else [plan])
@@ -279,7 +279,7 @@ def test_who_was_put_out_is_let_in_again_before_those_who_wait() -> None:
     scheduler = Scheduler(1, chunk_rows=500, memory=Positions(limit))
     for seq_id in (1, 2, 3):
         scheduler.submit(sequence(seq_id, 1, 500))
-    while not scheduler.n_put_out:
+    while not scheduler.n_preempted:
         plan = next_plan(scheduler)
         scheduler.update(plan.number, tokens_for(plan))
     scheduler.cancel(1)
@@ -423,7 +423,7 @@ class Model:
         self.sequences: dict[int, Sequence] = {}
         self.events: dict[int, list[Event]] = {}
         self.caches: dict[int, int] = {}  # positions that a node holds, by sequence
-        self.n_put_out = 0
+        self.n_preempted = 0
         self.tokens: tuple[int, ...] = (EOS, *range(1, 12))
         self.cancelled: set[int] = set()
 
@@ -462,7 +462,7 @@ class Model:
     def look_at(self, plan: Plan) -> None:
         """What a node does with a frame."""
         for seq_id in plan.freed:
-            self.n_put_out += not self.sequences[seq_id].finish_reason
+            self.n_preempted += not self.sequences[seq_id].finish_reason
             self.caches.pop(seq_id, None)
         assert len({part.seq_id for part in plan.slices}) == len(plan.slices)
         n_rows = sum(p.n_rows for p in plan.slices)

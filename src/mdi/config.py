@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mdi.errors import UsageError
-from mdi.json_fields import Fields, shown
 from mdi.security.keys import KeyFile
 from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
+from mdi.spec.decode import Meta, Name, Text, Whole, decode, shown
 
 N_NODES_LIMIT = 1024
 DTYPES = ("float32", "float16", "bfloat16")  # that a node can compute in
@@ -63,6 +63,71 @@ class NodeConfig:
         return self.bind or self.addr
 
 
+PortOrAny = Annotated[int, Meta(ge=0, le=65535)]
+
+
+@dataclass(frozen=True)
+class _Communication:
+    port: PortOrAny
+    starter_addr: Text | None = None
+
+
+@dataclass(frozen=True)
+class _Inference:
+    port_in: PortOrAny
+    port_out: PortOrAny | None = None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A node as it stands in a file; see NodeConfig."""
+
+    addr: Name
+    communication: _Communication
+    inference: _Inference
+    device: Text | None = None
+    dtype: Text | None = None
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    bind: Text | None = None
+    cores: Text | Annotated[tuple[Whole, ...], Meta(min_length=1)] | None = None
+    kv_memory: Text | Whole | None = None
+    spare: bool = False
+    group: Name | None = None
+
+    def config(self, name: str, where: str) -> NodeConfig:
+        """`where` names the entry in errors. Raises UsageError."""
+        cores, kv_memory = self.cores, self.kv_memory
+        if cores is not None:
+            cores = parse_cores(cores, f"{where}.cores") if isinstance(cores, str) else tuple(dict.fromkeys(cores))
+        return NodeConfig(
+            name=name,
+            addr=self.addr,
+            port=self.communication.port,
+            port_in=self.inference.port_in,
+            port_out=self.inference.port_out,
+            starter_addr=self.communication.starter_addr,
+            device=self.device,
+            dtype=self.dtype,
+            threads=self.threads,
+            bind=self.bind,
+            cores=cores,
+            kv_memory=None if kv_memory is None else parse_bytes(str(kv_memory), f"{where}.kv_memory"),
+            is_spare=self.spare,
+            group=self.group,
+        )
+
+
+@dataclass(frozen=True)
+class _Network:
+    starter: _Entry
+    secondary: Annotated[tuple[_Entry, ...], Meta(max_length=N_NODES_LIMIT - 1)] = ()
+
+
+@dataclass(frozen=True)
+class _NodesFile:
+    nodes: _Network
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """All nodes of a ring, in ring order: the starter, then the secondaries; `keys` is the cluster's, if it has one.
@@ -100,15 +165,12 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     Raises:
         UsageError: the file is missing, no JSON, or a field is missing or wrong; the message names file and field.
     """
-    nodes = Fields(read_json(path), f"{path}:", UsageError).fields("nodes")
-    where = nodes.where
-    starter = node_of(nodes.object("starter"), "starter", f"{where}.starter")
-    listed = nodes.entries("secondary", "a list of nodes (it may be empty)") if "secondary" in nodes.data else []
-    if len(listed) >= N_NODES_LIMIT:
-        raise UsageError(f"{where}.secondary: {len(listed)} nodes; at most {N_NODES_LIMIT - 1} are supported")
+    network = decode(_NodesFile, read_json(path), f"{path}:", UsageError).nodes
+    where = f"{path}: nodes"
+    starter = network.starter.config("starter", f"{where}.starter")
     if starter.is_spare:
         raise UsageError(f"{where}.starter.spare: the starter always takes part; only a secondary can be a spare")
-    others = [node_of(entry, f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(listed)]
+    others = [entry.config(f"secondary{i}", f"{where}.secondary[{i}]") for i, entry in enumerate(network.secondary)]
     secondaries = tuple(node for node in others if not node.is_spare)
     cluster = ClusterConfig(starter, secondaries, spares=tuple(node for node in others if node.is_spare))
     refuse_shared_ports(cluster, str(path))
@@ -179,49 +241,12 @@ def nearest_existing(path: str | Path) -> Path:
 
 def node_of(entry: Any, name: str, where: str) -> NodeConfig:
     """One node from its entry in a nodes file; `where` names the entry in errors. Raises UsageError."""
-    node = Fields(entry, where, UsageError, "an object that describes one node")
-    communication, inference = node.fields("communication"), node.fields("inference")
-    return NodeConfig(
-        name=name,
-        addr=node.string("addr"),
-        port=_port(communication, "port"),
-        port_in=_port(inference, "port_in"),
-        port_out=_port(inference, "port_out") if "port_out" in inference.data else None,
-        starter_addr=communication.optional("starter_addr", communication.text),
-        device=node.optional("device", node.text),
-        dtype=node.optional("dtype", node.text),
-        threads=node.optional("threads", lambda key: node.integer(key, 1)),
-        bind=node.optional("bind", node.text),
-        cores=node.optional("cores", lambda key: _cores(node, key)),
-        kv_memory=node.optional("kv_memory", lambda key: _size(node, key)),
-        is_spare=node.boolean("spare") if "spare" in node.data else False,
-        group=node.optional("group", node.string),
-    )
-
-
-def _port(fields: Fields, key: str) -> int:
-    return fields.integer(key, 0, 65535)
+    return decode(_Entry, entry, where, UsageError).config(name, where)
 
 
 def _number(name: str) -> int:
     """12 of "secondary12"."""
     return int(name.removeprefix("secondary"))
-
-
-def _cores(node: Fields, key: str) -> tuple[int, ...]:
-    cores = node.data[key]
-    if isinstance(cores, str):
-        return parse_cores(cores, f"{node.where}.{key}")
-    if not isinstance(cores, list) or not cores or not all(type(c) is int and c >= 0 for c in cores):
-        raise node.wrong(key, 'a list of core numbers, or a text like "0,2-3"')
-    return tuple(dict.fromkeys(cores))
-
-
-def _size(node: Fields, key: str) -> int:
-    size = node.data[key]
-    if not isinstance(size, (str, int)) or isinstance(size, bool):
-        raise node.wrong(key, 'a text like "500M" or a number of bytes')
-    return parse_bytes(str(size), f"{node.where}.{key}")
 
 
 def parse_cores(text: str, where: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ class Ids(list[int]):
 
 
 @contextlib.contextmanager
-def panics_told() -> Iterator[None]:
+def panics_as_errors() -> Iterator[None]:
     """CheckpointError instead of a panic in the library, as by a regular expression of the file that would take for ever."""
     try:
         yield
@@ -73,7 +73,7 @@ class FileTokenizer:
     def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
         """As the library gives them."""
         if self.backend == "huggingface":
-            with panics_told():
+            with panics_as_errors():
                 return list(self.processor.encode(text, add_special_tokens=adds_special).ids)
         return list(self.processor.encode(text))
 

@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
         "--init",
         choices=INITS,
         default="scratch",
-        help="first weights: random, from an earlier run, or from a checkpoint (finetune, hf, huggingface: the same)",
+        help="first weights: random, from an earlier run, or (finetune, hf, huggingface) from a checkpoint (default: scratch)",
     )
     parser.add_argument(
         "--config", metavar="SHAPE", help="shape of a new model: a litgpt name, a .yaml file or a folder with one"

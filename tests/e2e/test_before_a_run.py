@@ -29,7 +29,7 @@ def test_a_ring_that_is_placed_by_what_its_nodes_measure(ring: Cluster, checkpoi
 def test_the_doctor_and_a_plan(ring: Cluster, checkpoint: Path, spawn: Spawn) -> None:
     doctor = spawn("doctor", "--nodes-config", ring.path, "--ckpt", checkpoint)
     assert doctor.wait() == 0, doctor.story()
-    assert "All is well." in doctor.out and "secondary0 -> secondary1" in doctor.out
+    assert "No problems found." in doctor.out and "secondary0 -> secondary1" in doctor.out
     plan = spawn("plan", "--nodes-config", ring.path, "--ckpt", checkpoint, "--n-samples", 4, "--json", "--wait", 60)
     assert plan.wait() == 0, plan.story()
     blocks = [node["blocks"] for node in json.loads(plan.out)["nodes"]]

@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "a node gives a stage that failed to the next ring",
         "RingWorker._run",
-        "self.has_begun and not isinstance(e, RingError | Abandoned)",
+        "self.has_begun and not isinstance(e, RingError | AbandonedError)",
         "False",
         "tests/recovery/test_failed_nodes.py::test_a_stage_whose_weights_could_not_be_read_is_built_again",
     ),

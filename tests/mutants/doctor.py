@@ -10,8 +10,8 @@ MUTANTS = [
     Mutant(
         "a node with another key is said to hang",
         "_node_problems",
-        "not route.control.is_well and not is_locked_out",
-        "not route.control.is_well",
+        "not route.control.is_ok and not is_locked_out",
+        "not route.control.is_ok",
         ANOTHER_KEY,
     ),
     Mutant(

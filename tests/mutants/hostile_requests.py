@@ -49,6 +49,6 @@ MUTANTS = [
            f"{PATHS}::test_an_unknown_path_is_told_which_there_are_and_which_was_meant"),
     Mutant("other users may read the API keys", "check_private", "0o077", "0",
            "tests/serve/test_serve_models.py::test_a_file_of_api_keys_that_others_can_read_is_refused"),
-    Mutant("a panic of a tokenizer ends the request with a traceback", "panics_told", '!= "PanicException"', '!= ""',
+    Mutant("a panic of a tokenizer ends the request with a traceback", "panics_as_errors", '!= "PanicException"', '!= ""',
            f"{PARTS}::test_a_tokenizer_that_panics_is_told_in_one_line"),
 ]  # fmt: skip

@@ -181,11 +181,11 @@ def test_key_and_join_from_the_command_line(
     capsys.readouterr()
 
     told: list[str] = []
-    is_told = threading.Event()
+    is_reported = threading.Event()
 
     def show(text: str) -> None:
         told.append(text)
-        is_told.set()
+        is_reported.set()
 
     monkeypatch.setattr(cli_key, "show", show)
     status: list[int] = []
@@ -196,7 +196,7 @@ def test_key_and_join_from_the_command_line(
         target=lambda: status.append(main(["key", str(path), "--invite", "--listen", f"127.0.0.1:{port}"]))
     )
     thread.start()
-    assert is_told.wait(DEADLINE_S)
+    assert is_reported.wait(DEADLINE_S)
     assert main(["join", *told[0].split()[-2:], "--key", str(theirs), "--no-start"]) == 0
     thread.join(DEADLINE_S)
     assert status == [0] and KeyFile(theirs).keys == KeyFile(path).keys

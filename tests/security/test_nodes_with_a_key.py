@@ -31,7 +31,7 @@ def test_a_run_with_a_key_gives_the_same_text(placement: str, checkpoint: Path, 
         cluster = replace(cluster_of(nodes), keys=keys)
         report = examine(cluster, cache_dir=tmp_path)
         assert not [problem for problem in report.problems if "key" in str(problem)], str(report)
-        assert all(link.route.is_well for link in report.links)
+        assert all(link.route.is_ok for link in report.links)
         assert generated(cluster, checkpoint, placement, tmp_path) == list(reference("The ring", 6))
 
 

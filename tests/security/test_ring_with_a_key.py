@@ -146,6 +146,6 @@ def test_who_has_another_key_or_none_is_told_in_one_line_at_both_ends(
 
 
 def test_a_question_proves_the_key(keys: KeyFile, port: RingListener, tmp_path: Path) -> None:
-    assert greet("127.0.0.1", port.port, "secondary0", DEADLINE_S, keys).is_well
+    assert greet("127.0.0.1", port.port, "secondary0", DEADLINE_S, keys).is_ok
     assert greet("127.0.0.1", port.port, "secondary0", DEADLINE_S, key_file(tmp_path / "other")).problem == "key"
     assert greet("127.0.0.1", port.port, "secondary0", DEADLINE_S).problem == "key"

@@ -52,7 +52,7 @@ class Gate:
 
     def __init__(self, made: OwnServer, number: int) -> None:
         self._engine = made.engine
-        self.is_reached, self.is_told, self._is_open = threading.Event(), threading.Event(), threading.Event()
+        self.is_reached, self.is_reported, self._is_open = threading.Event(), threading.Event(), threading.Event()
         schedule, cancel = self._engine.scheduler.schedule, self._engine.cancel
 
         def held() -> Plan | None:
@@ -64,14 +64,14 @@ class Gate:
 
         def told(seq_id: int, reason: str = "cancelled") -> None:
             cancel(seq_id, reason)
-            self.is_told.set()
+            self.is_reported.set()
 
         self._engine.scheduler.schedule = held  # type: ignore[method-assign]
         self._engine.cancel = told  # type: ignore[method-assign]
 
     async def open(self, made: OwnServer) -> None:
         """When the engine was told that a text is not wanted any more; returns when it has none left."""
-        await made.until(self.is_told.is_set)
+        await made.until(self.is_reported.is_set)
         self._is_open.set()
         await made.until(lambda: self._engine.texts()[:2] == (0, 0))
 

@@ -16,9 +16,9 @@ from typing import Any
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
-from mdi.json_fields import parse_object, shown
 from mdi.kernels import LAYOUT_VERSION
 from mdi.limits import excess
+from mdi.spec.decode import Name, Span, Text, Whole, decode, parsed, shown
 from mdi.weight_formats import LAYOUTS
 
 FORMAT_VERSION = 2
@@ -45,18 +45,18 @@ class Manifest:
         layout_version: version of the layout of packed weights.
     """
 
-    model: str
+    model: Text
     config: dict[str, Any]
-    config_hash: str
-    dtype: str
-    n_nodes: int
-    node: str
-    blocks: tuple[int, int]
-    n_layer: int
+    config_hash: Name
+    dtype: Name
+    n_nodes: Whole
+    node: Name
+    blocks: Span
+    n_layer: Whole
     parts: tuple[PartInfo, ...]
-    format: str = PLAIN
-    format_head: str = PLAIN
-    layout_version: int = LAYOUT_VERSION
+    format: Name = PLAIN
+    format_head: Name = PLAIN
+    layout_version: Whole = LAYOUT_VERSION
     format_version: int = FORMAT_VERSION
 
     @property
@@ -73,27 +73,16 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Raises CheckpointError naming the field that is missing, wrong, or does not fit the others."""
-        get = parse_object(text, "the manifest", CheckpointError)
-        version = get.data.get("format_version")
+        data = parsed(text, "the manifest", CheckpointError)
+        version = data.get("format_version") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
-            raise CheckpointError(f"the manifest is of format_version {version!r}, this program reads {FORMAT_VERSION}")
-        manifest = cls(
-            model=get.text("model"),
-            config=get.object("config"),
-            config_hash=get.string("config_hash"),
-            dtype=get.string("dtype"),
-            n_nodes=get.integer("n_nodes"),
-            node=get.string("node"),
-            blocks=get.span("blocks"),
-            n_layer=get.integer("n_layer"),
-            parts=tuple(
-                PartInfo(part.string("name"), part.hex("sha256", 64), part.integer("n_bytes", 1))
-                for part in get.items("parts")
-            ),
-            format=get.string("format"),
-            format_head=get.string("format_head"),
-            layout_version=get.integer("layout_version"),
-        )
+            raise CheckpointError(
+                f"the manifest is of format_version {shown(version)}, this program reads {FORMAT_VERSION}"
+            )
+        for field in dataclasses.fields(cls):
+            if field.name not in data:
+                raise CheckpointError(f"the manifest: the field {field.name!r} is missing")
+        manifest = decode(cls, data, "the manifest", CheckpointError)
         manifest._check()
         return manifest
 

@@ -12,12 +12,13 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 
 from mdi.checkpoint.safetensors_layout import TensorSpec, header_bytes, ordered
 from mdi.errors import CheckpointError
+from mdi.spec.decode import Meta, Name, Sha256
 
 PIECE_BYTES = 4 << 20
 
@@ -39,9 +40,9 @@ class Part(Protocol):
 class PartInfo:
     """A part's name, the sha256 (64 hex digits) of its canonical bytes, and how many bytes those are."""
 
-    name: str
-    sha256: str
-    n_bytes: int
+    name: Name
+    sha256: Sha256
+    n_bytes: Annotated[int, Meta(ge=1)]
 
 
 def part_of(tensor_name: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     parser.options(
         None, "nodes_config", *ACCESS, "ckpt", "layers", "deadline", "json", *COMMON,
-        nodes_config={"help": "nodes file ({nodes_config})"},
+        nodes_config={"help": "nodes file (default: {nodes_config})"},
         ckpt={"help": "also check whether the blocks of this checkpoint fit"},
         layers={"help": "blocks per node, starter first (default: an even split)"},
     )  # fmt: skip
@@ -46,7 +46,7 @@ def run(options: Options) -> int:
 
     report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir())
     show(json.dumps(report.to_json()) if options.json else str(report))
-    return 0 if report.is_well else 1
+    return 0 if report.is_ok else 1
 
 
 def _needed_bytes(options: Options, cluster: ClusterConfig) -> dict[str, int]:

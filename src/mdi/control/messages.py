@@ -1,4 +1,4 @@
-"""The requests of a starter and the answers of a node as JSON, checked field by field. Stdlib only."""
+"""The requests of a starter and the answers of a node as JSON, checked field by field."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Annotated, Any, TypeVar
 from mdi.block_ranges import block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
-from mdi.json_fields import shown
 from mdi.kernels import LAYOUT_VERSION
 from mdi.limits import excess
 from mdi.net.wire import SILENCE_S
-from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of, spans_rise
+from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of, shown, spans_rise
 from mdi.spec.options import Frames, Length, Requested, Silence
 
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 6
+CONTROL_VERSION = 7
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -28,6 +27,7 @@ CODES = {
     "disk": "the weights do not fit on the node's disk",
     "role": "the node has another role: it is a starter, or has no head",
     "run": "the node does not take part in this run (any more)",
+    "cancelled": "what was asked for is not wanted any more, or was not done in time",
     "stopped": "the run was stopped on this node, and its request was late",
     "usage": "the node has no such device, format or type",
     "version": "the node has another version of this protocol",
@@ -116,7 +116,7 @@ class InitRequest(Requested):
         _check_versions(data)
         missing = [f.name for f in fields(cls) if f.default is not None and f.name not in data]
         if missing:  # a default is for who makes a request, not for who reads one
-            raise _refused(f"request: Object missing required field `{missing[0]}`")
+            raise _refused(f"request: the field {missing[0]!r} is missing")
         request = _decoded(cls, data)
         if request.index >= len(request.names):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
@@ -240,7 +240,7 @@ def _check_blocks(request: InitRequest) -> None:
     names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
     blocks = request.parts[:-1] if request.parts and request.parts[-1].name == "head" else request.parts
     if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
-        raise ControlError(f"the parts that are named are not those of {block_span(start, stop)}", 400)
+        raise ControlError(f"the listed parts do not match {block_span(start, stop)}", 400)
 
 
 def _check_counts(config: dict[str, Any]) -> None:

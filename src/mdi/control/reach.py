@@ -16,12 +16,11 @@ from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
-from mdi.json_fields import shown
 from mdi.net.hello import Fault, Hello
 from mdi.net.meeting import meet
 from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
 from mdi.security.keys import KeyFile
-from mdi.spec.decode import Number, Text, decode
+from mdi.spec.decode import Number, Text, decode, shown
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
@@ -60,7 +59,7 @@ class Reach:
     bytes_s: Number = 0.0
 
     @property
-    def is_well(self) -> bool:
+    def is_ok(self) -> bool:
         return not self.problem
 
     def to_json(self) -> dict[str, Any]:
@@ -94,8 +93,8 @@ class Route:
     clock_skew_s: float = 0.0
 
     @property
-    def is_well(self) -> bool:
-        return self.control.is_well and self.ring.is_well
+    def is_ok(self) -> bool:
+        return self.control.is_ok and self.ring.is_ok
 
     def to_json(self) -> dict[str, Any]:
         return {"control": self.control.to_json(), "ring": self.ring.to_json()}
@@ -120,7 +119,7 @@ def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFil
     control = knock(request.addr, request.port, deadline_s)
     if control.problem == "name":
         return Route(control, control)
-    if not control.is_well:  # a firewall may let only the starter in there, and the ring goes another way
+    if not control.is_ok:  # a firewall may let only the starter in there, and the ring goes another way
         return Route(control, greet(request.addr, request.port_in, "", deadline_s, keys))
     before = time.time()
     try:

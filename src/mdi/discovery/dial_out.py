@@ -44,17 +44,17 @@ class DialOut:
     def _run(self) -> None:
         (addr, port), due = self._relay, Periodic()
         where = f"{addr}:{port}"
-        is_told = False
+        is_reported = False
         while not self._closed.is_set():
             try:
                 self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys)
                 tunnel.send({"name": self._name, "process": self._process})
                 logger.info("%s is reached through %s", self._name, where)
-                is_told = False
+                is_reported = False
                 self._serve(tunnel)
             except (OSError, MdiError) as e:
-                if not self._closed.is_set() and not is_told and due.is_due():
-                    is_told = True
+                if not self._closed.is_set() and not is_reported and due.is_due():
+                    is_reported = True
                     logger.info("%s cannot connect to %s yet (%s): it tries again", self._name, where, e)
             finally:
                 if self._tunnel is not None:

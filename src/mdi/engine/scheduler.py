@@ -7,7 +7,7 @@ its share of all sequences, so that a node reads its weights once for many rows.
 How many frames. With N nodes, a stage time t and a transfer time T per hop, a frame is back after N (t + T), so N frames keep
 a node busy for t / (t + T) of the time. With one more frame, each has N / (N + 1) of the rows and a stage time t', and every
 sequence has its token after max((N + 1) t', N (t' + T)): this pays if fewer rows take less time. The cost model compares both
-(`mdi.partition.plan`).
+(`mdi.placement.plan`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scheduler:
         self._has_replayed = False  # in the last frame: replays and other rows take turns
         self._number = 0
         self.n_reused = 0  # tokens of prompts that did not have to be computed
-        self.n_put_out = 0  # how often a sequence had to give its caches back
+        self.n_preempted = 0  # how often a sequence had to give its caches back
         self._take_ring(n_frames, memory)
 
     @property
@@ -304,7 +304,7 @@ class Scheduler:
         """Put out the one that came last: it gives its caches back, and is the first to be let in again."""
         self._leave(sequence)
         sequence.rewind()
-        self.n_put_out += 1
+        self.n_preempted += 1
         self._waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

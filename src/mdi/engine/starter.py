@@ -128,7 +128,7 @@ class StarterEngine:
     def texts(self) -> tuple[int, int, int]:
         """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
         scheduler = self.scheduler
-        return scheduler.n_running, scheduler.n_waiting, scheduler.n_put_out
+        return scheduler.n_running, scheduler.n_waiting, scheduler.n_preempted
 
     @property
     def cache_use(self) -> list[tuple[str, int, int]]:
@@ -168,8 +168,8 @@ class StarterEngine:
 
     @property
     def n_rounds_left(self) -> int:
-        """Tokens that the longest text may still get; between two runs."""
-        sequences = [request.sequence for request in self._live.values()]
+        """Tokens that the longest text may still get. From any thread."""
+        sequences = [request.sequence for request in list(self._live.values())]
         return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
 
     @property

@@ -77,12 +77,12 @@ class Report:
         object.__setattr__(self, "problems", tuple(_problems(self)))
 
     @property
-    def is_well(self) -> bool:
+    def is_ok(self) -> bool:
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "ok": self.is_well,
+            "ok": self.is_ok,
             "nodes": [_node_json(finding) for finding in self.nodes],
             "links": [
                 {"source": link.source, "target": link.target.name, "in_ring": link.in_ring, **link.route.to_json()}
@@ -99,7 +99,7 @@ class Report:
         if rows:
             lines += ["", *table([("link", "round trip", "bandwidth"), *rows])]
         lines.append("")
-        lines += [str(problem) for problem in self.problems] or ["All is well."]
+        lines += [str(problem) for problem in self.problems] or ["No problems found."]
         return "\n".join(lines)
 
 
@@ -123,11 +123,11 @@ def _node_problems(finding: NodeFinding) -> list[Problem]:
     node, route, status = finding.node, finding.route, finding.status
     found: list[Problem] = []
     is_locked_out = (route.control.problem, route.ring.problem) == ("silent", "key")  # it lives, so it does not hang
-    if not route.control.is_well and not is_locked_out:
+    if not route.control.is_ok and not is_locked_out:
         found.append(_port_problem(node, "control", node.port, route.control))
         if route.control.problem in ("name", "timeout", "unreachable") or route.ring.problem == route.control.problem:
             return found
-    if not route.ring.is_well and route.ring.problem != "untried":
+    if not route.ring.is_ok and route.ring.problem != "untried":
         found.append(_port_problem(node, "ring", node.port_in, route.ring, status.get("ring_port")))
     if not status:
         return found
@@ -284,13 +284,13 @@ def _link_row(link: LinkFinding) -> tuple[str, ...]:
     route = link.route
     rate = f"{route.control.bytes_s * 8 / 1e6:.0f} Mbit/s" if route.control.bytes_s else "-"
     ring = route.ring
-    if ring.is_well and route.control.round_trip_s:  # measured a few times, the ring port only once
+    if ring.is_ok and route.control.round_trip_s:  # measured a few times, the ring port only once
         ring = replace(ring, round_trip_s=min(ring.round_trip_s, route.control.round_trip_s))
     return f"{link.source} -> {link.target.name}", _reach(ring), rate
 
 
 def _reach(reach: Reach) -> str:
-    if not reach.is_well:
+    if not reach.is_ok:
         return reach.problem
     return duration(reach.round_trip_s) if reach.round_trip_s else "ok"
 

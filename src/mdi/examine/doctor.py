@@ -122,7 +122,7 @@ def _measured(links: list[LinkFinding], nodes: tuple[NodeFinding, ...], keys: Ke
     measured = []
     for link in links:
         route = link.route
-        if link.in_ring and route.control.is_well:
+        if link.in_ring and route.control.is_ok:
             rate = link_bandwidth(configs[link.source], link.target, keys)
             route = replace(route, control=replace(route.control, bytes_s=rate))
         measured.append(replace(link, route=route))

@@ -205,7 +205,7 @@ class Context:
         assert self._handle is not None, "closed"
         return self._handle
 
-    def look_around(self) -> None:
+    def poll_neighbours(self) -> None:
         """Let idle threads look for work, or sleep at once, as other processes leave the cores free now."""
         spins = self._free_cores.spins()
         if spins != self._spins:
@@ -567,7 +567,7 @@ class Blocks:
             EngineError: a slice that fits neither the run's length nor its sequence's cache, or memory that has run out.
         """
         frame, kept = self._frame(rows, slices)
-        self.context.look_around()
+        self.context.poll_neighbours()
         if self.context.library.mdi_forward(self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame)):
             raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
         del kept
@@ -586,7 +586,7 @@ class Blocks:
             EngineError: as `forward`; or whatever `ready` raises.
         """
         frame, kept = self._frame(rows, slices)
-        self.context.look_around()
+        self.context.poll_neighbours()
         library, handle = self.context.library, self.context.handle
         for block in range(len(self._blocks)):
             for half in (0, 1):

@@ -1,7 +1,7 @@
 """The first frame of a link: the sender, its run and its placement.
 
 Two nodes that disagree must say so at once, not produce nonsense later. Unknown extension keys are ignored, so that a
-later version can add some (keys, compression) without a new protocol version. Stdlib only.
+later version can add some (keys, compression) without a new protocol version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mdi.errors import WireError
-from mdi.json_fields import parse_object
+from mdi.spec.decode import Text, Whole, decode_text
 from mdi.terminal import one_line
 
 
@@ -28,11 +28,11 @@ class Hello:
             "reconnect" and "received" are for a connection that replaces a broken one (net.reconnect).
     """
 
-    index: int
-    n_nodes: int
-    placement: str
-    name: str = ""
-    process: str = ""
+    index: Whole
+    n_nodes: Whole
+    placement: Text
+    name: Text = ""
+    process: Text = ""
     extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,15 +59,7 @@ class Hello:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Hello:
-        get = parse_object(bytes(data), "a HELLO", WireError)
-        return cls(
-            get.integer("index"),
-            get.integer("n_nodes"),
-            get.text("placement"),
-            get.optional("name", get.text) or "",
-            get.optional("process", get.text) or "",
-            get.optional("extensions", get.object) or {},
-        )
+        return decode_text(cls, bytes(data), "a HELLO", WireError)
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,62 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.engine.worker import SecondaryLoop
 from mdi.errors import ControlError, MdiError, RingEndedError
 from mdi.machine.threads import compute_with
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
-from mdi.node.main_thread_task import MainThreadTask
 
 
-class Abandoned(MdiError):
+class AbandonedError(MdiError):
     """The ring ended before it began, or this node does not take part any more."""
 
     def __init__(self, message: str, code: str = "run") -> None:
         super().__init__(message)
         self.code = code
+
+
+class MainThreadTask:
+    """Work of an HTTP request that must run on the computing thread: `run` does it there, while another waits in `result`.
+
+    Args:
+        work: gives the answer as a JSON object; its argument ends when nobody waits any more.
+    """
+
+    def __init__(self, work: Callable[[Cancel], dict[str, Any]]) -> None:
+        self._work = work
+        self._cancel = Cancel()
+        self._done = threading.Event()
+        self._answer: dict[str, Any] = {}
+        self._error: MdiError | None = None
+
+    def run(self) -> None:
+        """Do the work; its errors go to the thread that waits."""
+        try:
+            self._answer = self._work(self._cancel)
+        except MdiError as e:
+            self._error = e
+        except Exception as e:  # for example out of memory, or a missing kernel: this node continues
+            self._error = ControlError(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}", 500)
+        finally:
+            self._done.set()
+
+    def drop(self, error: MdiError) -> None:
+        """It will not be done."""
+        self._error = self._error or error
+        self._cancel.cancel(self._error)
+        self._done.set()
+
+    def result(self, timeout_s: float) -> dict[str, Any]:
+        """The answer; raises what went wrong, or ControlError (504) after `timeout_s`."""
+        if not self._done.wait(timeout_s):
+            self.drop(ControlError(f"not done within {timeout_s:.0f} s", 504))
+        if self._error is not None:
+            raise self._error
+        return self._answer
 
 
 class Turn:
@@ -226,5 +267,5 @@ class RoundRobin:
             self._served = None
 
 
-def _ended() -> Abandoned:
-    return Abandoned("it was told to end", "left")
+def _ended() -> AbandonedError:
+    return AbandonedError("it was told to end", "left")

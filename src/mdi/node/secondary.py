@@ -26,11 +26,11 @@ from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.kernels import library
 from mdi.machine.device import devices, load_kernels
-from mdi.measure.profiler import Profiler
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.link import STUCK, STUCK_S
 from mdi.net.listener import RingListener, open_socket
+from mdi.node.forming import HAND_OVER_S
 from mdi.node.node_weights import NodeWeights
 from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
@@ -38,6 +38,7 @@ from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.worker import RingWorker
+from mdi.placement.profiler import Profiler
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.security.keys import KeyFile
 from mdi.spec.options import ANYTHING, Requested
@@ -46,7 +47,6 @@ from mdi.stages.cache_budget import share_in
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
 
-HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
 KERNELS_S = 2.0  # kernels that are compiled already are loaded by then
@@ -341,7 +341,9 @@ class SecondaryNode:
             raise self._unknown_run()
         self._forwards.send(request)
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
+        if ring is not None:
+            return self.runs.stop_ring(run, ring)
         if not self.runs.stop(run) and (run != self._measurement.planned_run or self.runs.active):
             raise self._unknown_run()
         if leave:

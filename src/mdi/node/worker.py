@@ -25,7 +25,7 @@ from mdi.net.ring import Seat, TcpRing
 from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.group_member import GroupPart, share_metrics
 from mdi.node.node_weights import NodeWeights
-from mdi.node.round_robin import Abandoned, RoundRobin, Turn
+from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
 from mdi.periodic import Periodic
 from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage
@@ -67,7 +67,7 @@ class RingLease(Cancel):
             return self.failure
         if (error := super().error) is not None:
             return error
-        return Abandoned(f"the starter has been silent for {LEASE_S:.0f} s: given up") if self.is_silent else None
+        return AbandonedError(f"the starter has been silent for {LEASE_S:.0f} s: given up") if self.is_silent else None
 
 
 class RingWorker:
@@ -175,12 +175,12 @@ class RingWorker:
 
     def end(self) -> None:
         """End it in good order, however far it is."""
-        if (ring := self._stop(Abandoned("the starter ended the run before it began"))) is not None:
+        if (ring := self._stop(AbandonedError("the starter ended the run before it began"))) is not None:
             ring.stop("the starter ended the run")
 
     def abort(self, fault: Fault) -> None:
         """End it, however far it is, and say to the other nodes why."""
-        error = Abandoned(f"the run ended before it began: {fault.message}", fault.code)
+        error = AbandonedError(f"the run ended before it began: {fault.message}", fault.code)
         if (ring := self._stop(error, fault)) is not None:
             ring.fail(fault)
 
@@ -189,7 +189,7 @@ class RingWorker:
         self.is_replaced = True
         self.abort(Fault("", f"{self._name} takes part in another ring of this run", self._name, "run"))
 
-    def _stop(self, error: Abandoned, fault: Fault | None = None) -> TcpRing | None:
+    def _stop(self, error: AbandonedError, fault: Fault | None = None) -> TcpRing | None:
         self.cancel.cancel(error)
         with self.changed:
             self.is_stopped = True
@@ -212,7 +212,7 @@ class RingWorker:
                 self._take_part()
         except Exception as e:  # whatever it is, this node must be ready for the next run
             error = e
-            is_broken = self.has_begun and not isinstance(e, RingError | Abandoned)
+            is_broken = self.has_begun and not isinstance(e, RingError | AbandonedError)
             self._log(e)
         is_kept = not is_broken and self._may_come_back(error)
         if self._before is None:
@@ -248,7 +248,7 @@ class RingWorker:
             self._store.release(self.held, before.request.epoch)
 
     def _log(self, error: Exception) -> None:
-        if isinstance(error, Abandoned):
+        if isinstance(error, AbandonedError):
             logger.info("%s: %s", self._name, error)
         elif isinstance(error, RingError):
             logger.warning("%s: the run ended: %s", self._name, error)
@@ -350,9 +350,10 @@ class RingWorker:
                 self.changed.notify_all()
             logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
-            while sock is None:
-                self.cancel.check()
-                sock = expectation.wait(0.5)
+            with self.cancel.waking(expectation.wake):
+                while sock is None:
+                    self.cancel.check()
+                    sock = expectation.wait(0.5)
         finally:
             self.report_caches = None
             self._listener.forget(expectation)
@@ -361,7 +362,7 @@ class RingWorker:
         ring = join_ring(
             sock, seat, request.n_frames or seat.n_nodes, ring_limits(widest), allocate=buffers,
             codec_in=expectation.codec, arrivals=self._turns.changed, listener=self._listener,
-            caller=expectation.caller,
+            caller=expectation.caller, cancel=self.cancel,
         )  # fmt: skip
         return ring, seat
 
@@ -395,7 +396,7 @@ class RingWorker:
             raise
         except Exception as e:
             code = e.code if isinstance(e, MdiError) else MdiError.code
-            words = str(e) if isinstance(e, Abandoned) else f"it failed: {type(e).__name__}: {e}"
+            words = str(e) if isinstance(e, AbandonedError) else f"it failed: {type(e).__name__}: {e}"
             ring.fail(Fault(seat.name, words, seat.name, code))
             raise
         finally:

@@ -180,11 +180,11 @@ class _Models:
 
     async def health(self, request: Request) -> Response:
         api = self._api
-        is_well = not api.engine.is_gone and api.engine.status["state"] in ("serving", "idle")
+        is_ok = not api.engine.is_gone and api.engine.status["state"] in ("serving", "idle")
         told = {"status": api.engine.status["state"], "waiting": api.counts["waiting"]}
         for name in ("texts", "n_reused"):
             told[name] = api.ring.get(name)
-        return JSONResponse(told, 200 if is_well else 503)
+        return JSONResponse(told, 200 if is_ok else 503)
 
     def _check(self) -> None:
         """Raises ApiError while no model has been loaded yet."""

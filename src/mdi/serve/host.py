@@ -88,14 +88,14 @@ class Outlet:
                 events.append(self._events.get())
             is_over = events[-1] is _END
             with self._lock:
-                told = [self._told(event) for event in events if event is not _END]
+                told = [self._as_message(event) for event in events if event is not _END]
             if told:
                 _, n_waiting, _ = self._engine.texts()
                 self._lines.send({"is": "events", "model": self._model, "events": told, "waiting": n_waiting})
             if is_over:
                 return
 
-    def _told(self, event: Event) -> list[Any]:
+    def _as_message(self, event: Event) -> list[Any]:
         number = self._numbers[event.seq_id]
         n_cached = self._requests[number].n_reused
         if event.finish_reason is not None:

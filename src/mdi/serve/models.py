@@ -21,7 +21,7 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.templates import ChatTemplate, read_template
 from mdi.text import TextCodec
-from mdi.tokenizer_file import FileTokenizer, panics_told
+from mdi.tokenizer_file import FileTokenizer, panics_as_errors
 
 LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
@@ -232,7 +232,7 @@ class ServedTokenizer(FileTokenizer):
     def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
         """As FileTokenizer's, but as a batch: only then does the library release the interpreter's lock."""
         if self.backend == "huggingface":
-            with panics_told():
+            with panics_as_errors():
                 return list(self.processor.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids)
         return super().ids_of(text, adds_special)
 

@@ -14,11 +14,10 @@ from mdi.control.reach import Reach, Route
 from mdi.errors import MdiError, PlacementError
 from mdi.examine.diagnosis import NodeFinding, Report
 from mdi.examine.doctor import reach_nodes, starter_finding
-from mdi.measure.model_shape import model_shape
-from mdi.partition.model import ModelShape, Workload
-from mdi.partition.plan import plan
-from mdi.partition.plan_table import format_plan
-from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.placement.model import ModelShape, Workload
+from mdi.placement.model_shape import model_shape
+from mdi.placement.plan import format_plan, plan
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.serve.snapshot import node_state
 from mdi.tracing.recorder import Activity
 from mdi.units import counted
@@ -76,7 +75,7 @@ def _in_this_ring(finding: NodeFinding, trouble: str) -> NodeFinding:
     state = node_state(str(finding.status.get("state")), trouble)
     if finding.status.get("state") != "RUNNING":
         return replace(finding, status={**finding.status, "state": state})
-    route = finding.route if finding.route.ring.is_well else Route(finding.route.control, Reach())
+    route = finding.route if finding.route.ring.is_ok else Route(finding.route.control, Reach())
     return replace(finding, status={**finding.status, "state": state}, route=route)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from mdi.errors import MdiError
@@ -28,7 +30,14 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 RunId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Number = Annotated[float, Meta(ge=0, le=1e300)]  # finite
+Positive = Annotated[float, Meta(gt=0, le=1e300)]
 Span = tuple[Whole, Whole]  # [start, stop)
+
+
+_WORDS = {
+    "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+    "object": "an object",
+}  # fmt: skip
 
 
 def one_of(choices: Collection[str]) -> Meta:
@@ -40,7 +49,7 @@ def decode(type: type[T], data: Any, where: str, error: Callable[[str], MdiError
     """The value of a type from what `json.loads` made.
 
     Args:
-        where: names the value in errors, such as "request"; fields follow after a dot.
+        where: names the value in errors, such as "request"; fields follow after a dot. "nodes.json:" is all of a file.
         error: makes the error of a message: UsageError where a person wrote the file, ControlError for a peer.
 
     Raises:
@@ -50,9 +59,62 @@ def decode(type: type[T], data: Any, where: str, error: Callable[[str], MdiError
 
     try:
         return msgspec.convert(data, type, strict=True)
-    except (msgspec.ValidationError, OverflowError, RecursionError) as e:
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as e:  # ValueError: half a character
         message, _, path = str(e).partition(" - at `$")
-        raise error(f"{where}{path.rstrip('`')}: {message[:300].replace('Expected', 'expected', 1)}") from None
+        path = path.rstrip("`")
+        spot = f"{where} {path.removeprefix('.')}" if where.endswith(":") and path else where.removesuffix(":") + path
+        raise error(f"{spot}: {_in_words(message[:300], data, path)}") from None
+
+
+def _in_words(message: str, data: Any, path: str) -> str:
+    """What msgspec says, as a person would: "expected a whole number, found 'x'"."""
+    message = re.sub(r"^Object missing required field `(\w+)`", r"the field '\1' is missing", message)
+    if not message.startswith("Expected"):
+        return message
+    wanted, _, _ = message.replace("Expected", "expected", 1).partition(", got ")
+    wanted = re.sub(r"`([\w |]+)`", lambda m: " or ".join(_WORDS.get(word, word) for word in m[1].split(" | ")), wanted)
+    if "[...]" in path:  # a key or a value of any name
+        return wanted
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        data = data[name] if name else data[int(index)]
+    return f"{wanted}, found {shown(data)}"
+
+
+def decode_text(type: type[T], text: str | bytes, where: str, error: Callable[[str], MdiError]) -> T:
+    """The same of JSON that has not been read yet."""
+    return decode(type, parsed(text, where, error), where, error)
+
+
+def parsed(
+    text: str | bytes, where: str, error: Callable[[str], MdiError], parse_float: Callable[[str], Any] = float
+) -> Any:
+    """Any JSON. Raises `error` if it is none."""
+    try:
+        return json.loads(text, parse_float=parse_float)
+    except (ValueError, RecursionError) as e:  # also a number with thousands of digits, and brackets without end
+        raise error(f"{where} is not valid JSON: {str(e)[:200]}") from None
+
+
+def only_fields_of(cls: Any, data: Mapping[str, Any], where: str, error: Callable[[str], MdiError]) -> None:
+    """Refuse names that a dataclass does not have, which are a person's mistakes."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    for name in data:
+        if name not in names:
+            raise error(f"{where}: unknown field {shown(name)}; expected {', '.join(names)}")
+
+
+def shown(value: Any) -> str:
+    """A JSON value for an error message. Nested values are shown without their content, which may be endless."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return str(list(value)) if 0 < len(value) <= 4 and all(type(v) in (int, float) for v in value) else "a list"
+    if isinstance(value, int) and abs(value) > 1 << 64:
+        return "a number without bounds"  # to write it out may take long, and Python may refuse to
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def spans_rise(where: str, error: Callable[[str], MdiError], **spans: Span) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from mdi.block_ranges import block_span
 from mdi.engine.memory import NodeCaches
 from mdi.errors import ControlError, NoMemoryError
-from mdi.json_fields import Fields
 from mdi.kernels.page_sizes import CacheClass
 from mdi.kernels.pages import CachePages
 from mdi.machine.resources import device_free_bytes
+from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.units import size
 
 # Free memory that is left to the system, to other programs, and to the rows of a stage.
@@ -49,14 +49,18 @@ class CacheReport:
     @classmethod
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
-        get = Fields(data, f"{where}, of its caches", ControlError)
-        classes = []
-        for i, entry in enumerate(get.entries("classes")):
-            if i == N_CLASSES_LIMIT or not isinstance(entry, list) or len(entry) != 2:
-                raise get.wrong("classes", f"up to {N_CLASSES_LIMIT} of [window, page_bytes]")
-            pair = Fields({"window": entry[0], "page_bytes": entry[1]}, f"{get.where}.classes[{i}]", ControlError)
-            classes.append(CacheClass(pair.optional("window", pair.integer), pair.integer("page_bytes")))
-        return cls(get.integer("limit_bytes"), get.boolean("is_by_hand"), tuple(classes), get.string("device"))
+        told = decode(_Told, data, f"{where}, of its caches", ControlError)
+        return cls(told.limit_bytes, told.is_by_hand, tuple(CacheClass(*one) for one in told.classes), told.device)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A report as it travels; a class is (window, page_bytes)."""
+
+    limit_bytes: Bytes
+    is_by_hand: bool
+    classes: Annotated[tuple[tuple[Whole | None, Bytes], ...], Meta(max_length=N_CLASSES_LIMIT)]
+    device: Name
 
 
 class CachingStage(Protocol):

@@ -117,13 +117,13 @@ class HeldStage:
     use: str = "USED"
     since: float = field(default_factory=time.monotonic)
 
-    def turn(self, use: str) -> None:
+    def set_use(self, use: str) -> None:
         self.use, self.since = use, time.monotonic()
 
     def claim(self, claim: Claim, spec: StageSpec) -> None:
         self.spec, self.run, self.owner = spec, claim.run, claim.owner
         self.replay_bytes, self.share = claim.replay_bytes, claim.share
-        self.turn("USED")
+        self.set_use("USED")
 
     @property
     def device(self) -> str:
@@ -146,7 +146,7 @@ class HeldStage:
         """Bytes of rows that are still to be kept."""
         return max(0, self.replay_bytes - (0 if self.sent is None else self.sent.n_bytes))
 
-    def promised_beside(self, other: HeldStage | None) -> int:
+    def reserved_for_others(self, other: HeldStage | None) -> int:
         """Memory that is not free for another stage, whatever the system says: for caches that will grow, and files."""
         if self.stage is None:
             return self.weight_bytes + self.cache_bytes + self.rows_to_come
@@ -206,6 +206,9 @@ class StageStore:
                 had_caches = found.use == "KEPT" and found.run == claim.run
                 found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.max_length)
                 found.claim(claim, spec)
+                self._free_kept(claim.run)
+                if instead_of not in (None, found):
+                    self.remove(instead_of)
                 return found
             self._free_kept(claim.run)
             loaded = self._loaded(spec)
@@ -305,7 +308,7 @@ class StageStore:
             if held not in self._held or held.stage is None:
                 raise StageLostError(f"{held.spec.name} has lost its stage in the ring before")
             held.owner, held.has_caches = owner, True
-            held.turn("USED")
+            held.set_use("USED")
             return held
 
     def grant(self, held: HeldStage, by_hand: int | None = None) -> CacheReport:
@@ -322,7 +325,7 @@ class StageStore:
             by_hand = self.kv_memory if by_hand is None else by_hand
             if by_hand is not None:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
-            promised = sum(one.promised_beside(held) for one in others) + held.rows_to_come
+            promised = sum(one.reserved_for_others(held) for one in others) + held.rows_to_come
             report = report_caches(held.stage, held.device, by_hand, promised)
             report = replace(report, limit_bytes=int(report.limit_bytes * held.share))
             held.cache_bytes = report.limit_bytes
@@ -344,7 +347,7 @@ class StageStore:
             if held.stage is None or is_failed:
                 self.remove(held)
             elif is_kept:
-                held.turn("KEPT")
+                held.set_use("KEPT")
             else:
                 self._free_caches(held)
 
@@ -373,6 +376,8 @@ class StageStore:
     def check_memory(self, spec: StageSpec, instead_of: HeldStage | None) -> None:
         """Raises NoMemoryError if the weights of a stage will not fit, before anything is prepared for it."""
         with self._lock:
+            if self._same(spec.key, "") is not None:
+                return
             needed = spec.weight_bytes(self._loaded(spec))
             if instead_of is None or instead_of.stage is None or instead_of.spec.key != spec.key:
                 self._check_free(spec, needed, self.available(spec.computing.device))
@@ -402,7 +407,7 @@ class StageStore:
     def _promised(self, held: HeldStage | None, device: str | None = None) -> int:
         """Free memory of a device that other stages in use will take, or must keep."""
         on = self._on(device or (held.device if held is not None else ""))
-        return sum(one.promised_beside(held) for one in on if one is not held and one.use != "UNUSED")
+        return sum(one.reserved_for_others(held) for one in on if one is not held and one.use != "UNUSED")
 
     def _unpromised(self, device: str) -> int:
         return device_free_bytes(device) - self._promised(None, device)
@@ -460,7 +465,7 @@ class StageStore:
         held.stage.caches.clear()
         held.sent = None
         held.cache_bytes = 0
-        held.turn("UNUSED")
+        held.set_use("UNUSED")
 
     def _check_free(self, spec: StageSpec, needed: int, free: int) -> None:
         if needed <= free:
