@@ -185,7 +185,9 @@ class Profiler:
             logger.warning("the measurements cannot be stored: %s", e)
 
 
-def bench_of(subject: Subject, span_s: float, progress: Callable[[str, int, int], None], cancel: Cancel) -> Bench:
+def bench_of(
+    subject: Subject, span_s: float, progress: Callable[[str, int, int], None], cancel: Cancel | None = None
+) -> Bench:
     """The bench for the blocks of a subject, in the kernels or in torch. CheckpointError if the model cannot be built."""
     if subject.computing.packing is not None:
         from mdi.placement.kernel_bench import KernelBench
