@@ -270,8 +270,9 @@ def test_a_starter_that_cannot_measure_itself_says_so(
         return profile(self, *args)
 
     monkeypatch.setattr(Profiler, "profile", fail)
-    with secondaries(1, tmp_path) as nodes, pytest.raises(CheckpointError, match="^starter cannot measure itself: one"):
+    with secondaries(1, tmp_path) as nodes, pytest.raises(CheckpointError) as e:
         run(starter_of(nodes, tiny, tmp_path))
+    assert "starter" in str(e.value) and "one block takes too much" in str(e.value)
 
 
 def test_a_node_that_could_not_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -405,8 +406,9 @@ def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pyte
 
 def test_a_node_that_is_not_there(answering: list[str]) -> None:
     gone = ClusterConfig(OWN_NODE, (NodeConfig("secondary0", "127.0.0.1", 1, 2),))
-    with pytest.raises(NodeLostError, match=r"is secondary.py running there.*doctor.py"):
+    with pytest.raises(NodeLostError) as e:
         measurement_of(gone).run()
+    assert "secondary.py" in str(e.value) and "doctor.py" in str(e.value)
 
 
 OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
@@ -417,8 +419,9 @@ OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
 )
 def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
-    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="secondary0"):
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as e:
         measurement_of(cluster_of(nodes)).run()
+    assert "secondary0" in str(e.value)
 
 
 def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,8 +473,9 @@ def test_the_default_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen_placement(None) == "even"
     assert chosen_placement("latency") == "latency"
     monkeypatch.setenv("MDI_PLACEMENT", "best")
-    with pytest.raises(UsageError, match="MDI_PLACEMENT='best': expected throughput"):
+    with pytest.raises(UsageError) as e:
         chosen_placement(None)
+    assert "MDI_PLACEMENT='best'" in str(e.value) and e.value.code == "usage"
 
 
 # The command

@@ -105,13 +105,16 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         computed(dtype="bfloat16"),
         replace(SUBJECT, with_head=True),
     ):
-        with pytest.raises(AssertionError, match="measured again"):
+        with pytest.raises(AssertionError) as e:
             profiler(tmp_path).profile(other, None)
-    with pytest.raises(AssertionError, match="measured again"):
+        assert "measured again" in str(e.value)
+    with pytest.raises(AssertionError) as e:
         profiler(tmp_path).profile(SUBJECT, None, fresh=True)
+    assert "measured again" in str(e.value)
     monkeypatch.setattr(mdi.placement.profiler, "cpu_model", lambda: "another processor")
-    with pytest.raises(AssertionError, match="measured again"):
+    with pytest.raises(AssertionError) as e:
         profiler(tmp_path).profile(SUBJECT, None)
+    assert "measured again" in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"block_s": "fast"}}', "\0"])
@@ -131,8 +134,9 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdi.placement.profiling, "device_free_bytes", lambda device: 1 << 12)
-    with pytest.raises(CheckpointError, match="kB of memory are free"):
+    with pytest.raises(CheckpointError) as e:
         profiler(tmp_path).profile(SUBJECT, None)
+    assert "memory" in str(e.value) and e.value.code == "weights"
 
 
 def test_the_disk(tmp_path: Path) -> None:
@@ -199,13 +203,13 @@ def test_a_node_that_was_told_nothing_takes_what_the_starter_names(tmp_path: Pat
         free.profiler.span_s = set_.profiler.span_s = 0.01
         client = ControlClient(entry_of(free))
         assert client.profile(replace(REQUEST, device="cpu"))["profile"]["device"] == "cpu"
-        with pytest.raises(
-            ControlError, match="secondary0 at .*: device 'cuda:99': this machine has .* CUDA devices"
-        ) as e:
+        with pytest.raises(ControlError) as e:
             client.profile(replace(REQUEST, device="cuda:99"))
+        assert "secondary0" in str(e.value) and "'cuda:99'" in str(e.value)
         assert e.value.status == 400
-        with pytest.raises(ControlError, match="'banana'") as e:
+        with pytest.raises(ControlError) as e:
             client.init(init_request(device="banana"))
+        assert "'banana'" in str(e.value)
         assert e.value.code == "usage"
         assert ControlClient(entry_of(set_)).profile(replace(REQUEST, threads=1))["threads"] == torch.get_num_threads()
         assert free.status(None)["own"] == {"device": None, "threads": None} and "cpu" in free.status(None)["devices"]

@@ -39,9 +39,9 @@ def changed(path: list[Any], value: Any) -> Any:
     [
         (["nodes"], [], "nodes: expected a list of length >= 1"),
         (["nodes"], {}, "nodes: expected a list"),
-        (["nodes", 0], 3, r"nodes\[0\]: expected an object"),
+        (["nodes", 0], 3, "nodes[0]: expected an object"),
         (["nodes", 1, "name"], "starter", "two nodes are called 'starter'"),
-        (["nodes", 1, "memory_bytes"], -1, r"nodes\[1\].memory_bytes: expected a whole number >= 0, found -1"),
+        (["nodes", 1, "memory_bytes"], -1, "nodes[1].memory_bytes: expected a whole number >= 0, found -1"),
         (["nodes", 1, "memory_bytes"], 1.5, "whole number"),
         (["nodes", 1, "memory_bytes"], True, "found True"),
         (["nodes", 1, "memory_bytes"], KeyError, "'memory_bytes' is missing"),
@@ -49,11 +49,11 @@ def changed(path: list[Any], value: Any) -> Any:
         (["nodes", 1, "n_cores"], 0, r"n_cores: expected a number > 0.0, found 0"),
         (["nodes", 1, "n_cores"], float("nan"), "found nan"),
         (["nodes", 1, "block_s"], [[4, 1.0], [1, 2.0]], "rows must rise"),
-        (["nodes", 1, "block_s"], [[0, 1.0]], r"block_s\[0\]\[0\]: expected a whole number >= 1, found 0"),
-        (["nodes", 1, "block_s"], [[1, 0]], r"block_s\[0\]\[1\]: expected a number > 0.0, found 0"),
-        (["nodes", 1, "block_s"], [1], r"block_s\[0\]: expected a list, found 1"),
+        (["nodes", 1, "block_s"], [[0, 1.0]], "block_s[0][0]: expected a whole number >= 1, found 0"),
+        (["nodes", 1, "block_s"], [[1, 0]], "block_s[0][1]: expected a number > 0.0, found 0"),
+        (["nodes", 1, "block_s"], [1], "block_s[0]: expected a list, found 1"),
         (["nodes", 1, "block_s"], "fast", "block_s: expected a list, found 'fast'"),
-        (["nodes", 1, "cached_parts"], [3], r"cached_parts\[0\]: expected a string, found 3"),
+        (["nodes", 1, "cached_parts"], [3], "cached_parts[0]: expected a string, found 3"),
         (["links", 0, "bytes_s"], 0, "bytes_s: expected a number > 0.0, found 0"),
         (["links", 0, "target"], "nobody", "no node 'nobody'"),
         (["links", 0, "round_trip_s"], "1ms", "found '1ms'"),
@@ -61,22 +61,25 @@ def changed(path: list[Any], value: Any) -> Any:
     ],
 )
 def test_nonsense_is_refused_by_name(path: list[Any], value: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words) as e:
+    with pytest.raises(UsageError) as e:
         ClusterProfile.from_json(changed(path, value), "file")
+    assert words in str(e.value)
     assert "\n" not in str(e.value)
 
 
 def test_a_node_without_any_time_is_refused() -> None:
     data = changed(["nodes", 1, "block_s"], [])
     data["nodes"][1]["read_bytes_s"] = 0
-    with pytest.raises(UsageError, match="needs block_s"):
+    with pytest.raises(UsageError) as e:
         ClusterProfile.from_json(data)
+    assert "block_s" in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "null"])
 def test_what_is_no_profile_at_all(text: str) -> None:
-    with pytest.raises(UsageError, match="here"):
+    with pytest.raises(UsageError) as e:
         read_profile(text, "here")
+    assert "here" in str(e.value)
 
 
 def test_links_that_were_not_measured_are_taken_for_the_worst_near_them() -> None:
