@@ -20,6 +20,7 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mdi.cancel import Cancel
 from mdi.config import NodeConfig
 from mdi.control import connection_workers as admission_module
 from mdi.control.body import JSON_LIMIT_BYTES
@@ -401,6 +402,13 @@ FIELDS_OF_VERSION = {
         "allow_clipping compile config config_hash device dtype fresh kv_dtype quantize quantize_head run stored_dtype "
         "threads wire_dtype",
     ),
+    7: (
+        "allow_clipping blocks compile config config_hash control_version device dtype epoch exclusive extensions hand_over "
+        "index keep_caches kv_dtype layout_version max_length model n_frames n_sequences names next_addr next_port parts "
+        "placement quantize quantize_head replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
+        "allow_clipping compile config config_hash device dtype fresh kv_dtype quantize quantize_head run stored_dtype "
+        "threads wire_dtype",
+    ),
 }
 
 
@@ -420,7 +428,7 @@ def test_a_node_of_another_version_is_told_before_anything_else(
     with pytest.raises(
         RingError, match=r"secondary0 at .* runs version 9\.9 .*protocol 1\), this machine .*install the same"
     ):
-        reach_node(client, 0.0, threading.Event())
+        reach_node(client, 0.0, Cancel())
     del node.status  # type: ignore[method-assign]
 
 
@@ -476,8 +484,8 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"blocks": [-1, 2]}, "request.blocks"),
         ({"blocks": [1, True]}, "request.blocks"),
         ({"blocks": [0, 10**12], "config": {"n_layer": 10**12}}, "n_layer"),
-        ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "parts that are named are not those of blocks"),
-        ({"blocks": [2, 4]}, "parts that are named are not those of blocks"),
+        ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "listed parts do not match blocks"),
+        ({"blocks": [2, 4]}, "listed parts do not match blocks"),
         ({"config": {}}, "a model of None blocks"),
         ({"config": {"n_layer": "5"}}, "n_layer"),
         ({"index": 0}, "request.index"),
