@@ -36,18 +36,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sleeping(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+class Sleeping(LocalRing):
+    """Its nodes only wait for the end of the ring."""
+
+    def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 
 
 def wait_stopped(pid: int) -> None:
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "spawn", sleeping)
-    monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
-    with LocalRing(3, None, 1, None, False, False) as ring:
+def test_a_child_that_was_stopped_is_lost(folder: Path) -> None:
+    with Sleeping(3, None, 1, None, False, False, stopped_s=0.2) as ring:
         ring.check()
         os.kill(ring.pids[1], signal.SIGSTOP)
         wait_stopped(ring.pids[1])
@@ -62,10 +63,8 @@ def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.Monk
     assert not list(folder.iterdir())
 
 
-def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "spawn", sleeping)
-    monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
-    with LocalRing(2, None, 1, None, False, False) as ring:
+def test_a_short_stop_is_forgotten(folder: Path) -> None:
+    with Sleeping(2, None, 1, None, False, False, stopped_s=0.2) as ring:
         for _ in range(2):
             os.kill(ring.pids[0], signal.SIGSTOP)
             wait_stopped(ring.pids[0])
@@ -76,9 +75,8 @@ def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch
             ring.check()
 
 
-def test_a_child_that_ends_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "spawn", sleeping)
-    with LocalRing(3, None, 1, None, False, False) as ring:
+def test_a_child_that_ends_is_started_again(folder: Path) -> None:
+    with Sleeping(3, None, 1, None, False, False) as ring:
         before = list(ring.children)
         ring.revive()
         assert ring.children == before

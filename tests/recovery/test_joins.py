@@ -21,8 +21,8 @@ from mdi.discovery.announcement import Announcement
 from mdi.discovery.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, UsageError
-from mdi.partition.cost import CostModel
-from mdi.partition.model import Workload
+from mdi.placement.cost import CostModel
+from mdi.placement.model import Workload
 from mdi.run.cut import MovingCut
 from mdi.run.lookout import Joins
 from mdi.run.nodes import GivenNodes
@@ -155,11 +155,13 @@ def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.Mo
     monkeypatch.setattr(mdi.run.lookout, "LOOK_S", 0.1)
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
-    with secondaries(2, tmp_path) as nodes:
+    seen: list[Run] = []
+    with secondaries(2, tmp_path, kv_memory=1 << 28) as nodes:
         gate = Gate(nodes[1].store)
 
         def look(starter: Run, n_tokens: Callable[[], int]) -> None:
             """Parts are on their way, and the first ring still generates."""
+            seen.append(starter)
             assert gate.is_reached.wait(DEADLINE_S)
             n_then = n_tokens()
             wait_for(lambda: n_tokens() > n_then + 20)
@@ -169,6 +171,9 @@ def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.Mo
         heard = {nodes[1].process: entry_of(nodes[1], name="board")}
         ids = generate(cluster_of(nodes[:1]), options, heard, look=look)
         assert {held.use for held in nodes[0].stages.listed} == {"UNUSED"}
+    assert seen[0].ring is not None
+    limits = {node.name: node.limit_bytes for node in seen[0].ring.memory.nodes if node.name != "starter"}
+    assert limits == {"secondary0": 1 << 28, "secondary1": 1 << 28}, "what the ring before had is free"
     alone = generate(standalone(), options, n_tokens=len(ids))
     assert ids == alone
 
@@ -209,6 +214,33 @@ def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
         gate.is_open.set()
         wait_for(lambda: not is_loading())
         wait_for(lambda: not later.runs.active)
+    assert ids == generate(standalone(), options, n_tokens=len(ids))
+
+
+def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path) -> None:
+    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
+    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
+    with secondaries(2, tmp_path) as nodes:
+        leaving, other = nodes
+        gate = Gate(other.store)
+        gate.is_open.set()  # for its first blocks
+
+        def look(starter: Run, n_tokens: Callable[[], int]) -> None:
+            gate.is_open.clear()
+            gate.is_reached.clear()
+            leaving.leave()
+            assert gate.is_reached.wait(DEADLINE_S)
+            n_then = n_tokens()
+            wait_for(lambda: n_tokens() > n_then + 20)
+            assert starter.loop.running is not None and starter.loop.running.number == 1
+            assert leaving.runs.is_running and not starter.trouble
+            gate.is_open.set()
+            wait_for(lambda: starter.names == ("starter", "secondary1") and starter.loop.running is not None)
+            n_then = n_tokens()
+            wait_for(lambda: n_tokens() > n_then + 20)
+            assert not leaving.runs.active
+
+        ids = generate(cluster_of(nodes), options, {}, look=look, joins=False)
     assert ids == generate(standalone(), options, n_tokens=len(ids))
 
 

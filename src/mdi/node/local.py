@@ -26,8 +26,8 @@ from mdi.errors import NodeLostError, UsageError
 from mdi.machine.neighbours import fair_threads
 
 PREFIX, LOCK = "mdi-ring-", "in-use"  # of a temporary folder, and the file in it that is locked
-END_S = 5.0  # time for the children to clean up
-STOPPED_S = 6.0  # a child that was stopped (for example by SIGSTOP) for so long is lost
+END_S = 5.0
+STOPPED_S = 6.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # between two starts of a child that ends again and again
 # Below those that systems give out by themselves: from 32768 on in Linux, from 49152 on elsewhere.
 _PORTS = range(20_000, 32_000)
@@ -49,6 +49,8 @@ class LocalRing:
         kv_memory: bytes for caches on each node.
         n_spares: nodes besides those of the ring, which replace lost ones.
         key: file of the cluster's key.
+        stopped_s: a child that was stopped (for example by SIGSTOP) for so long is lost.
+        end_s: time for the children to clean up.
     """
 
     cluster: ClusterConfig  # from `__enter__` on
@@ -65,7 +67,10 @@ class LocalRing:
         kv_memory: int | None = None,
         n_spares: int = 0,
         key: Path | None = None,
+        stopped_s: float = STOPPED_S,
+        end_s: float = END_S,
     ) -> None:
+        self._stopped_s, self._end_s = stopped_s, end_s
         if n_nodes < 1:
             raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
         if n_spares < 0:
@@ -112,13 +117,13 @@ class LocalRing:
                 child.stdin.close()
             with contextlib.suppress(OSError):
                 child.kill() if _is_stopped(child.pid) else child.terminate()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + self._end_s
         for child in self.children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:  # stuck in a driver
                 child.kill()
-                child.wait(END_S)
+                child.wait(self._end_s)
         if self._folder is not None:
             self._folder.close()
 
@@ -146,9 +151,11 @@ class LocalRing:
                 raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
             if not _is_stopped(child.pid):
                 self._stopped_since.pop(child.pid, None)
-            elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > STOPPED_S:
+            elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > self._stopped_s:
                 self._reported.add(child.pid)
-                raise NodeLostError(node.name, f"{node.name} (process {child.pid}) was stopped {STOPPED_S:.0f} s ago")
+                raise NodeLostError(
+                    node.name, f"{node.name} (process {child.pid}) was stopped {self._stopped_s:.0f} s ago"
+                )
 
     def revive(self) -> None:
         """Start children again that have ended: at once, but one that ends again and again after longer and longer pauses."""

@@ -26,7 +26,6 @@ from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.kernels import library
 from mdi.machine.device import devices, load_kernels
-from mdi.measure.profiler import Profiler
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.link import STUCK, STUCK_S
@@ -39,6 +38,7 @@ from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.worker import RingWorker
+from mdi.placement.profiler import Profiler
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.security.keys import KeyFile
 from mdi.spec.options import ANYTHING, Requested

@@ -27,11 +27,11 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.machine.neighbours import host_of
-from mdi.measure.model_shape import model_shape
-from mdi.measure.planning import profile_request
 from mdi.metrics import NodeMetrics, RunMetrics
-from mdi.partition.model import Workload
-from mdi.partition.profile import NodeProfile
+from mdi.placement.model import Workload
+from mdi.placement.model_shape import model_shape
+from mdi.placement.planning import profile_request
+from mdi.placement.profile import NodeProfile
 from mdi.run.choice import Choice, model_of
 from mdi.run.cut import MovingCut
 from mdi.run.ending import dismiss
