@@ -290,7 +290,9 @@ class Run(StatusOnly):
         former = self._former
         try:
             if former is not None and former.is_known and self.run_trace is not None:
-                self.run_trace.read_clocks(self.clients)  # meanwhile the last frame, which only frees caches, goes round
+                self.run_trace.read_clocks(
+                    self.clients
+                )  # meanwhile the last frame, which only frees caches, goes round
             self._cancel.cancel()
             if self._lookout is not None:
                 self._lookout.join()
