@@ -48,12 +48,12 @@ def wait_stopped(pid: int) -> None:
 
 
 def test_a_child_that_was_stopped_is_lost(folder: Path) -> None:
-    with Sleeping(3, None, 1, None, False, False, stopped_s=0.2) as ring:
+    with Sleeping(3, None, 1, None, False, False, stopped_s=0.1) as ring:
         ring.check()
         os.kill(ring.pids[1], signal.SIGSTOP)
         wait_stopped(ring.pids[1])
         ring.check()
-        threading.Event().wait(0.5)
+        threading.Event().wait(0.2)
         with pytest.raises(NodeLostError) as caught:
             ring.check()
         assert caught.value.node == "secondary1"
@@ -64,14 +64,14 @@ def test_a_child_that_was_stopped_is_lost(folder: Path) -> None:
 
 
 def test_a_short_stop_is_forgotten(folder: Path) -> None:
-    with Sleeping(2, None, 1, None, False, False, stopped_s=0.2) as ring:
+    with Sleeping(2, None, 1, None, False, False, stopped_s=0.1) as ring:
         for _ in range(2):
             os.kill(ring.pids[0], signal.SIGSTOP)
             wait_stopped(ring.pids[0])
             ring.check()
             os.kill(ring.pids[0], signal.SIGCONT)
             until(lambda: psutil.Process(ring.pids[0]).status() != psutil.STATUS_STOPPED)
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.2)
             ring.check()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
-from loopback import CPU, stages_of
+from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.stage import Stage, StarterStage
 from tolerance import assert_alike
@@ -81,11 +81,14 @@ def test_every_norm_weight_matters(family: str) -> None:
     expected = gpt(torch.tensor([text]))[0]
     norms = [name for name, t in gpt.state_dict().items() if t.dim() == 1 and name.endswith("weight")]
     assert norms
+    stages = stages_of(gpt, (2,))
+    assert_alike(run_staggered(stages, [text], seed=9)[0], expected, gpt.config)
     for name in norms:
         weight = gpt.state_dict()[name]
         kept = weight.clone()
         weight.fill_(1.0)
-        found = run_staggered(stages_of(gpt, (2,)), [text], seed=9)[0]
+        load_from(gpt, stages)
+        found = run_staggered(stages, [text], seed=9)[0]
         weight.copy_(kept)
         assert (found - expected).abs().max() > 1e-3, name
 

@@ -1,4 +1,4 @@
-"""The requests of a starter and the answers of a node as JSON, checked field by field. Stdlib only."""
+"""The requests of a starter and the answers of a node as JSON, checked field by field."""
 
 from __future__ import annotations
 
