@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from mdi.errors import PlacementError, UsageError
-from mdi.partition.cost import CostModel
-from mdi.partition.greedy import filled, left_over, ranked
-from mdi.partition.placement import Placement, check_fits, describe
+from mdi.placement.cost import CostModel
+from mdi.placement.methods import filled, left_over, ranked
+from mdi.placement.placement import Placement, check_fits, describe
 from mdi.units import size
 
 Matrix = tuple[tuple[float, ...], ...]

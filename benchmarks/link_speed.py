@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 
-from mdi.partition.sum_cost import LinkSpeed
+from mdi.placement.cost import LinkSpeed
 from mdi.tensor.joining import open_windows
 from mdi.tensor.mesh import Mesh
 

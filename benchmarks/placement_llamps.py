@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "partition")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "placement")]
 
 from llamps import FITS, TABLE, Fit, Row  # noqa: E402
 
 from leftovers import gma_scores, opa_scores  # noqa: E402
-from mdi.partition.greedy import filled, ranked  # noqa: E402
+from mdi.placement.methods import filled, ranked  # noqa: E402
 
 
 def placed(row: Row, fit: Fit, method: str) -> str:

@@ -48,9 +48,9 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.checkpoint.packing import Packing
-    from mdi.measure.random_weights import random_weights
     from mdi.metrics import peak_rss_bytes
     from mdi.model.stage import Stage
+    from mdi.placement.random_weights import random_weights
     from mdi.slices import Slice
     from mdi.stages.kernel_stage import KernelStage, Resident
 
@@ -110,8 +110,8 @@ def speeds(width: int, fmt: str) -> Any:
 
     from mdi.checkpoint.packing import Packing
     from mdi.machine.computing import Computing
-    from mdi.measure.profiler import bench_of
-    from mdi.measure.profiling import SPAN_S, Subject
+    from mdi.placement.profiler import bench_of
+    from mdi.placement.profiling import SPAN_S, Subject
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -123,10 +123,10 @@ def speeds(width: int, fmt: str) -> Any:
 def predicted(
     width: int, n_blocks: int, fmt: str, process_bytes: int, measured: dict[str, Any]
 ) -> tuple[int, int, float]:
-    from mdi.measure.model_shape import model_shape
-    from mdi.partition.cost import CostModel
-    from mdi.partition.model import Workload
-    from mdi.partition.profile import ClusterProfile, NodeProfile
+    from mdi.placement.cost import CostModel
+    from mdi.placement.model import Workload
+    from mdi.placement.model_shape import model_shape
+    from mdi.placement.profile import ClusterProfile, NodeProfile
 
     block_s = tuple((rows, seconds) for rows, seconds in measured["block_s"])
     nodes = tuple(
@@ -164,7 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(int(args.child[0]), int(args.child[1]), args.child[2])
-    from mdi.measure.model_shape import model_shape
+    from mdi.placement.model_shape import model_shape
 
     rows = []
     print("| width | blocks | format | memory MB | predicted | error | stage ms | predicted | error |")

@@ -97,8 +97,8 @@ def child_profile(ckpt: Path, with_head: bool) -> None:
     from mdi.checkpoint.shapes import read_config
     from mdi.machine.computing import choose_computing
     from mdi.machine.threads import choose_threads
-    from mdi.measure.profiler import bench_of
-    from mdi.measure.profiling import Subject
+    from mdi.placement.profiler import bench_of
+    from mdi.placement.profiling import Subject
     from mdi.spec.options import Requested
 
     choose_threads(1)
@@ -279,7 +279,7 @@ def _medians(results: list[Any]) -> dict[str, Any]:
 
 
 def cluster_profile(measured: list[dict[str, Any]], shares: list[float], config_hash: str, process_bytes: int) -> Any:
-    from mdi.partition.profile import ClusterProfile
+    from mdi.placement.profile import ClusterProfile
 
     names = ["starter", *(f"secondary{i}" for i in range(len(measured) - 1))]
     nodes = [
@@ -305,7 +305,7 @@ def splits(n_layer: int, n_nodes: int) -> Iterator[tuple[int, ...]]:
 
 def compare(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, Any]:
     """Every split once, then the best and the placements in turns."""
-    from mdi.partition.methods import place
+    from mdi.placement.methods import place
 
     n_layer, n_nodes = cost.n_layer, cost.n_nodes
     tried: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
@@ -357,9 +357,9 @@ def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
     """GMA, OPA and ours for several numbers of clients, where each node's memory holds half of the blocks."""
     from dataclasses import replace
 
-    from mdi.partition.cost import CostModel
-    from mdi.partition.methods import place
-    from mdi.partition.model import Workload
+    from mdi.placement.cost import CostModel
+    from mdi.placement.methods import place
+    from mdi.placement.model import Workload
 
     half = cost.n_layer // 2
     rows = []
@@ -424,10 +424,10 @@ def main() -> None:
 
 def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) -> dict[str, Any]:
     from mdi.checkpoint.shapes import read_config
-    from mdi.measure.model_shape import model_shape
-    from mdi.partition.cost import CostModel
-    from mdi.partition.methods import place
-    from mdi.partition.model import Workload
+    from mdi.placement.cost import CostModel
+    from mdi.placement.methods import place
+    from mdi.placement.model import Workload
+    from mdi.placement.model_shape import model_shape
 
     measured = cluster.measure()
     shape = model_shape(read_config(ckpt / "model_config.yaml"), "float32")

@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from mdi.partition import throughput  # noqa: E402
-from mdi.partition.cost import CostModel  # noqa: E402
-from mdi.partition.methods import place  # noqa: E402
-from mdi.partition.model import BlockShape, ModelShape, Workload  # noqa: E402
-from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile  # noqa: E402
+from mdi.placement import search  # noqa: E402
+from mdi.placement.cost import CostModel  # noqa: E402
+from mdi.placement.methods import place  # noqa: E402
+from mdi.placement.model import BlockShape, ModelShape, Workload  # noqa: E402
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile  # noqa: E402
 
 GB = 10**9
 
@@ -75,10 +75,10 @@ def main() -> None:
     ratios = []
     for seed in range(60):
         cost = cluster(8, 48, (1, 4, 16, 40)[seed % 4], float(seed % 3 > 0), False, seed)
-        exact = throughput.fastest(cost)
-        throughput.EXACT_NODES = 0
-        guess = throughput.fastest(CostModel(cost.profile, cost.shape, cost.workload))
-        throughput.EXACT_NODES = 8
+        exact = search.fastest(cost)
+        search.EXACT_NODES = 0
+        guess = search.fastest(CostModel(cost.profile, cost.shape, cost.workload))
+        search.EXACT_NODES = 8
         if exact is not None and guess is not None:
             ratios.append(guess.round_s / exact.round_s)
     print(f"\nguess against exact search, {len(ratios)} clusters of eight: {sum(r < 1 + 1e-6 for r in ratios)} equal, "

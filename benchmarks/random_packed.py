@@ -17,7 +17,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32
-from mdi.measure.random_weights import random_weights
+from mdi.placement.random_weights import random_weights
 from mdi.weight_formats import EMBEDDING, ROUNDED
 
 SCALE = np.float32(0.02)  # of a weight

@@ -32,7 +32,7 @@ from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
-from mdi.measure.random_weights import random_weights  # noqa: E402
+from mdi.placement.random_weights import random_weights  # noqa: E402
 from mdi.slices import Slice  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.weight_formats import LAYOUTS  # noqa: E402

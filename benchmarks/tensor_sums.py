@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import numpy as np
 
 from link_speed import agree_on_speed  # noqa: E402
-from mdi.partition.sum_cost import ALGORITHMS, DEFAULT, seconds
+from mdi.placement.cost import seconds
+from mdi.spec.options import DEFAULT_SUM, SUMS
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import Numbers
@@ -77,7 +78,7 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
     found = []
     for n_bytes in args.bytes:
         x = np.ones((1, n_bytes // 4), dtype=np.float32)
-        for algorithm in ALGORITHMS:
+        for algorithm in SUMS:
             group = AllReduce(mesh, algorithm, Numbers(args.reduce_dtype))
             turns = max(10, min(args.turns, int(2.0 / max(seconds(algorithm, mesh.size, n_bytes, speed), 1e-6))))
             times = []
@@ -91,7 +92,7 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
                 "median_us": round(1e6 * float(np.median(times)), 1), "mean_us": round(1e6 * float(np.mean(times)), 1),
                 "p90_us": round(1e6 * float(np.quantile(times, 0.9)), 1), "turns": turns,
                 "expected_us": round(1e6 * seconds(algorithm, mesh.size, n_bytes, speed), 1),
-                "chosen": algorithm == DEFAULT,
+                "chosen": algorithm == DEFAULT_SUM,
                 "measured_delay_us": round(1e6 * speed.delay_s, 1),
                 "measured_mb_s": round(speed.bytes_s / 1e6, 1),
             })  # fmt: skip

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from mdi.partition.cost import CostModel
-from mdi.partition.model import BlockShape, ModelShape, Workload
-from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.placement.cost import CostModel
+from mdi.placement.model import BlockShape, ModelShape, Workload
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 
 MB = 1_000_000
 

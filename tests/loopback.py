@@ -43,12 +43,17 @@ def stages_of(
     bounds = (0, *cuts, config.n_layer)
     stages: list[Stage] = [StarterStage(config, bounds[1])]
     stages += [Stage(config, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
+    load_from(gpt, stages)
+    for stage in stages:
+        stage.prepare(max_length, CPU, kv_dtype)
+    return stages
+
+
+def load_from(gpt: GPT, stages: list[Stage]) -> None:
     weights = gpt.state_dict()
     for stage in stages:
         wanted = stage.state_dict().keys()
         stage.load(["all"], lambda _, wanted=wanted: {k: weights[k] for k in wanted}, CPU, torch.float32)
-        stage.prepare(max_length, CPU, kv_dtype)
-    return stages
 
 
 def even_cuts(n_layer: int, n_nodes: int) -> tuple[int, ...]:

@@ -103,9 +103,8 @@ def test_caches_hold_what_they_are_told_to(dtype: torch.dtype) -> None:
     assert caches.n_bytes == sum(c.page_bytes for c in caches.classes)
 
 
-def test_memory_of_a_gpu_is_given_back_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "SLAB_BYTES", 3 * 4096)
-    pool = DevicePages(4096, 10, torch.float32, CPU)
+def test_memory_of_a_gpu_is_given_back_when_nobody_uses_it() -> None:
+    pool = DevicePages(4096, 10, torch.float32, CPU, slab_bytes=3 * 4096)
     taken = [pool.take() for _ in range(4)]
     assert [slab.shape for slab in pool.slabs] == [(3, 1024)] * 2
     pool.release(taken[1:])

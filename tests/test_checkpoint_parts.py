@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from families import FAMILIES, config_of
+from mdi.block_ranges import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
@@ -31,7 +32,6 @@ from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
-from mdi.partition.split import default_split, head_cost_blocks, parse_layers, ranges, split_layers
 from mdi.whole_files import replacing
 
 
@@ -51,8 +51,9 @@ def test_part_of(tensor: str, part: str) -> None:
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.h.x.y", "transformer.h.01.y", ""])
 def test_part_of_a_strange_name(name: str) -> None:
-    with pytest.raises(CheckpointError, match="is not the name of a tensor"):
+    with pytest.raises(CheckpointError) as e:
         part_of(name)
+    assert str(e.value).startswith(name)
 
 
 def test_stage_parts() -> None:
@@ -141,8 +142,9 @@ def test_tensors_become_arrays_and_back(tensor: torch.Tensor) -> None:
 
 
 def test_a_type_that_no_file_holds() -> None:
-    with pytest.raises(CheckpointError, match="complex64"):
+    with pytest.raises(CheckpointError) as e:
         spec_of(torch.zeros(2, dtype=torch.complex64))
+    assert "complex64" in str(e.value)
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
@@ -154,8 +156,9 @@ def test_a_file_that_fails_leaves_what_was_there(tmp_path: Path, error: type[Bas
         raise error
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    with pytest.raises(CheckpointError, match="cannot write"), replacing(tmp_path / "no" / "x"):
+    with pytest.raises(CheckpointError) as e, replacing(tmp_path / "no" / "x"):
         pass
+    assert str(tmp_path / "no" / "x") in str(e.value)
 
 
 @given(st.binary(max_size=200))
@@ -185,8 +188,9 @@ def test_damaged_headers(tmp_path: Path, entries: Any) -> None:
     text = json.dumps(entries).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
-    with pytest.raises(CheckpointError, match="a.safetensors"):
+    with pytest.raises(CheckpointError) as e:
         read_header(path)
+    assert "a.safetensors" in str(e.value)
 
 
 # -- manifests
@@ -233,18 +237,21 @@ def test_a_manifest_there_and_back() -> None:
 )
 def test_a_wrong_field_of_a_manifest_is_named(field: str, value: Any) -> None:
     data = json.loads(_manifest().to_json())
-    with pytest.raises(CheckpointError, match="manifest") as caught:
+    with pytest.raises(CheckpointError) as caught:
         Manifest.from_json(json.dumps({**data, field: value}))
+    assert "manifest" in str(caught.value)
     assert field in str(caught.value) or field in ("node", "parts")
     del data[field]
-    with pytest.raises(CheckpointError, match=field):
+    with pytest.raises(CheckpointError) as e:
         Manifest.from_json(json.dumps(data))
+    assert field in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "3", "null", "[" * 100_000])
 def test_no_manifest(text: str) -> None:
-    with pytest.raises(CheckpointError, match="manifest"):
+    with pytest.raises(CheckpointError) as e:
         Manifest.from_json(text)
+    assert "manifest" in str(e.value)
 
 
 def test_config_hash() -> None:
@@ -293,10 +300,12 @@ def test_splits(n_layer: int, n_nodes: int, cost: float, expected: tuple[int, ..
 
 @pytest.mark.parametrize("n_nodes", [0, -1, 7])
 def test_what_cannot_be_split(n_nodes: int) -> None:
-    with pytest.raises(SplitError, match=rf"5 blocks.*1 to 6.*{n_nodes}"):
+    with pytest.raises(SplitError) as e:
         split_layers(5, n_nodes)
-    with pytest.raises(SplitError, match=rf"5 blocks.*1 to 6.*{n_nodes}"):
+    assert "5 blocks" in str(e.value) and "1 to 6" in str(e.value) and str(n_nodes) in str(e.value)
+    with pytest.raises(SplitError) as e:
         parse_layers("1,1,1", 5, n_nodes)
+    assert "5 blocks" in str(e.value) and "1 to 6" in str(e.value) and str(n_nodes) in str(e.value)
 
 
 def test_layers_by_hand() -> None:
@@ -310,8 +319,9 @@ def test_layers_by_hand() -> None:
         ("4;9", 2, "such as 4,9,9"),
         ("", 1, "such as 4,9,9"),
     ]:
-        with pytest.raises(SplitError, match=reason):
+        with pytest.raises(SplitError) as e:
             parse_layers(text, 22, n_nodes)
+        assert reason in str(e.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

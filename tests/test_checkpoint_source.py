@@ -9,7 +9,6 @@ import random
 import shutil
 import struct
 import zipfile
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,8 +51,9 @@ def test_a_checkpoint(tmp_path: Path, safetensors: bool) -> None:
         seen.update(tensors)
     assert seen.keys() == state.keys()
     assert all(torch.equal(seen[name], state[name]) for name in state)
-    with pytest.raises(CheckpointError, match=r"block.5"):
+    with pytest.raises(CheckpointError) as e:
         source.tensors("block.5")
+    assert "block.5" in str(e.value)
     source.close()
 
 
@@ -218,21 +218,22 @@ def _reshape(state: State) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        (_reshape, r"transformer.h.2.norm_1.weight has the shape \[7\], expected \[48\]"),
-        (lambda s: s.pop("transformer.h.4.attn.proj.weight"), "lacks the tensor transformer.h.4.attn.proj.weight"),
-        (lambda s: s.update({"transformer.h.5.norm_1.weight": torch.ones(48)}), "holds the tensor transformer.h.5"),
+        (_reshape, "transformer.h.2.norm_1.weight has the shape [7], expected [48]"),
+        (lambda s: s.pop("transformer.h.4.attn.proj.weight"), "transformer.h.4.attn.proj.weight"),
+        (lambda s: s.update({"transformer.h.5.norm_1.weight": torch.ones(48)}), "transformer.h.5"),
         (lambda s: s.update({"strange": torch.ones(1)}), "strange"),
-        (lambda s: s.update({"step": 3}), "'step' is not a plain tensor but a int"),
-        (lambda s: s.clear(), "no state dict"),
+        (lambda s: s.update({"step": 3}), "'step'"),
+        (lambda s: s.clear(), "lit_model.pth"),
     ],
 )
-def test_a_checkpoint_of_another_shape(lit: tuple[Path, State], change: Any, message: str) -> None:
+def test_a_checkpoint_of_another_shape(lit: tuple[Path, State], change: Any, name: str) -> None:
     path, _ = lit
     _change(path, change)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as e:
         LitCheckpoint(path)
+    assert name in str(e.value)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 1000, -5000, -10])
@@ -242,8 +243,9 @@ def test_a_checkpoint_cut_short(tmp_path: Path, keep: int, name: str) -> None:
     path = write_lit(tmp_path / "m", config, state, safetensors=name.endswith("safetensors"))
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:keep])
-    with pytest.raises(CheckpointError, match=f"{name}.*(cut short|damaged)") as caught:
+    with pytest.raises(CheckpointError) as caught:
         LitCheckpoint(path)
+    assert name in str(caught.value) and caught.value.code == "weights"
     assert "\n" not in str(caught.value)
 
 
@@ -287,8 +289,12 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path: Path, is_nested: bool)
     for name, where in entries.items():
         for place in {where[0], where[len(where) // 2], where[-1]}:
             _flip(weights, place)
-            with pytest.raises(CheckpointError, match="lit_model.pth") if name not in unread else nullcontext():
+            if name in unread:
                 _read_all(path)
+            else:
+                with pytest.raises(CheckpointError) as e:
+                    _read_all(path)
+                assert "lit_model.pth" in str(e.value)
             _flip(weights, place)
     assert all(torch.equal(tensor, state[name]) for name, tensor in _read_all(path).items())
 
@@ -355,41 +361,47 @@ def test_code_in_a_checkpoint_is_not_run(lit: tuple[Path, State], tmp_path: Path
         torch.save(evil, path / "lit_model.pth")
     else:
         (path / "lit_model.pth").write_bytes(pickle.dumps({"a": _Evil(witness)}))
-    with pytest.raises(CheckpointError, match="refused"):
+    with pytest.raises(CheckpointError) as e:
         LitCheckpoint(path)
+    assert "lit_model.pth" in str(e.value) and e.value.code == "weights"
     assert not witness.exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "name"),
     [
-        ("", "expected the settings of a model"),
-        ("a: [", "cannot read"),
+        ("", "model_config.yaml"),
+        ("a: [", "model_config.yaml"),
         ("no_such_setting: 3", "no_such_setting"),
-        ("n_layer: many", "n_layer: expected a number"),
-        ("n_layer: 0", "n_layer: expected at least one"),
-        ("norm_eps: 1e-5", "norm_eps: expected a number"),  # YAML reads that as a string
-        ("n_embd: 31", "describes no model"),
-        ("mlp_class_name: Nothing", "describes no model"),
+        ("n_layer: many", "n_layer: "),
+        ("n_layer: 0", "n_layer: "),
+        ("norm_eps: 1e-5", "norm_eps: "),  # YAML reads that as a string
+        ("n_embd: 31", "model_config.yaml"),
+        ("mlp_class_name: Nothing", "model"),
     ],
 )
-def test_a_config_that_makes_no_model(lit: tuple[Path, State], text: str, message: str) -> None:
+def test_a_config_that_makes_no_model(lit: tuple[Path, State], text: str, name: str) -> None:
     path, _ = lit
     (path / "model_config.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as e:
         LitCheckpoint(path)
+    assert name in str(e.value)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"nearest that exists is {tmp_path}\\)"):
+    with pytest.raises(CheckpointError) as e:
         open_source(tmp_path / "no" / "where" / "model_starter.safetensors")
-    with pytest.raises(CheckpointError, match="nearest that exists"):
+    assert f"{tmp_path})" in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         LitCheckpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="has neither"):
+    assert str(tmp_path) in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         open_source(tmp_path)
+    assert str(tmp_path) in str(e.value)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=f"convert it with: prepare_model.py {tmp_path}"):
+    with pytest.raises(CheckpointError) as e:
         open_source(tmp_path)
+    assert f"prepare_model.py {tmp_path}" in str(e.value)
 
 
 # -- chunks that are not good
@@ -408,18 +420,21 @@ def test_a_pth_name_finds_the_safetensors(chunk: Path) -> None:
 def test_an_old_pth_chunk_is_refused_unread(chunk: Path) -> None:
     old = chunk.parent / "model_secondary9.pth"
     old.write_bytes(b"whatever")
-    with pytest.raises(CheckpointError, match=rf"make it with: prepare_model.py {chunk.parents[2]} --n-nodes 3"):
+    with pytest.raises(CheckpointError) as e:
         open_source(old)
+    assert f"prepare_model.py {chunk.parents[2]} --n-nodes 3" in str(e.value)
 
 
 def test_a_chunk_without_manifest(chunk: Path) -> None:
     save_file(load_file(chunk), chunk)
-    with pytest.raises(CheckpointError, match=r"no manifest; make it with: prepare_model.py .* --n-nodes 3"):
+    with pytest.raises(CheckpointError) as e:
         open_source(chunk)
+    assert "manifest" in str(e.value) and "--n-nodes 3" in str(e.value)
     copied = chunk.parents[3] / "alone.safetensors"
     shutil.copy(chunk, copied)
-    with pytest.raises(CheckpointError, match="prepare_model.py MODEL --n-nodes N"):
+    with pytest.raises(CheckpointError) as e:
         open_source(copied)
+    assert "prepare_model.py MODEL --n-nodes N" in str(e.value)
 
 
 def _rewrite(chunk: Path, tensors: State) -> None:
@@ -429,21 +444,24 @@ def _rewrite(chunk: Path, tensors: State) -> None:
 def test_a_chunk_numbered_from_zero(chunk: Path) -> None:
     tensors = {name.replace(".h.3.", ".h.0.").replace(".h.4.", ".h.1."): t for name, t in load_file(chunk).items()}
     _rewrite(chunk, tensors)
-    with pytest.raises(CheckpointError, match=r"numbers its blocks from 0.*blocks 3-4.*prepare_model.py"):
+    with pytest.raises(CheckpointError) as e:
         open_source(chunk)
+    assert "blocks 3-4" in str(e.value) and "prepare_model.py" in str(e.value)
 
 
 def test_a_chunk_that_is_not_what_it_says(chunk: Path) -> None:
     good = load_file(chunk)
     _rewrite(chunk, {name: t for name, t in good.items() if name != "transformer.h.3.norm_1.weight"})
-    with pytest.raises(CheckpointError, match="lacks the tensor transformer.h.3.norm_1.weight"):
+    with pytest.raises(CheckpointError) as e:
         open_source(chunk)
+    assert "transformer.h.3.norm_1.weight" in str(e.value)
 
 
 def test_a_chunk_of_another_dtype_than_it_says(chunk: Path) -> None:
     _rewrite(chunk, {name: tensor.half() for name, tensor in load_file(chunk).items()})
-    with pytest.raises(CheckpointError, match="expected .* by its manifest"):
+    with pytest.raises(CheckpointError) as e:
         open_source(chunk)
+    assert "manifest" in str(e.value)
 
 
 def test_a_flipped_bit_is_found(chunk: Path) -> None:
@@ -453,15 +471,17 @@ def test_a_flipped_bit_is_found(chunk: Path) -> None:
     source = open_source(chunk)
     assert isinstance(source, ChunkFile)
     source.verify_part("block.3")
-    with pytest.raises(CheckpointError, match="block.4 is damaged: sha256"):
+    with pytest.raises(CheckpointError) as e:
         source.verify_part("block.4")
+    assert "block.4" in str(e.value) and "sha256" in str(e.value)
 
 
 @pytest.mark.parametrize("change", [lambda d: d[:-1], lambda d: d + b"x", lambda d: d[:50], lambda d: b""])
 def test_a_chunk_of_another_length(chunk: Path, change: Any) -> None:
     chunk.write_bytes(change(chunk.read_bytes()))
-    with pytest.raises(CheckpointError, match="cut short|longer"):
+    with pytest.raises(CheckpointError) as e:
         open_source(chunk)
+    assert chunk.name in str(e.value)
 
 
 # -- disks
@@ -470,8 +490,9 @@ def test_a_chunk_of_another_length(chunk: Path, change: Any) -> None:
 def test_a_disk_that_is_too_small(lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = lit
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"needs .* only .* are free"):
+    with pytest.raises(CheckpointError) as e:
         write_chunks(LitCheckpoint(path), path, (2, 3))
+    assert e.value.code == "disk"
     assert not (path / "chunks").exists()
 
 

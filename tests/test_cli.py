@@ -591,8 +591,9 @@ def test_a_terminal_that_cannot_show_everything(
 
 
 def test_chunk_and_checkpoint_exclude_each_other(checkpoint: Path) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as e:
         launch("secondary", ["--chunk", "a", "--ckpt", str(checkpoint)])
+    assert e.value.code == 2
 
 
 # Secondaries
@@ -637,8 +638,9 @@ def test_local_ring_flags(failure: Failure, checkpoint: Path, flags: list[str], 
 
 
 def test_a_local_ring_keeps_no_weights_that_were_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as e:
         launch("local-ring", ["--cache-dir", "x"])
+    assert e.value.code == 2
     assert "unrecognized arguments: --cache-dir" in capsys.readouterr().err
 
 
@@ -665,24 +667,28 @@ def test_console_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(command in shown for command in COMMANDS)
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as e:
         main(["dance"])
+    assert e.value.code == 2
     capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as e:
         main(["strater"])
+    assert e.value.code == 2
     told = capsys.readouterr().err
     assert "mdi starter" in told and told.count("\n") == 1 and len(told) < 200, "not the list of all commands"
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit) as e:
         main(["starter", "--version"])
+    assert e.value.code == 0
     assert mdi.__version__ in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit) as e:
         launch(command, ["--help"])
+    assert e.value.code == 0
     shown = capsys.readouterr().out
     assert "example" in shown and "--debug" in shown and len(shown) > 500
 

@@ -12,7 +12,7 @@ import yaml
 from families import config_of
 from mdi.cli import launch
 from mdi.errors import UsageError
-from mdi.partition.example import boards
+from mdi.placement.profile import boards
 from tiny_checkpoint import write_checkpoint
 
 
@@ -87,7 +87,9 @@ def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixtu
 def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
     monkeypatch.setattr("mdi.machine.threads.choose_threads", lambda *args: used.append(args))
-    monkeypatch.setattr("mdi.measure.planning.measure_live", lambda cluster, *args: used.append(cluster.starter.device))
+    monkeypatch.setattr(
+        "mdi.placement.planning.measure_live", lambda cluster, *args: used.append(cluster.starter.device)
+    )
 
     def enough(*args: Any) -> Any:
         raise UsageError("enough")

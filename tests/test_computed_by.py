@@ -17,14 +17,12 @@ from mdi.control.messages import ProfileRequest
 from mdi.errors import PlacementError
 from mdi.kernels import library
 from mdi.machine.computing import choose_computing
-from mdi.measure.computed_by import with_paths
-from mdi.measure.model_shape import model_shape
-from mdi.measure.profiler import Profiler
-from mdi.measure.profiling import Speeds
-from mdi.partition.model import Workload
-from mdi.partition.plan import plan
-from mdi.partition.plan_table import format_plan
-from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.placement.model import Workload
+from mdi.placement.model_shape import model_shape, with_paths
+from mdi.placement.plan import format_plan, plan
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.placement.profiler import Profiler
+from mdi.placement.profiling import Speeds
 from mdi.run.choice import planned_ring
 from mdi.spec.options import Requested, StarterOptions
 from secondaries import entry_of, secondary

@@ -91,7 +91,7 @@ class FakeNode:
                 self.broken_off.put(len(data))
         self.parts[sha256] = self.parts.get(sha256, b"")[:offset] + data
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         self._note("stop", run, leave)
 
 
@@ -402,6 +402,7 @@ FIELDS_OF_VERSION = {
         "threads wire_dtype",
     ),
 }
+FIELDS_OF_VERSION[7] = FIELDS_OF_VERSION[6]  # what is new are an extension and the ring of /stop
 
 
 def test_other_fields_are_another_version() -> None:
@@ -476,8 +477,8 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"blocks": [-1, 2]}, "request.blocks"),
         ({"blocks": [1, True]}, "request.blocks"),
         ({"blocks": [0, 10**12], "config": {"n_layer": 10**12}}, "n_layer"),
-        ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "parts that are named are not those of blocks"),
-        ({"blocks": [2, 4]}, "parts that are named are not those of blocks"),
+        ({"blocks": [0, 1000], "config": {"n_layer": 1000}}, "the listed parts do not match blocks"),
+        ({"blocks": [2, 4]}, "the listed parts do not match blocks"),
         ({"config": {}}, "a model of None blocks"),
         ({"config": {"n_layer": "5"}}, "n_layer"),
         ({"index": 0}, "request.index"),

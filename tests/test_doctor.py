@@ -275,7 +275,7 @@ def test_what_a_node_says_of_itself() -> None:
     assert report_of() == []
     for words, changes in (
         ("version", {"version": "1.0"}),
-        ("control protocol 7", {"control_version": 7}),
+        (f"control protocol {CONTROL_VERSION + 1}", {"control_version": CONTROL_VERSION + 1}),
         ("no kernels", {"arithmetic": "torch"}),
         ("another run", {"state": "LOADING"}),
         ("compiles its kernels", {"state": "COMPILING", "arithmetic": None, "kernels": "compiling"}),

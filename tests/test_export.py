@@ -61,13 +61,15 @@ def test_a_model_that_transformers_does_not_have(tmp_path: Path) -> None:
     directory, _ = tiny_lit(tmp_path / "lit")
     config = yaml.safe_load((directory / "model_config.yaml").read_text())
     for change in ({"norm_qk": True, "post_mlp_norm": True}, {"scale_embeddings": True}, {"bias": True}):
-        with pytest.raises(CheckpointError, match="no such settings"):
+        with pytest.raises(CheckpointError) as e:
             hf_config({**LitCheckpoint(directory).config_dict, **change})
+        assert any(key in str(e.value) for key in change)
     assert config["name"]
 
 
 def test_a_gemma_whose_head_was_trained_apart(tmp_path: Path) -> None:
     source = LitCheckpoint(tiny_lit(tmp_path / "lit", "Gemma-2b")[0])
-    with pytest.raises(CheckpointError, match="differ"):
+    with pytest.raises(CheckpointError) as e:
         export_hf(source, source.path, tmp_path / "out")
+    assert "head" in str(e.value)
     assert not (tmp_path / "out").exists()

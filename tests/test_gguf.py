@@ -138,8 +138,9 @@ def test_a_model_that_is_split_into_files(tmp_path: Path) -> None:
     for name in whole.specs:
         assert np.array_equal(source.array(name), whole.array(name))
     (tmp_path / "m-00002-of-00002.gguf").unlink()
-    with pytest.raises(CheckpointError, match="m-00002-of-00002"):
+    with pytest.raises(CheckpointError) as e:
         GgufSource(tmp_path / "m-00001-of-00002.gguf")
+    assert "m-00002-of-00002" in str(e.value)
 
 
 @pytest.mark.parametrize("original", [4096, 8192])
@@ -275,5 +276,6 @@ def test_fields_that_are_lists_are_one_line_or_nothing(tmp_path: Path, field: st
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     config, state = tiny_state("Llama-3.1-8B")
     path = write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, changes={"general.architecture": "mamba"})
-    with pytest.raises(CheckpointError, match="'mamba'"):
+    with pytest.raises(CheckpointError) as e:
         GgufSource(path)
+    assert "'mamba'" in str(e.value)

@@ -57,8 +57,9 @@ def test_a_changed_file_gets_another_directory(file: Path, tmp_path: Path) -> No
     file.write_bytes(file.read_bytes() + bytes(64))
     assert gguf_directory(file, tmp_path) != first
     file.unlink()
-    with pytest.raises(CheckpointError, match="no such file"):
+    with pytest.raises(CheckpointError) as e:
         open_source(first)
+    assert str(file) in str(e.value)
 
 
 @pytest.mark.parametrize("command", ["sample", "starter", "prepare-model"])

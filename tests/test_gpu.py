@@ -21,12 +21,11 @@ from mdi.kernels.layout import codes_of, pack
 from mdi.machine.computing import choose_computing
 from mdi.machine.device import choose_device, choose_dtype, devices
 from mdi.machine.resources import device_free_bytes, machine_free_bytes
-from mdi.measure.profiler import Profiler
-from mdi.measure.profiling import Subject
-from mdi.measure.reading import reader
 from mdi.model.packed_linear import DeviceLinear
 from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
+from mdi.placement.profiler import Profiler
+from mdi.placement.profiling import Subject, reader
 from mdi.spec.options import Requested
 from secondaries import cluster_of, secondaries, text_of
 from tensor_frames import frame_of, rows_of

@@ -19,8 +19,8 @@ from mdi.errors import NodeLostError, RingEndedError, WireError
 from mdi.net.connection import Connection
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import FrameCodec
-from mdi.partition.sum_cost import ALGORITHMS
 from mdi.security.keys import KeyFile
+from mdi.spec.options import SUMS
 from mdi.tensor import joining
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group, Member
@@ -125,7 +125,7 @@ def undisturbed(nodes: Nodes, rank: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SUMS)
 @pytest.mark.parametrize("n", [2, 4])
 def test_sums_go_on_whatever_breaks(n: int, algorithm: str, is_sealed: bool, tmp_path: Path) -> None:
     chances = [random.Random(rank) for rank in range(n)]

@@ -44,8 +44,9 @@ def test_a_real_config_gives_the_settings_of_litgpts_table(form: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_litgpt_cannot_compute_is_refused_by_name(case: str) -> None:
     word, hf = REFUSED[case]
-    with pytest.raises(CheckpointError, match=word):
+    with pytest.raises(CheckpointError) as e:
         derive_config(hf, "my-model", Path("config.json"))
+    assert word in str(e.value)
 
 
 def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:

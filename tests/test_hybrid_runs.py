@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import mdi.partition.example
+import mdi.placement.profile
 import mdi.run.choice
 from cluster_keys import key_file
 from mdi.checkpoint.source import open_source
@@ -19,7 +19,7 @@ from mdi.errors import SplitError, UsageError
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.node.secondary import SecondaryNode
-from mdi.partition.profile import ClusterProfile, LinkProfile
+from mdi.placement.profile import ClusterProfile, LinkProfile
 from mdi.spec.options import ParallelOptions
 from mdi.stages.window_options import WindowMemory, WindowOptions
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
@@ -91,7 +91,7 @@ def test_stages_by_what_nodes_measure(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     """A group of a fast node and a slow one: shares go by how fast they are, blocks by how fast the stages are."""
-    boards = mdi.partition.example.boards()
+    boards = mdi.placement.profile.boards()
     starter, fast, slow = (replace(board, block_s=((1, s),), memory_bytes=10**9, head_s=())
                            for board, s in zip(boards.nodes, (0.1, 0.1, 0.6), strict=True))  # fmt: skip
     fast, slow = replace(fast, group="b"), replace(slow, group="b")
@@ -111,7 +111,7 @@ def test_groups_that_nobody_named(checkpoint: Path, tmp_path: Path, monkeypatch:
     """--parallel auto: the starter and the last node are near each other, and so are the two others."""
     pairs = ({"starter", "secondary2"}, {"secondary0", "secondary1"})
     times = ((1, 0.1), (2, 0.15), (3, 0.2))  # by which two groups are a third faster than anything else
-    board = replace(mdi.partition.example.boards().nodes[0], block_s=times, memory_bytes=10**9, head_s=())
+    board = replace(mdi.placement.profile.boards().nodes[0], block_s=times, memory_bytes=10**9, head_s=())
     names = ("starter", "secondary0", "secondary1", "secondary2")
     ways = tuple(LinkProfile(a, b, 1e-4 if {a, b} in pairs else 0.05, 1e8) for a in names for b in names if a != b)
     with contextlib.closing(open_source(checkpoint)) as source:

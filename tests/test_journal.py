@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import threading
 import time
@@ -108,8 +107,9 @@ def test_without_all_its_prompts_it_is_refused_and_left_alone(path: Path) -> Non
     for how, journals in damaged.items():
         for content in journals:
             path.write_bytes(content)
-            with pytest.raises(UsageError, match=re.escape(str(path))):
+            with pytest.raises(UsageError) as e:
                 Journal.reopen(path)
+            assert str(path) in str(e.value)
             assert path.read_bytes() == content and not is_locked(path), how
 
 
@@ -122,8 +122,9 @@ def test_damage_before_good_records_is_refused_and_left_alone(path: Path) -> Non
         prompts_end(data), last - 1
     ):  # without its end, a line is one with the next: both are the damaged end
         path.write_bytes(flipped(data, place))
-        with pytest.raises(UsageError, match="line 4.*truncate -s"):
+        with pytest.raises(UsageError) as e:
             Journal.reopen(path)
+        assert "line 4" in str(e.value) and "truncate -s" in str(e.value)
         assert path.read_bytes() == flipped(data, place)
     os.truncate(path, prompts_end(data))  # as the message says
     journal, found = Journal.reopen(path)
@@ -251,8 +252,9 @@ def test_runs_are_found_listed_and_removed(tmp_path: Path) -> None:
     assert [run.name for run in runs_in(tmp_path)] == [names[2]], "the others were too old when the next one began"
     assert find_run(tmp_path, "last") == find_run(tmp_path, names[2]) == find_run(tmp_path, str(tmp_path / names[2]))
     assert told_runs(tmp_path) == [f"{names[2]}  tiny: 1 of 2 texts ended, 4 tokens"]
-    with pytest.raises(UsageError, match=names[2]):
+    with pytest.raises(UsageError) as e:
         find_run(tmp_path, "another")
+    assert names[2] in str(e.value)
     remove_run(find_run(tmp_path, "last"))
     assert not list(tmp_path.iterdir())
 

@@ -34,7 +34,7 @@ LIGHT = [
     "mdi.engine.scheduler",
     "mdi_tools.process_memory",
     "mdi_tools.token_times",
-    "mdi.partition.profile",
+    "mdi.placement.profile",
     "mdi.weight_formats",
     "mdi.node.local",
     "mdi.serve.api",
@@ -147,7 +147,7 @@ def test_files_of_weights_need_no_torch() -> None:
 
 
 def test_nodes_without_torch_can_be_imported() -> None:
-    names = ("mdi.node.secondary", "mdi.measure.kernel_bench", "mdi.engine.rows", "mdi.run.run")
+    names = ("mdi.node.secondary", "mdi.placement.kernel_bench", "mdi.engine.rows", "mdi.run.run")
     assert heavy_after("\n".join(f"import {name}" for name in names)) == {"numpy", "cherrypy"}
 
 

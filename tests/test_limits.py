@@ -127,12 +127,14 @@ def test_shapes_of_every_type_of_model_that_litgpt_knows() -> None:
     ],
 )
 def test_shapes_of_what_litgpt_does_not_build(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="describes no model"):
+    with pytest.raises(CheckpointError) as e:
         model_shapes({**asdict(config_of("Llama-2-7b-hf")), **change}, "it")
+    assert "it" in str(e.value) and e.value.code == "weights"
     missing = asdict(config_of("Llama-2-7b-hf"))
     del missing["n_query_groups"]
-    with pytest.raises(CheckpointError, match="n_query_groups"):
+    with pytest.raises(CheckpointError) as e:
         model_shapes(missing, "it")
+    assert "n_query_groups" in str(e.value) and e.value.code == "weights"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

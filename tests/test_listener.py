@@ -109,29 +109,25 @@ class WithoutFiles(socket.socket):
 
 
 @contextlib.contextmanager
-def without_files() -> Iterator[tuple[RingListener, WithoutFiles]]:
+def without_files(accept_again_s: float) -> Iterator[tuple[RingListener, WithoutFiles]]:
     sock = WithoutFiles(fileno=open_socket("127.0.0.1", 0, "port").detach())
-    one = RingListener(sock, "starter")
+    one = RingListener(sock, "starter", accept_again_s=accept_again_s)
     try:
         yield one, sock
     finally:
         one.close()
 
 
-def test_a_connection_that_cannot_be_accepted_is_not_tried_all_the_time(
-    guests: Guests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener_module, "ACCEPT_AGAIN_S", 3600.0)
-    with without_files() as (port, sock):
+def test_a_connection_that_cannot_be_accepted_is_not_tried_all_the_time(guests: Guests) -> None:
+    with without_files(3600.0) as (port, sock):
         guests.connect(port)
         until(lambda: sock.n_tries)
         threading.Event().wait(0.3)
         assert sock.n_tries == 1
 
 
-def test_a_connection_is_accepted_once_that_is_possible(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "ACCEPT_AGAIN_S", 0.02)
-    with without_files() as (port, _):
+def test_a_connection_is_accepted_once_that_is_possible(guests: Guests) -> None:
+    with without_files(0.02) as (port, _):
         expectation = port.expect(EPOCH, HELLO, ANSWER)
         send_frame(guests.connect(port), hello())
         let_in(expectation).close()
@@ -244,11 +240,8 @@ def test_strangers_without_end_do_not_fill_a_log(caplog: pytest.LogCaptureFixtur
     assert "192.0.2.2" in caplog.messages[-1], "after a quiet minute each is told again"
 
 
-def test_a_silent_stranger_and_one_that_dawdles_are_dropped_after_a_while(
-    guests: Guests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener_module, "HELLO_DEADLINE_S", 0.2)
-    port = listener()
+def test_a_silent_stranger_and_one_that_dawdles_are_dropped_after_a_while(guests: Guests) -> None:
+    port = RingListener(open_socket("127.0.0.1", 0, "test"), "starter", hello_s=0.2)
     try:
         silent, slow = guests.connect(port), guests.connect(port)
         slow.sendall(b"MDIr")
@@ -346,10 +339,12 @@ def test_any_bytes_leave_the_port_open(port: RingListener, data: bytes, prefix: 
 
 
 def test_a_port_in_use_and_addresses_that_are_not_here_are_told(port: RingListener) -> None:
-    with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port.port} \\(ring port\\).*Choose another"):
+    with pytest.raises(UsageError) as e:
         open_socket("127.0.0.1", port.port, "ring port")
-    with pytest.raises(UsageError, match="cannot listen on 192.0.2.1:0"):
+    assert f"127.0.0.1:{port.port} (ring port)" in str(e.value) and e.value.code == "usage"
+    with pytest.raises(UsageError) as e:
         open_socket("192.0.2.1", 0, "ring port")
+    assert "192.0.2.1:0" in str(e.value) and e.value.code == "usage"
     for addr in ("no-such-host.invalid", "a" * 100 + ".b", "a..b", "\udcff"):
         with pytest.raises(UsageError):
             open_socket(addr, 0, "ring port")

@@ -20,8 +20,7 @@ from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.reach_node import reach_node
 from mdi.errors import NodeLostError
-from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LocalRing, Pause
-from mdi.node.temporary import LOCK, PREFIX, RingFolder, sweep
+from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LOCK, PREFIX, LocalRing, Pause, RingFolder, sweep
 from test_exchange import served
 from waiting import until
 
@@ -36,23 +35,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sleeping(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+class Sleeping(LocalRing):
+    """Its nodes only wait for the end of the ring."""
+
+    def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 
 
 def wait_stopped(pid: int) -> None:
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "spawn", sleeping)
-    monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
-    with LocalRing(3, None, 1, None, False, False) as ring:
+def test_a_child_that_was_stopped_is_lost(folder: Path) -> None:
+    with Sleeping(3, None, 1, None, False, False, stopped_s=0.1) as ring:
         ring.check()
         os.kill(ring.pids[1], signal.SIGSTOP)
         wait_stopped(ring.pids[1])
         ring.check()
-        threading.Event().wait(0.5)
+        threading.Event().wait(0.2)
         with pytest.raises(NodeLostError) as caught:
             ring.check()
         assert caught.value.node == "secondary1"
@@ -62,23 +62,20 @@ def test_a_child_that_was_stopped_is_lost(folder: Path, monkeypatch: pytest.Monk
     assert not list(folder.iterdir())
 
 
-def test_a_short_stop_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "spawn", sleeping)
-    monkeypatch.setattr(mdi.node.local, "STOPPED_S", 0.2)
-    with LocalRing(2, None, 1, None, False, False) as ring:
+def test_a_short_stop_is_forgotten(folder: Path) -> None:
+    with Sleeping(2, None, 1, None, False, False, stopped_s=0.1) as ring:
         for _ in range(2):
             os.kill(ring.pids[0], signal.SIGSTOP)
             wait_stopped(ring.pids[0])
             ring.check()
             os.kill(ring.pids[0], signal.SIGCONT)
             until(lambda: psutil.Process(ring.pids[0]).status() != psutil.STATUS_STOPPED)
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.2)
             ring.check()
 
 
-def test_a_child_that_ends_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRing, "spawn", sleeping)
-    with LocalRing(3, None, 1, None, False, False) as ring:
+def test_a_child_that_ends_is_started_again(folder: Path) -> None:
+    with Sleeping(3, None, 1, None, False, False) as ring:
         before = list(ring.children)
         ring.revive()
         assert ring.children == before
@@ -110,7 +107,7 @@ def test_a_folder_of_a_killed_ring_is_removed_and_no_other(folder: Path) -> None
     code = f"""
 import signal, os, tempfile
 tempfile.tempdir = {str(folder)!r}
-from mdi.node.temporary import RingFolder
+from mdi.node.local import RingFolder
 kept = RingFolder()
 (kept.path / "cache0").mkdir()
 (kept.path / "cache0" / "part").write_bytes(bytes(9))

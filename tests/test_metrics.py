@@ -117,11 +117,13 @@ def test_node_metrics_go_through_json():
     ],
 )
 def test_node_metrics_refuse_garbage_and_name_the_field(field, value):
-    with pytest.raises(ControlError, match=rf"secondary1 said\.{field}\b"):
+    with pytest.raises(ControlError) as e:
         NodeMetrics.from_json({**NODE.to_json(), field: value}, "secondary1 said")
+    assert f"secondary1 said.{field}" in str(e.value) and e.value.code == "control"
     missing = {k: v for k, v in NODE.to_json().items() if k != field}
-    with pytest.raises(ControlError, match=field):
+    with pytest.raises(ControlError) as e:
         NodeMetrics.from_json(missing)
+    assert field in str(e.value) and e.value.code == "control"
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists))
@@ -157,8 +159,9 @@ def test_a_model_name_stays_inside_the_folder():
 
 def test_tokens_csv_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="tokens_time_samples_1nodes_nano-llama_0samples.csv") as e:
+    with pytest.raises(UsageError) as e:
         write_tokens_csv(tmp_path / "file" / "logs", run_of())
+    assert "tokens_time_samples_1nodes_nano-llama_0samples.csv" in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -203,8 +206,9 @@ def test_time_run_that_cannot_be_written(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_time_run_on_a_full_disk():
-    with pytest.raises(UsageError, match="cannot add this run's time to /dev/full: No space"):
+    with pytest.raises(UsageError) as e:
         append("/dev/full")
+    assert "/dev/full" in str(e.value)
 
 
 def words(line):

@@ -125,19 +125,23 @@ def test_the_starters_chunk_and_its_siblings(chunked: Path, tmp_path: Path) -> N
     # other chunks may hold what a cut by hand needs
     with weights_of(None, chunk, 3, "1,2,2") as weights:
         assert len(weights.source_of("block.0").tensors("block.0")) > 5
-    with pytest.raises(UsageError, match="secondary0.*model_starter.safetensors"):
+    with pytest.raises(UsageError) as e:
         StarterWeights(None, find_chunk(chunked, 3, "secondary0"), 3, None)
-    with pytest.raises(UsageError, match="over 3 nodes.*lists 2.*--n-nodes 2"):
+    assert "secondary0" in str(e.value) and "model_starter.safetensors" in str(e.value)
+    with pytest.raises(UsageError) as e:
         StarterWeights(None, chunk, 2, None)
-    with pytest.raises(UsageError, match="directory"):
+    assert "over 3 nodes" in str(e.value) and "--n-nodes 2" in str(e.value)
+    with pytest.raises(UsageError) as e:
         StarterWeights(None, chunked, 3, None)
+    assert str(chunked) in str(e.value)
 
 
 def test_a_starters_chunk_alone(chunked: Path) -> None:
     for node in ("secondary0", "secondary1"):
         find_chunk(chunked, 3, node).unlink()
-    with pytest.raises(CheckpointError, match=r"block\.0"):
+    with pytest.raises(CheckpointError) as e:
         StarterWeights(None, find_chunk(chunked, 3, "starter"), 3, "1,2,2")
+    assert "block.0" in str(e.value)
 
 
 def test_a_damaged_part_is_noticed_before_it_is_used(chunked: Path) -> None:
@@ -145,19 +149,23 @@ def test_a_damaged_part_is_noticed_before_it_is_used(chunked: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(-64, 2)
         file.write(b"\x3f" * 16)
-    with weights_of(None, path, 3, None) as weights, pytest.raises(CheckpointError, match="sha256"):
+    with weights_of(None, path, 3, None) as weights, pytest.raises(CheckpointError) as e:
         weights.verify(["embedding", "head"], Cancel())
+    assert "sha256" in str(e.value) and e.value.code == "weights"
 
 
 def test_wrong_requests(chunked: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--ckpt"):
+    with pytest.raises(UsageError) as e:
         StarterWeights(None, None, 1, None)
-    with pytest.raises(CheckpointError, match="nearest that exists"):
+    assert "--ckpt" in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         StarterWeights(tmp_path / "nowhere", None, 1, None)
+    assert str(tmp_path / "nowhere") in str(e.value)
     with pytest.raises(SplitError):
         StarterWeights(chunked, None, 3, "1,1,1")
-    with pytest.raises(SplitError, match="1 to 6"):
+    with pytest.raises(SplitError) as e:
         StarterWeights(chunked, None, 7, None)
+    assert "1 to 6" in str(e.value)
 
 
 # Devices
@@ -170,26 +178,30 @@ def test_choose_device() -> None:
     assert found == ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     for wrong in ("banana", "xpu", "meta", "cuda:99", "cuda:x", "", "cpu,cpu"):
         if wrong:
-            with pytest.raises(UsageError, match=f"{wrong!r}"):
+            with pytest.raises(UsageError) as e:
                 choose_device(wrong)
+            assert repr(wrong) in str(e.value) and e.value.code == "usage"
 
 
 def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
     check_format(None, "cuda")
-    with pytest.raises(UsageError, match="expected one of float32, bf16"):
+    with pytest.raises(UsageError) as e:
         check_format("int3", "cpu")
+    assert "'int3'" in str(e.value) and e.value.code == "usage"
     check_format("int8", "cuda:1")
     for form, device in (("int4", "mps"), ("fp16", "cuda"), ("float32", "cuda:0")):
-        with pytest.raises(UsageError, match="CPU"):
+        with pytest.raises(UsageError) as e:
             check_format(form, device)
+        assert form in str(e.value) and e.value.code == "usage"
 
 
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.stages.cache_budget.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32", "float32", None)
     stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
-    with pytest.raises(UsageError, match=r"blocks 1-2 on secondary4, but .* are left there"):
+    with pytest.raises(UsageError) as e:
         check_capacity("secondary4", stage, 64, "cpu")
+    assert "blocks 1-2 on secondary4" in str(e.value) and e.value.code == "memory"
 
 
 def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +213,9 @@ def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert choose_dtype(name, "float32", "cpu") == dtype
     for wrong in ("float64", "int8", "banana", "float8"):
-        with pytest.raises(UsageError, match=wrong):
+        with pytest.raises(UsageError) as e:
             choose_dtype(wrong, "float32", "cpu")
+        assert wrong in str(e.value) and e.value.code == "usage"
     for native, expected in ((False, "float32"), (True, "bfloat16")):
         monkeypatch.setattr("mdi.machine.device.cpu_multiplies_bfloat16", lambda native=native: native)
         assert choose_dtype(None, "bfloat16", "cpu") == expected
@@ -226,8 +239,9 @@ def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_local_ring_arguments(n_nodes: int, devices: str | None, n_threads: int | None, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError) as e:
         LocalRing(n_nodes, devices, n_threads, None, False, False)
+    assert words in str(e.value) and e.value.code == "usage"
 
 
 def test_local_ring_of_one_node() -> None:
@@ -237,34 +251,32 @@ def test_local_ring_of_one_node() -> None:
         ring.check()
 
 
-def test_local_ring_tells_of_a_child_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
+def test_local_ring_tells_of_a_child_that_ended() -> None:
+    class Ending(LocalRing):
+        def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+            return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
 
-    monkeypatch.setattr(LocalRing, "spawn", spawn)
-    with LocalRing(2, None, 1, None, False, False) as ring:
+    with Ending(2, None, 1, None, False, False) as ring:
         ring.children[0].wait(60)
-        with pytest.raises(NodeLostError, match="secondary0 has ended by itself .status 3"):
+        with pytest.raises(NodeLostError) as e:
             ring.check()
+        assert "status 3" in str(e.value)
         ring.check()  # it is told once: the run may go on without it
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no such signals elsewhere")
-def test_local_ring_kills_what_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ring_kills_what_does_not_listen() -> None:
     """A child that is stopped, or stuck in a driver, hears no SIGTERM."""
-    monkeypatch.setattr("mdi.node.local.END_S", 1.0)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 
-    def spawn(self: LocalRing, nodes: Path, index: int) -> subprocess.Popen[bytes]:
-        code = (
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-        )
-        child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert child.stdout is not None and child.stdout.readline()
-        child.stdout.close()
-        return child
+    class Deaf(LocalRing):
+        def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
+            child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert child.stdout is not None and child.stdout.readline()
+            child.stdout.close()
+            return child
 
-    monkeypatch.setattr(LocalRing, "spawn", spawn)
-    with LocalRing(3, None, 1, None, False, False) as ring:
+    with Deaf(3, None, 1, None, False, False, end_s=1.0) as ring:
         children = list(ring.children)
     assert [child.returncode for child in children] == [-9, -9]
 
@@ -372,8 +384,9 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
 
     monkeypatch.setattr(mdi.model.stage, "Stage", BrokenStage)
     starter, secondary = ring()
-    with pytest.raises(NodeLostError, match="out of something") as raised:
+    with pytest.raises(NodeLostError) as raised:
         generate(starter)
+    assert "out of something" in str(raised.value)
     assert raised.value.node == "secondary0"
     starter.close()
     status = wait_state(secondary, "IDLE")
@@ -393,8 +406,9 @@ def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeyp
     monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
     monkeypatch.setattr(Preparation, "load_stage", lambda self, check: None)
-    with pytest.raises(MdiError, match="secondary0") as caught:
+    with pytest.raises(MdiError) as caught:
         generate(starter)
+    assert "secondary0" in str(caught.value)
     assert caught.value.code == "memory"
     starter.close()
     assert wait_state(secondary, "IDLE")["error"] == "it ran out of memory"

@@ -83,14 +83,16 @@ def test_a_report_travels_as_json() -> None:
      {"classes": [["x", 1]]}, {"classes": [[None, 1.5]]}],
 )  # fmt: skip
 def test_a_report_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ControlError, match="^secondary0, of its caches"):
+    with pytest.raises(ControlError) as e:
         CacheReport.from_json({**REPORT.to_json(), **change}, "secondary0")
+    assert "secondary0" in str(e.value) and e.value.code == "control"
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"limit_bytes": 5}])
 def test_no_report_is_refused(data: object) -> None:
-    with pytest.raises(ControlError, match="^secondary0, of its caches"):
+    with pytest.raises(ControlError) as e:
         CacheReport.from_json(data, "secondary0")
+    assert "secondary0" in str(e.value) and e.value.code == "control"
 
 
 def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
@@ -118,8 +120,9 @@ def test_kv_dtypes() -> None:
         for name in ("float32", "bf16", "fp16"):
             assert choose_kv_dtype(name, "float32", "cpu", why) == name
     assert choose_kv_dtype("int8", "float32", "cpu", None) == "int8"
-    with pytest.raises(UsageError, match="latent attention: use bf16 or fp16"):
+    with pytest.raises(UsageError) as e:
         choose_kv_dtype("int8", "float32", "cpu", "latent attention")
+    assert "latent attention" in str(e.value) and e.value.code == "usage"
     with pytest.raises(UsageError):
         choose_kv_dtype("int4", "float32", "cpu", None)
     assert [cache_type_named(name) for name in ("BFloat16", "float16", "fp32", "int8", "auto", "x")] == [
@@ -134,11 +137,13 @@ def test_shares_of_cores() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no pinning on this system")
 def test_a_core_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot run on core 4095 .*; it may use"):
+    with pytest.raises(UsageError) as e:
         pin_to_cores([min(os.sched_getaffinity(0)), 4095])
+    assert "4095" in str(e.value) and e.value.code == "usage"
 
 
 def test_a_system_without_pinning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_threads, "os", SimpleNamespace())
-    with pytest.raises(UsageError, match=f"this system .{sys.platform}. cannot restrict"):
+    with pytest.raises(UsageError) as e:
         pin_to_cores([0])
+    assert sys.platform in str(e.value) and e.value.code == "usage"

@@ -97,8 +97,9 @@ def test_a_stage_computes_with_packed_weights(family: str, form: str, monkeypatc
 def test_weights_that_do_not_fit_are_refused(change: dict[str, Matrix | np.ndarray]) -> None:
     gpt = random_gpt(config_of("Llama-3.1-8B"), seed=4)
     packing = Packing("int8", "int8")
-    with pytest.raises(CheckpointError, match=r"transformer\.h\.0"):
+    with pytest.raises(CheckpointError) as e:
         logits_of(gpt, lambda part: {**weights_of(gpt, packing, part), **(change if part == "block.0" else {})})
+    assert "transformer.h.0" in str(e.value)
 
 
 def test_an_embedding_of_8_bits() -> None:

@@ -237,8 +237,9 @@ def test_a_chunk_is_hashed_once(lit: tuple[Path, State], tmp_path: Path, monkeyp
     data[-1] ^= 1
     file.write_bytes(data)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="is damaged: sha256"):
+        with pytest.raises(CheckpointError) as e:
             ChunkFile(file).verify(names, CheckedFiles(record))
+        assert "sha256" in str(e.value) and e.value.code == "weights"
 
 
 # -- refusals
@@ -259,28 +260,27 @@ def _manifest(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "name"),
     [
-        (
-            {"format_version": 1},
-            "format_version 1, this program reads 2; make it with: prepare_model.py .* --n-nodes 1",
-        ),
-        ({"layout_version": LAYOUT_VERSION + 1}, "layout_version.*make it with: prepare_model.py"),
-        ({"format": "int3"}, "format: .*int3"),
+        ({"format_version": 1}, "format_version 1, this program reads 2"),
+        ({"layout_version": LAYOUT_VERSION + 1}, "layout_version"),
+        ({"format": "int3"}, "int3"),
         ({"format": "plain"}, "format_head"),
         ({"format_head": "plain"}, "format_head"),
-        ({"format": "int4"}, r"transformer\.h\.0\.attn.*expected"),
+        ({"format": "int4"}, "transformer.h.0.attn"),
         ({"format": "plain", "format_head": "plain"}, "has the shape"),
     ],
 )
 def test_a_chunk_of_another_version_or_format_than_it_says(
-    lit: tuple[Path, State], fields: dict[str, Any], message: str
+    lit: tuple[Path, State], fields: dict[str, Any], name: str
 ) -> None:
     path, _ = lit
     file = write_chunks(packed(path, "int8"), path, (5,))[0]
     _rewrite(file, lambda tensors: None, _manifest(**fields))
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointError) as caught:
         ChunkFile(file)
+    assert name in str(caught.value)
+    assert "prepare_model.py" in str(caught.value) or not any("version" in field for field in fields)
     assert "\n" not in str(caught.value)
 
 
@@ -306,8 +306,9 @@ def test_lengths_are_checked_before_they_are_used(lit: tuple[Path, State], chang
     source = packed(path, "int8")
     file = write_chunks(source, path, (5,))[0]
     _rewrite(file, change)
-    with pytest.raises(CheckpointError, match=r"transformer\.") as caught:
+    with pytest.raises(CheckpointError) as caught:
         ChunkFile(file)
+    assert "transformer." in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -320,10 +321,12 @@ def test_a_kept_part_is_checked_against_the_models_config(lit: tuple[Path, State
     other, _ = tiny_lit(tmp_path / "other", intermediate_size=80)
     config = LitCheckpoint(other)
     kept = store.part(source.info("block.3"), config.config_dict, config.config_hash)
-    with pytest.raises(CheckpointError, match=r"h\.3\.mlp"):
+    with pytest.raises(CheckpointError) as e:
         kept.weights("block.3")
-    with pytest.raises(CheckpointError, match="layout version '7'"):
+    assert "h.3.mlp" in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         _kept_with(store, data.replace(b'"layout_version":"1"', b'"layout_version":"7"'), source)
+    assert "'7'" in str(e.value) and e.value.code == "weights"
 
 
 def _kept_with(store: BlockStore, data: bytes, source: WeightSource) -> None:
@@ -352,8 +355,9 @@ def test_a_matrix_that_is_stored_in_more_types_than_kernels_know(tmp_path: Path)
     found = all_plain(chunk)
     assert all(np.array_equal(found[name], state[name].float().numpy()) for name in state)
     eighth = TensorSpec("F8_E4M3", (16, 16))
-    with pytest.raises(CheckpointError, match="--dtype bfloat16"):
+    with pytest.raises(CheckpointError) as e:
         Packing("int8", "int8").pack("transformer.h.0.attn.proj.weight", np.zeros((16, 16), np.uint8), eighth)
+    assert "--dtype bfloat16" in str(e.value)
 
 
 def test_routers_and_latent_projections_stay_as_they_are() -> None:

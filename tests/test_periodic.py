@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-import mdi.periodic
 from mdi.periodic import REPORT_S, Periodic
 
 
-def test_it_is_due_once_in_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_due_once_in_two_seconds() -> None:
     now = 100.0
-    monkeypatch.setattr(mdi.periodic.time, "monotonic", lambda: now)
-    report = Periodic()
+    report = Periodic(clock=lambda: now)
     assert not report.is_due() and report.passed_s == 0.0
     now += REPORT_S + 0.1
     assert report.is_due() and not report.is_due()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import mdi.measure.cluster_measurement
-import mdi.measure.profiler
 import mdi.model.stage
 import mdi.node.setup
 import mdi.periodic
+import mdi.placement.cluster_measurement
+import mdi.placement.profiler
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
@@ -29,15 +29,15 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.machine.computing import Computing
 from mdi.machine.neighbours import host_of
-from mdi.measure.cluster_measurement import BROKEN_S, ClusterMeasurement
-from mdi.measure.planning import told_blocks
-from mdi.measure.profiler import Profiler
-from mdi.measure.profiling import Bench, Speeds, Subject
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.profile import NodeProfile
+from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
+from mdi.placement.planning import told_blocks
+from mdi.placement.profile import NodeProfile
+from mdi.placement.profiler import Profiler
+from mdi.placement.profiling import Bench, Speeds, Subject
 from mdi.run.ending import dismiss
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
@@ -64,7 +64,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     block_ms = {"starter": 1.0, "secondary0": 1.0, "secondary1": 1.0}
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds(block_ms[self.name]))
     # These nodes stand for machines of their own.
-    monkeypatch.setattr(mdi.measure.cluster_measurement, "level_times", lambda nodes, alike: tuple(nodes))
+    monkeypatch.setattr(mdi.placement.cluster_measurement, "level_times", lambda nodes, alike: tuple(nodes))
     return block_ms
 
 
@@ -101,7 +101,7 @@ def test_measured_in_truth(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monke
     with secondaries(2, tmp_path) as nodes:
         for node in nodes:
             node.profiler.span_s = 0.01
-        monkeypatch.setattr(mdi.measure.profiler, "SPAN_S", 0.01)
+        monkeypatch.setattr(mdi.placement.profiler, "SPAN_S", 0.01)
         assert run(starter_of(nodes, tiny, tmp_path)) == [EXPECTED] * 3
 
         def fail(*args: Any) -> Any:
@@ -270,8 +270,9 @@ def test_a_starter_that_cannot_measure_itself_says_so(
         return profile(self, *args)
 
     monkeypatch.setattr(Profiler, "profile", fail)
-    with secondaries(1, tmp_path) as nodes, pytest.raises(CheckpointError, match="^starter cannot measure itself: one"):
+    with secondaries(1, tmp_path) as nodes, pytest.raises(CheckpointError) as e:
         run(starter_of(nodes, tiny, tmp_path))
+    assert "starter" in str(e.value) and "one block takes too much" in str(e.value)
 
 
 def test_a_node_that_could_not_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -405,8 +406,9 @@ def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pyte
 
 def test_a_node_that_is_not_there(answering: list[str]) -> None:
     gone = ClusterConfig(OWN_NODE, (NodeConfig("secondary0", "127.0.0.1", 1, 2),))
-    with pytest.raises(NodeLostError, match=r"is secondary.py running there.*doctor.py"):
+    with pytest.raises(NodeLostError) as e:
         measurement_of(gone).run()
+    assert "secondary.py" in str(e.value) and "doctor.py" in str(e.value)
 
 
 OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
@@ -417,8 +419,9 @@ OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
 )
 def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
-    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError, match="secondary0"):
+    with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as e:
         measurement_of(cluster_of(nodes)).run()
+    assert "secondary0" in str(e.value)
 
 
 def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +438,7 @@ def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as caught:
         measurement_of(cluster_of(nodes)).run()
     assert len(asked) == 3 and caught.value.code == "usage"
-    monkeypatch.setattr(mdi.measure.cluster_measurement, "BUSY_S", -1.0)
+    monkeypatch.setattr(mdi.placement.cluster_measurement, "BUSY_S", -1.0)
     asked.clear()
     with secondaries(1, tmp_path / "again") as nodes, pytest.raises(ControlError) as caught:
         measurement_of(cluster_of(nodes)).run()
@@ -470,8 +473,9 @@ def test_the_default_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen_placement(None) == "even"
     assert chosen_placement("latency") == "latency"
     monkeypatch.setenv("MDI_PLACEMENT", "best")
-    with pytest.raises(UsageError, match="MDI_PLACEMENT='best': expected throughput"):
+    with pytest.raises(UsageError) as e:
         chosen_placement(None)
+    assert "MDI_PLACEMENT='best'" in str(e.value) and e.value.code == "usage"
 
 
 # The command

@@ -60,11 +60,13 @@ def test_says_that_matplotlib_is_missing(tmp_path, monkeypatch):
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot write .*a\.png"):
+    with pytest.raises(UsageError) as e:
         plot_tokens_over_time(tmp_path / "file" / "a.png", {})
+    assert "a.png" in str(e.value)
     (tmp_path / "dir.png").mkdir()
-    with pytest.raises(UsageError, match=r"dir\.png"):
+    with pytest.raises(UsageError) as e:
         plot_tokens_over_time(tmp_path / "dir.png", {})
+    assert "dir.png" in str(e.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dir.png", "file"]
 
 

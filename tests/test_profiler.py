@@ -14,18 +14,18 @@ import pytest
 import requests
 import torch
 
-import mdi.measure.profiler
+import mdi.placement.profiler
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.machine.computing import Computing
-from mdi.measure.profiler import FILE, Profiler, bench_of
-from mdi.measure.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
-from mdi.partition.profile import NodeProfile
+from mdi.placement.profile import NodeProfile
+from mdi.placement.profiler import FILE, Profiler, bench_of
+from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.weight_formats import LAYOUTS
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
@@ -105,13 +105,16 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         computed(dtype="bfloat16"),
         replace(SUBJECT, with_head=True),
     ):
-        with pytest.raises(AssertionError, match="measured again"):
+        with pytest.raises(AssertionError) as e:
             profiler(tmp_path).profile(other, None)
-    with pytest.raises(AssertionError, match="measured again"):
+        assert "measured again" in str(e.value)
+    with pytest.raises(AssertionError) as e:
         profiler(tmp_path).profile(SUBJECT, None, fresh=True)
-    monkeypatch.setattr(mdi.measure.profiler, "cpu_model", lambda: "another processor")
-    with pytest.raises(AssertionError, match="measured again"):
+    assert "measured again" in str(e.value)
+    monkeypatch.setattr(mdi.placement.profiler, "cpu_model", lambda: "another processor")
+    with pytest.raises(AssertionError) as e:
         profiler(tmp_path).profile(SUBJECT, None)
+    assert "measured again" in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"block_s": "fast"}}', "\0"])
@@ -130,9 +133,10 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_model_of_which_no_block_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.measure.profiling, "device_free_bytes", lambda device: 1 << 12)
-    with pytest.raises(CheckpointError, match="kB of memory are free"):
+    monkeypatch.setattr(mdi.placement.profiling, "device_free_bytes", lambda device: 1 << 12)
+    with pytest.raises(CheckpointError) as e:
         profiler(tmp_path).profile(SUBJECT, None)
+    assert "memory" in str(e.value) and e.value.code == "weights"
 
 
 def test_the_disk(tmp_path: Path) -> None:
@@ -199,13 +203,13 @@ def test_a_node_that_was_told_nothing_takes_what_the_starter_names(tmp_path: Pat
         free.profiler.span_s = set_.profiler.span_s = 0.01
         client = ControlClient(entry_of(free))
         assert client.profile(replace(REQUEST, device="cpu"))["profile"]["device"] == "cpu"
-        with pytest.raises(
-            ControlError, match="secondary0 at .*: device 'cuda:99': this machine has .* CUDA devices"
-        ) as e:
+        with pytest.raises(ControlError) as e:
             client.profile(replace(REQUEST, device="cuda:99"))
+        assert "secondary0" in str(e.value) and "'cuda:99'" in str(e.value)
         assert e.value.status == 400
-        with pytest.raises(ControlError, match="'banana'") as e:
+        with pytest.raises(ControlError) as e:
             client.init(init_request(device="banana"))
+        assert "'banana'" in str(e.value)
         assert e.value.code == "usage"
         assert ControlClient(entry_of(set_)).profile(replace(REQUEST, threads=1))["threads"] == torch.get_num_threads()
         assert free.status(None)["own"] == {"device": None, "threads": None} and "cpu" in free.status(None)["devices"]

@@ -19,13 +19,14 @@ import mdi.run.loop
 import mdi.serve.host
 import mdi.serve.models
 from loopback import DEADLINE_S
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, CancelledError
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.errors import ControlError, EngineError, MdiError, RingError, UsageError
+from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, UsageError
 from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
 from mdi.node.setup import growing_pauses
 from mdi.node.worker import RingWorker
+from mdi.run.form import Loaded
 from mdi.run.lookout import Leaving, Lookout
 from mdi.run.loop import RingLoop
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
@@ -85,6 +86,7 @@ class Engine:
         self.ran: list[int] = []
         self.is_closed = threading.Event()
         self._left: int | None = None
+        self._breaks_off = False
         self._changed = threading.Condition()
 
     def run(self, ring: Any, until_idle: bool) -> None:
@@ -92,7 +94,17 @@ class Engine:
         if ring.epoch in self.breaks:
             raise RingError("it broke")
         with self._changed:
-            assert self._changed.wait_for(lambda: self.is_closed.is_set() or self._left == ring.epoch, DEADLINE_S)
+            is_over = lambda: self.is_closed.is_set() or self._left == ring.epoch or self._breaks_off  # noqa: E731
+            assert self._changed.wait_for(is_over, DEADLINE_S)
+            if self._breaks_off:
+                self._breaks_off = False
+                raise RingError("it broke")
+
+    def break_off(self) -> None:
+        """Break the ring that is computed over."""
+        with self._changed:
+            self._breaks_off = True
+            self._changed.notify_all()
 
     def leave(self, epoch: int) -> None:
         with self._changed:
@@ -105,6 +117,32 @@ class Engine:
             self._changed.notify_all()
 
     def end_all(self) -> None: ...
+
+
+class Ahead:
+    """The stages of a ring that are loaded ahead, until `end`.
+
+    Attributes:
+        ended: "closed" once they are part of a ring, "given up" if nobody wants them.
+    """
+
+    failed: str | None = None
+    ended = ""
+
+    def __init__(self, plan: Form, put: Callable[[Any], None]) -> None:
+        self.plan, self._put = plan, put
+        self.error: MdiError | None = None
+
+    def end(self, error: MdiError | None = None) -> None:
+        self.error = error
+        made: Any = self
+        self._put(Loaded(made))
+
+    def close(self) -> None:
+        self.ended = "closed"
+
+    def give_up(self) -> None:
+        self.ended = "given up"
 
 
 class Rings:
@@ -121,6 +159,11 @@ class Rings:
         self.closed: list[int] = []
         self.ring: Any = None
         self.reached: dict[str, str] = {}
+        self.loading: list[Ahead] = []
+
+    def load_ahead(self, plan: Form, cancel: Cancel, put: Callable[[Any], None], timeout_s: float | None = None) -> Any:
+        self.loading.append(Ahead(plan, put))
+        return self.loading[-1]
 
     def form(self, plan: Form, cancel: Cancel, rows: Any = None) -> Any:
         self.n += 1
@@ -141,6 +184,7 @@ class Rings:
 
 
 RING = (Stage("starter", 0, 2), Stage("a", 2, 4), Stage("b", 4, 6))
+BETTER = Form((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True)
 
 
 def started(rings: Rings, engine: Engine, is_fixed: bool = False) -> tuple[RingLoop, Cancel]:
@@ -197,6 +241,8 @@ def test_a_node_that_leaves_while_another_ring_is_formed_is_relieved_afterwards(
     is_started.set()
     until(lambda: loop.running is not None and loop.running.number == 2)
     loop.put(Leaving("a", 2))
+    until(lambda: bool(rings.loading))
+    rings.loading[0].end()
     until(lambda: loop.running is not None and loop.running.number == 3)
     loop.put(Leaving("b", 2))  # of a ring that has ended
     ended(loop, cancel)
@@ -211,14 +257,65 @@ def test_a_voluntary_move_that_fails_leaves_the_run_as_it_was(error: MdiError) -
 
     rings, engine = Rings(refuse), Engine()
     loop, cancel = started(rings, engine)
-    better = Form((Stage("starter", 0, 3), Stage("a", 3, 6)), is_moved=True)
-    loop.put(Better(better, RING))
+    loop.put(Better(BETTER, RING))
+    until(lambda: bool(rings.loading))
+    rings.loading[0].end()
     until(lambda: loop.running is not None and loop.running.number == 3)
-    loop.put(Better(better, RING))  # seen again: it is not tried again
-    loop.put(Better(replace(better, stages=RING[:1]), RING[:2]))  # of another ring
+    loop.put(Better(BETTER, RING))  # seen again: it is not tried again
+    loop.put(Better(replace(BETTER, stages=RING[:1]), RING[:2]))  # of another ring
     ended(loop, cancel)
     assert rings.formed == [("starter", "a", "b")] * 2 and engine.ran == [1, 3]
     assert loop.failure is None and not loop.recoveries
+    assert [one.ended for one in rings.loading] == ["given up"], "the ring before was formed again"
+
+
+def test_a_better_ring_that_cannot_be_loaded_ahead_changes_nothing() -> None:
+    rings, engine = Rings(), Engine()
+    loop, cancel = started(rings, engine)
+    loop.put(Better(BETTER, RING))
+    loop.put(Better(BETTER, RING))  # while the first is loaded
+    until(lambda: bool(rings.loading))
+    rings.loading[0].end(NoMemoryError("no room for both"))
+    until(lambda: rings.loading[0].ended == "given up")
+    loop.put(Better(BETTER, RING))  # not tried again
+    loop.put(Leaving("nobody", 1))
+    assert loop.running is not None and loop.running.number == 1
+    ended(loop, cancel)
+    assert engine.ran == [1] and rings.formed == [("starter", "a", "b")] and len(rings.loading) == 1
+    assert loop.failure is None and not loop.recoveries and loop.policy.refused == BETTER
+
+
+def test_a_ring_that_breaks_while_the_next_one_is_loaded_is_restored_first() -> None:
+    rings, engine = Rings(), Engine()
+    loop, cancel = started(rings, engine)
+    loop.put(Better(BETTER, RING))
+    until(lambda: bool(rings.loading))
+    engine.break_off()
+    until(lambda: loop.running is not None and loop.running.number == 2)
+    assert rings.loading[0].ended == "given up"
+    rings.loading[0].end()  # too late
+    loop.put(Better(BETTER, RING))
+    until(lambda: len(rings.loading) == 2)
+    ended(loop, cancel)
+    assert rings.loading[1].ended == "given up", "the run has ended"
+    assert engine.ran == [1, 2] and rings.formed == [("starter", "a", "b")] * 2
+
+
+@pytest.mark.parametrize("error", [None, CancelledError("too late")])
+def test_a_node_that_leaves_while_a_better_ring_is_loaded(error: MdiError | None) -> None:
+    """What is loaded then is the ring without it; if that cannot be done in time, the ring is left all the same."""
+    rings, engine = Rings(), Engine()
+    loop, cancel = started(rings, engine)
+    loop.put(Better(BETTER, RING))
+    loop.put(Leaving("a", 1))
+    until(lambda: len(rings.loading) == 2)
+    better, without = rings.loading
+    assert better.ended == "given up" and without.plan.names == ("starter", "b") and loop.running is not None
+    without.end(error)
+    until(lambda: loop.running is not None and loop.running.number == 2)
+    ended(loop, cancel)
+    assert rings.formed == [("starter", "a", "b"), ("starter", "b")]
+    assert without.ended == ("closed" if error is None else "given up")
 
 
 def test_a_fixed_run_ends_with_its_ring() -> None:
@@ -256,7 +353,7 @@ def test_a_late_request_for_an_earlier_ring_does_not_replace_the_present_one(is_
         runs.admit(request(1))
     assert (caught.value.status, caught.value.code) == (409, "run")
     assert not present.is_stopped and runs.find(present.run) is present
-    assert not runs.admit(request(2))[0] or is_over, "the same one, again"
+    assert not runs.admit(request(2)) or is_over, "the same one, again"
 
 
 def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
@@ -265,7 +362,7 @@ def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
     runs.add(present)
     ended = threading.Thread(target=lambda: (until(lambda: present.is_stopped), present.finish(None)))
     ended.start()
-    assert runs.admit(request(3))[0] and present.is_replaced
+    assert runs.admit(request(3)) and present.is_replaced
     ended.join(DEADLINE_S)
 
 

@@ -35,10 +35,12 @@ def test_bytes_of_a_file(path: Path, span: tuple[int, int]) -> None:
 
 
 def test_a_file_that_is_shorter_than_it_was(path: Path) -> None:
-    with pytest.raises(CheckpointError, match="weights was cut short: 300000 bytes, 300001"):
+    with pytest.raises(CheckpointError) as e:
         map_bytes(path, 0, 300_001)
-    with pytest.raises(CheckpointError, match="cannot map"):
+    assert "300000 bytes, 300001" in str(e.value) and e.value.code == "weights"
+    with pytest.raises(CheckpointError) as e:
         map_bytes(path.parent / "nothing", 0, 1)
+    assert "nothing" in str(e.value) and e.value.code == "weights"
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -59,8 +61,9 @@ def test_a_file_that_was_cut_short_after_it_was_mapped(path: Path) -> None:
         return  # a kernel before 5.14
     os.truncate(path, 100_000)
     populate([whole[:90_000]], str(path))
-    with pytest.raises(CheckpointError, match="weights cannot be read: it was cut short"):
+    with pytest.raises(CheckpointError) as e:
         populate([whole], str(path))
+    assert str(path) in str(e.value) and e.value.code == "weights"
 
 
 class Library:

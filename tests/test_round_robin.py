@@ -10,8 +10,7 @@ import pytest
 
 from loopback import DEADLINE_S
 from mdi.errors import ControlError, NodeLostError, RingEndedError
-from mdi.node.main_thread_task import MainThreadTask
-from mdi.node.round_robin import RoundRobin, Turn
+from mdi.node.round_robin import MainThreadTask, RoundRobin, Turn
 from mdi.node.worker import AbandonedError
 
 

@@ -30,8 +30,9 @@ def test_yaml_that_does_harm_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model_config.yaml"
     path.write_bytes(content)
     for read in (read_yaml, read_config):
-        with pytest.raises(CheckpointError, match=r"model_config\.yaml"):
+        with pytest.raises(CheckpointError) as e:
             read(path)
+        assert "model_config.yaml" in str(e.value)
     with pytest.raises(CheckpointError):
         parse_shape(content, path)
     assert stated_blocks(tmp_path) is None
@@ -58,12 +59,14 @@ def test_aliases_that_stand_for_little_are_read() -> None:
     ids=str,
 )
 def test_numbers_that_no_model_has_are_refused(changes: dict[str, float], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=next(iter(changes))):
+    with pytest.raises(CheckpointError) as e:
         full_config(changes, "it")
+    assert next(iter(changes)) in str(e.value)
     content = yaml.safe_dump({"n_layer": 2, **changes}).encode()
     (tmp_path / "model_config.yaml").write_bytes(content)
-    with pytest.raises(CheckpointError, match=next(iter(changes))):
+    with pytest.raises(CheckpointError) as e:
         read_config(tmp_path / "model_config.yaml")
+    assert next(iter(changes)) in str(e.value)
 
 
 def test_the_largest_models_that_there_are_are_accepted() -> None:
@@ -78,8 +81,9 @@ def test_deep_json_is_a_value_error_that_names_its_file(tmp_path: Path) -> None:
     for name in ("tokenizer_config.json", "generation_config.json"):
         before = (folder / name).read_text() if (folder / name).is_file() else "{}"
         (folder / name).write_text(DEEP)
-        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        with pytest.raises(CheckpointError) as e:
             TextCodec.from_checkpoint(folder)
+        assert name in str(e.value)
         (folder / name).write_text(before)
     (folder / "parts.json").write_text(DEEP)  # best effort: as if it were not there
     assert HashCache(folder / "parts.json", folder / "lit_model.pth", "x").get("stored", "head") is None

@@ -20,9 +20,8 @@ from mdi.control.reach_node import reach_node
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
-from mdi.node.patience import Patience
 from mdi.node.secondary_status import run_status
-from mdi.node.setup import SecondarySetup
+from mdi.node.setup import Patience, SecondarySetup
 from secondaries import entry_of, secondary
 from waiting import until
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
-from loopback import CPU, stages_of
+from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
 from mdi.model.stage import Stage, StarterStage
 from tolerance import assert_alike
@@ -81,11 +81,14 @@ def test_every_norm_weight_matters(family: str) -> None:
     expected = gpt(torch.tensor([text]))[0]
     norms = [name for name, t in gpt.state_dict().items() if t.dim() == 1 and name.endswith("weight")]
     assert norms
+    stages = stages_of(gpt, (2,))
+    assert_alike(run_staggered(stages, [text], seed=9)[0], expected, gpt.config)
     for name in norms:
         weight = gpt.state_dict()[name]
         kept = weight.clone()
         weight.fill_(1.0)
-        found = run_staggered(stages_of(gpt, (2,)), [text], seed=9)[0]
+        load_from(gpt, stages)
+        found = run_staggered(stages, [text], seed=9)[0]
         weight.copy_(kept)
         assert (found - expected).abs().max() > 1e-3, name
 
@@ -139,14 +142,17 @@ def test_caches_grow_with_the_tokens_and_are_freed() -> None:
 def test_a_gap_and_a_cut_beyond_the_window_are_refused() -> None:
     stage = stages_of(model_of("Gemma-2-9b"), ())[0]
     assert isinstance(stage, StarterStage)
-    with pytest.raises(EngineError, match="starts at position 5"):
+    with pytest.raises(EngineError) as e:
         stage(stage.embed(torch.tensor(prompt(2, 0))), [(0, 5, 2)])
+    assert "position 5" in str(e.value) and e.value.code == "engine"
     for start in range(0, CONTEXT, 32):
         stage(stage.embed(torch.tensor(prompt(32, start))), [(1, start, 32)])
-    with pytest.raises(EngineError, match="the window kept only"):
+    with pytest.raises(EngineError) as e:
         stage(stage.embed(torch.tensor(prompt(1, 0))), [(1, 20, 1)])
-    with pytest.raises(EngineError, match="sequences of this run end at"):
+    assert "window" in str(e.value) and e.value.code == "engine"
+    with pytest.raises(EngineError) as e:
         stage(stage.embed(torch.tensor(prompt(1, 0))), [(1, CONTEXT, 1)])
+    assert str(CONTEXT) in str(e.value) and e.value.code == "engine"
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
@@ -154,11 +160,14 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
     weights = dict(gpt.state_dict())
     config = gpt.config
     of_block = {k: v for k, v in weights.items() if k.startswith("transformer.h.2.")}
-    with pytest.raises(CheckpointError, match="mlp.proj.weight"):
+    with pytest.raises(CheckpointError) as e:
         lacking = {k: v for k, v in of_block.items() if not k.endswith("mlp.proj.weight")}
         Stage(config, 2, 3).load(["block.2"], lambda _: lacking, CPU, torch.float32)
-    with pytest.raises(CheckpointError, match="lm_head.weight"):
+    assert "mlp.proj.weight" in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         Stage(config, 2, 3).load(["block.2"], lambda _: weights, CPU, torch.float32)
-    with pytest.raises(CheckpointError, match="shape"):
+    assert "lm_head.weight" in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         wrong = {**of_block, "transformer.h.2.attn.proj.weight": torch.zeros(3, VOCAB)}
         Stage(config, 2, 3).load(["block.2"], lambda _: wrong, CPU, torch.float32)
+    assert "attn.proj.weight" in str(e.value)

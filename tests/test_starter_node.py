@@ -86,8 +86,9 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(mdi.model.stage, "Stage", Overflowing)
     starter, secondary = ring()
-    with pytest.raises(EngineError, match="not finite.*--dtype float32"):
+    with pytest.raises(EngineError) as e:
         generate(starter)
+    assert "--dtype float32" in str(e.value) and e.value.code == "engine"
     starter.close()
     assert "not finite" in wait_state(secondary, "IDLE")["error"], "the others are told why"
 
@@ -108,8 +109,9 @@ def test_whatever_ends_the_engine_ends_every_wait(
     reader = SampleReader()
     params = SamplingParams(6, temperature=0)
     mine, other = (starter.submit("The ring", encode("The ring"), params, reader=r) for r in (None, reader))
-    with pytest.raises(EngineError, match=f"starter failed: {error.__name__}: no more of it"):
+    with pytest.raises(EngineError) as e:
         starter.read()
+    assert error.__name__ in str(e.value) and "no more of it" in str(e.value)
     reader.read()
     assert (mine.finish_reason, other.finish_reason, mine.is_over, other.is_over) == (None, None, True, True)
     assert starter.failed
@@ -191,8 +193,9 @@ def test_prompts_that_cannot_be_continued(ring: Ring) -> None:  # noqa: F811
     starter, _ = ring()
     starter.open()
     for ids, words in (([], "without any token"), ([1] * 5000, "holds"), ([1, 10**6], "belongs to another model")):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError) as e:
             starter.model.check_prompt(ids)
+        assert words in str(e.value) and e.value.code == "usage"
 
 
 def test_json_does_not_swallow_what_else_was_asked_for(

@@ -9,7 +9,8 @@ import pytest
 
 from link_speed import agree_on_speed
 from mdi.errors import NodeLostError, RingEndedError, WireError
-from mdi.partition.sum_cost import ALGORITHMS, LinkSpeed, seconds
+from mdi.placement.cost import LinkSpeed, seconds
+from mdi.spec.options import SUMS
 from mdi.tensor.numbers import REDUCE_DTYPES
 from tensor_groups import meshes, on_all, sums
 
@@ -36,7 +37,7 @@ def summed(
 
 
 @pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SUMS)
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_all_nodes_have_the_same_bits_and_the_sum(n: int, algorithm: str, reduce_dtype: str) -> None:
     for shape in SHAPES[:4]:
@@ -56,11 +57,11 @@ def test_sums_of_squares_are_never_rounded(reduce_dtype: str) -> None:
 
 
 def test_a_group_of_one_has_its_sum() -> None:
-    for algorithm in ALGORITHMS:
+    for algorithm in SUMS:
         assert summed(1, algorithm, (3, 33), "int8")[0].tobytes() == parts_of(1, (3, 33))[0].tobytes()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SUMS)
 def test_arrays_beyond_what_sockets_hold_do_not_lock_up(algorithm: str) -> None:
     found = summed(3, algorithm, SHAPES[-1], "float32", is_sealed=True)
     assert len({array.tobytes() for array in found}) == 1

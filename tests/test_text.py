@@ -174,18 +174,21 @@ def test_surrogates_are_refused(codec):
 
 
 def test_a_folder_without_tokenizer(tmp_path):
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json or tokenizer\.model"):
+    with pytest.raises(CheckpointError) as e:
         TextCodec.from_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no such directory; .* exists"):
+    assert "tokenizer.json or tokenizer.model" in str(e.value)
+    with pytest.raises(CheckpointError) as e:
         TextCodec.from_checkpoint(tmp_path / "a" / "b")
+    assert str(tmp_path / "a" / "b") in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type": "BPE"}', b"\x00\xff" * 50])
 def test_a_damaged_tokenizer(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as e:
+    with pytest.raises(CheckpointError) as e:
         TextCodec.from_checkpoint(tmp_path)
+    assert name in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -194,8 +197,9 @@ def test_a_damaged_tokenizer(tmp_path, name, content):
 def test_a_damaged_file_beside_the_tokenizer(tmp_path, name, content):
     byte_level(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+    with pytest.raises(CheckpointError) as e:
         TextCodec.from_checkpoint(tmp_path)
+    assert name in str(e.value)
 
 
 def test_a_config_that_names_no_class_or_an_unknown_token(tmp_path):
@@ -208,8 +212,9 @@ def test_a_config_that_names_no_class_or_an_unknown_token(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     assert TextCodec.from_checkpoint(tmp_path).eos_ids == frozenset()
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<none>"})
-    with pytest.raises(CheckpointError, match="<none>"):
+    with pytest.raises(CheckpointError) as e:
         TextCodec.from_checkpoint(tmp_path)
+    assert "<none>" in str(e.value)
 
 
 @pytest.mark.parametrize("listed, expected", [(7, {0, 7}), ([7, 8], {0, 7, 8}), (None, {0}), ([], {0}), ("x", {0})])
@@ -348,8 +353,9 @@ def test_nothing_that_a_checkpoint_names_is_imported(tmp_path, monkeypatch, clas
 )
 def test_a_damaged_style_file(tmp_path, content):
     (tmp_path / "prompt_style.yaml").write_bytes(content.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"prompt_style\.yaml") as e:
+    with pytest.raises(CheckpointError) as e:
         resolve_prompt_style("auto", tmp_path, "")
+    assert "prompt_style.yaml" in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -361,8 +367,9 @@ def test_a_prompt_in_its_style(tmp_path):
     assert TextCodec.from_checkpoint(tmp_path, "none").encode_prompt("hi") == codec.encode("hi")
     assert TextCodec.from_checkpoint(tmp_path, config_name="nano").prompt_style is None
     (tmp_path / "model_config.yaml").write_text("name: [")
-    with pytest.raises(CheckpointError, match=r"model_config\.yaml"):
+    with pytest.raises(CheckpointError) as e:
         TextCodec.from_checkpoint(tmp_path)
+    assert "model_config.yaml" in str(e.value)
 
 
 def test_a_chat_template_is_not_executed(tmp_path):
@@ -521,8 +528,9 @@ def test_the_beginning_of_a_stop_string_is_held_back():
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(UsageError, match="empty"):
+    with pytest.raises(UsageError) as e:
         StopMatcher(["a", ""])
+    assert "stop" in str(e.value)
 
 
 @settings(max_examples=400, deadline=None)

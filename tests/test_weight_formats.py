@@ -49,5 +49,6 @@ def test_what_is_held_follows_from_what_is_stored() -> None:
 def test_unknown_formats() -> None:
     check_packed(None)
     for call in (check_packed, weight_format):
-        with pytest.raises(UsageError, match="int3"):
+        with pytest.raises(UsageError) as e:
             call("int3")
+        assert "int3" in str(e.value)

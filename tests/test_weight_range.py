@@ -90,18 +90,21 @@ def test_a_checkpoint_with_such_a_number_is_refused_by_the_tensors_name(
     for tensor in (FC_1, "lm_head.weight", "transformer.h.2.norm_1.weight"):
         source = checkpoint(tmp_path / tensor, tensor, float("nan"), dtype)
         packing = Packing(form, form, clips=True)
-        with pytest.raises(CheckpointError, match=tensor):
+        with pytest.raises(CheckpointError) as e:
             for part in source.part_names():
                 source.weights(part, packing)
-        with pytest.raises(CheckpointError, match=tensor):
+        assert tensor in str(e.value)
+        with pytest.raises(CheckpointError) as e:
             write_chunks(PackedSource(source, packing), tmp_path / tensor, (2, 3))
+        assert tensor in str(e.value)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_an_embedding_with_such_a_number_is_refused(tmp_path: Path, form: str) -> None:
     source = checkpoint(tmp_path, "transformer.wte.weight", float("inf"))
-    with pytest.raises(CheckpointError, match="transformer.wte.weight"):
+    with pytest.raises(CheckpointError) as e:
         source.weights("embedding", Packing(form, form))
+    assert "transformer.wte.weight" in str(e.value)
 
 
 def test_embeddings_of_any_finite_size_are_held(tmp_path: Path) -> None:
@@ -129,16 +132,18 @@ def test_the_request_reaches_packing(tmp_path: Path, clips: bool) -> None:
         assert in_kernels is None or in_kernels.clips
         assert plain({FC_1: torch_weights(source, "block.3", computing)[FC_1]})[FC_1].min() == -65504  # type: ignore[dict-item]
         return
-    with pytest.raises(CheckpointError, match=FC_1):
+    with pytest.raises(CheckpointError) as e:
         torch_weights(source, "block.3", computing)
+    assert FC_1 in str(e.value)
 
 
 def test_torch_in_half_precision_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, FC_1, -1e5, torch.bfloat16)
     for dtype in ("float32", "bfloat16"):
         torch_weights(source, "block.3", Computing("cpu", dtype))
-    with pytest.raises(CheckpointError, match=f"{FC_1}.*choose bfloat16"):
+    with pytest.raises(CheckpointError) as e:
         torch_weights(source, "block.3", Computing("cpu", "float16"))
+    assert FC_1 in str(e.value) and "bfloat16" in str(e.value)
     clipped = torch_weights(source, "block.3", Computing("cpu", "float16", clips=True))[FC_1]
     assert isinstance(clipped, torch.Tensor) and torch.isfinite(clipped.half()).all()
 
@@ -146,8 +151,9 @@ def test_torch_in_half_precision_refuses_what_it_cannot_hold(tmp_path: Path) -> 
 def test_casting_refuses_what_the_type_cannot_hold(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, FC_1, 1e5)
     assert np.isfinite(largest_of(CastSource(source, "bfloat16").array(FC_1)))
-    with pytest.raises(CheckpointError, match=f"{FC_1}.*choose bfloat16"):
+    with pytest.raises(CheckpointError) as e:
         CastSource(source, "float16").array(FC_1)
+    assert FC_1 in str(e.value) and "bfloat16" in str(e.value)
     clipped = CastSource(source, "float16", clips=True).array(FC_1)
     assert clipped.dtype == np.float16 and largest_of(clipped) == 65504
 
@@ -157,8 +163,9 @@ def test_converting_refuses_what_the_type_cannot_hold(tmp_path: Path) -> None:
     state[FC_1][5, 5] = 1e5
     weights = hf_state(config, state)
     directory = write_hf(tmp_path / "m", hf_config("Llama-3.1-8B", config), weights)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.mlp\.gate_proj\.weight.*choose bfloat16"):
+    with pytest.raises(CheckpointError) as e:
         convert(directory, dtype="float16", progress=False)
+    assert "model.layers.3.mlp.gate_proj.weight" in str(e.value) and "bfloat16" in str(e.value)
     assert not (directory / "lit_model.pth").exists()
     convert(directory, dtype="float16", progress=False, clips=True)
     assert LitCheckpoint(directory).array(FC_1)[5, 5] == 65504
@@ -181,8 +188,9 @@ def test_a_gguf_file_with_a_scale_that_is_not_finite_is_refused(tmp_path: Path, 
     data = bytearray(path.read_bytes())
     data[tensor.data_offset : tensor.data_offset + 2] = b"\x00\x7e"  # the first scale: NaN
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="blk.3.ffn_gate.weight|mlp.fc_1.weight"):
+    with pytest.raises(CheckpointError) as e:
         GgufSource(path).weights("block.3", Packing(form, form))
+    assert any(name in str(e.value) for name in ("blk.3.ffn_gate.weight", "mlp.fc_1.weight"))
 
 
 def started(folder: Path, *flags: str) -> int:

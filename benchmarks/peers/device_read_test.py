@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from mdi.measure.reading import reader
+from mdi.placement.profiling import reader
 from peers.protocol import Case, serve
 
 N_BYTES = {"cpu": 1 << 28}  # a GPU's cache is larger

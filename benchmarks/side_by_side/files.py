@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from mdi.block_ranges import default_split
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
@@ -13,7 +14,6 @@ from mdi.checkpoint.shapes import read_config
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import MdiError
-from mdi.partition.split import default_split
 from mdi.weight_formats import OWN_FORMAT
 from random_checkpoint import DTYPE, make_checkpoint
 from random_packed import RandomPacked

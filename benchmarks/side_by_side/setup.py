@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mdi.partition.split import default_split
+from mdi.block_ranges import default_split
 from mdi.weight_formats import LAYOUTS, OWN_FORMAT
 from peers.protocol import Case
 from random_checkpoint import DTYPE, SHAPES, config_of, n_weights

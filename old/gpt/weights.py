@@ -18,6 +18,7 @@ import yaml
 
 from gpt.model import PositionGPT
 from gpt.shape import GPTConfig, config_of, gpt2_config
+from mdi.block_ranges import default_split, parse_layers, ranges
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashCache
@@ -27,7 +28,6 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing, read_json
 from mdi.errors import CheckpointError, UsageError
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.split import default_split, parse_layers, ranges
 from mdi.settings_file import parse_yaml
 
 NANO_WEIGHTS, NANO_CONFIG = "lit_model.pth", "model_config.yaml"

@@ -1,6 +1,11 @@
-"""Ranges of blocks as text for people: inclusive. In JSON, on disk and in code a range is [start, stop)."""
+"""Ranges of blocks: how many each node gets, and how they are written. Pure: numbers in, numbers and text out."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mdi.errors import SplitError
 
 
 def span(start: int, stop: int) -> str:
@@ -15,3 +20,105 @@ def block_span(start: int, stop: int) -> str:
     if stop <= start:
         return "no blocks"
     return f"{'block' if stop == start + 1 else 'blocks'} {span(start, stop)}"
+
+
+def split_layers(n_layer: int, n_nodes: int, cost_embedding_blocks: float = 0.0) -> tuple[int, ...]:
+    """The most even split into blocks per node, starter first.
+
+    Args:
+        n_layer: blocks of the model.
+        n_nodes: 1 to n_layer + 1; each secondary gets a block at least, the starter may get none.
+        cost_embedding_blocks: work of the starter besides its blocks, in units of one block.
+
+    Raises:
+        SplitError: there are not enough blocks for the nodes.
+    """
+    check_n_nodes(n_layer, n_nodes)
+    n_secondaries = n_nodes - 1
+    if n_secondaries == 0:
+        return (n_layer,)
+
+    def counts(own: int) -> tuple[int, ...]:
+        each, more = divmod(n_layer - own, n_secondaries)
+        return (own, *(each + (i < more) for i in range(n_secondaries)))
+
+    def unevenness(split: tuple[int, ...]) -> tuple[float, float, int]:
+        loads = [split[0] + cost_embedding_blocks, *split[1:]]
+        # the slowest node sets the pace; of equal splits the lighter starter is better, because it samples as well
+        return max(loads), sum(load * load for load in loads), split[0]
+
+    return min((counts(own) for own in range(n_layer - n_secondaries + 1)), key=unevenness)
+
+
+def default_split(config: dict[str, Any], n_nodes: int) -> tuple[int, ...]:
+    """The most even split of a model; `config` is its litgpt Config as a plain dict. Raises SplitError."""
+    return split_layers(config["n_layer"], n_nodes, head_cost_blocks(config))
+
+
+def check_n_nodes(n_layer: int, n_nodes: int) -> None:
+    """Raises SplitError if there are not enough blocks for the nodes."""
+    if not 1 <= n_nodes <= n_layer + 1:
+        raise SplitError(
+            f"a model of {n_layer} blocks can be cut for 1 to {n_layer + 1} nodes (each secondary needs a block), "
+            f"not for {n_nodes}"
+        )
+
+
+def parse_layers(text: str, n_layer: int, n_nodes: int) -> tuple[int, ...]:
+    """Blocks per node given by hand, as "4,9,9".
+
+    Raises:
+        SplitError: it is not a list of numbers, or does not fit the number of nodes or of blocks.
+    """
+    check_n_nodes(n_layer, n_nodes)
+    try:
+        counts = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise SplitError(f"layers {text!r}: expected the blocks per node, starter first, such as 4,9,9") from None
+    if len(counts) != n_nodes:
+        raise SplitError(f"layers {text!r} are the blocks of {len(counts)} nodes, but there are {n_nodes} nodes")
+    if min(counts) < 0:
+        raise SplitError(f"layers {text!r}: a node cannot hold {min(counts)} blocks")
+    if 0 in counts[1:]:
+        empty = f"secondary{counts.index(0, 1) - 1}"
+        raise SplitError(f"layers {text!r}: {empty} gets no block; only the starter may have none")
+    if sum(counts) != n_layer:
+        raise SplitError(f"layers {text!r} are {sum(counts)} blocks in all, but the model has {n_layer}")
+    return counts
+
+
+def ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Blocks per node as half-open ranges: (4, 9) gives [(0, 4), (4, 13)]."""
+    result, start = [], 0
+    for count in counts:
+        result.append((start, start + count))
+        start += count
+    return result
+
+
+def head_cost_blocks(config: dict[str, Any]) -> float:
+    """Work of the head for one token, in units of one block: the ratio of the weights that each reads.
+
+    The embedding counts as nothing, because a token reads one row of it. Norms and attention over the cache are left out.
+    """
+    head: int = config["n_embd"] * config["padded_vocab_size"]
+    return head / _block_weights(config)
+
+
+def _block_weights(config: dict[str, Any]) -> int:
+    """Weights that one token meets in one block; of experts, those that it is sent to."""
+    n_embd, n_head = config["n_embd"], config["n_head"]
+    if latent := config.get("latent_attention"):
+        rope, nope, value = latent["qk_rope_head_dim"], latent["qk_nope_head_dim"], latent["v_head_dim"]
+        q_rank, kv_rank = latent["q_lora_rank"], latent["kv_lora_rank"]
+        query = (n_embd + n_head * (rope + nope)) * q_rank if q_rank else n_embd * n_head * (rope + nope)
+        attention = query + n_embd * (kv_rank + rope) + kv_rank * n_head * (nope + value) + n_head * value * n_embd
+    else:
+        groups, head_size = config.get("n_query_groups") or n_head, config.get("head_size") or n_embd // n_head
+        attention = n_embd * head_size * (2 * n_head + 2 * groups)
+    width = config.get("intermediate_size") or 4 * n_embd
+    kind = config.get("mlp_class_name")
+    if kind == "LLaMAMoE":
+        n_experts = config["n_expert_per_token"] + (config.get("n_shared_expert") or 0)
+        width = n_experts * (config.get("moe_intermediate_size") or width)
+    return int(attention + (2 if kind == "GptNeoxMLP" else 3) * n_embd * width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 REPORT_S = 2.0
 
@@ -10,13 +11,13 @@ REPORT_S = 2.0
 class Periodic:
     """`is_due` once every `each_s`, first after that time."""
 
-    def __init__(self, each_s: float | None = None) -> None:
-        self._each_s = each_s
-        self.begin_s = self._last_s = time.monotonic()
+    def __init__(self, each_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._each_s, self._clock = each_s, clock
+        self.begin_s = self._last_s = clock()
 
     def is_due(self) -> bool:
         """Whether it is time to say something; if so, the next time begins now."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_s <= (REPORT_S if self._each_s is None else self._each_s):
             return False
         self._last_s = now
@@ -25,4 +26,4 @@ class Periodic:
     @property
     def passed_s(self) -> float:
         """Since the beginning."""
-        return time.monotonic() - self.begin_s
+        return self._clock() - self.begin_s

@@ -23,8 +23,9 @@ def test_a_record_says_on_which_machine(tmp_path: Path) -> None:
 
 
 def test_a_record_is_small(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.json"):
+    with pytest.raises(ValueError) as e:
         save(tmp_path / "a.json", {"text": "x" * LIMIT_BYTES})
+    assert "a.json" in str(e.value)
     assert not (tmp_path / "a.json").exists()
 
 

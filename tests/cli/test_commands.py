@@ -20,7 +20,7 @@ from mdi import cli
 from mdi.cli import COMMANDS, launch
 from mdi.errors import MdiError
 from mdi.node.local import free_ports
-from mdi.partition.example import boards
+from mdi.placement.profile import boards
 from mdi.security.keys import new_secret, write_keys
 from tiny_checkpoint import write_checkpoint
 

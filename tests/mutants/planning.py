@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-COST = "tests/partition/test_cost.py"
+COST = "tests/placement/test_cost.py"
 REACH = f"{COST}::test_a_stage_reaches_as_far_as_it_fits_with_its_caches"
 KEPT = f"{COST}::test_kept_rows_are_part_of_what_a_node_needs_whatever_it_holds"
 

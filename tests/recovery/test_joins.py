@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +15,21 @@ import mdi.run.lookout
 from cluster_keys import key_file
 from clusters import cluster, model, node
 from loopback import DEADLINE_S
+from mdi.checkpoint.store import BlockStore
 from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.discovery.announcement import Announcement
 from mdi.discovery.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import UsageError
-from mdi.partition.cost import CostModel
-from mdi.partition.model import Workload
+from mdi.errors import ControlError, UsageError
+from mdi.placement.cost import CostModel
+from mdi.placement.model import Workload
 from mdi.run.cut import MovingCut
 from mdi.run.lookout import Joins
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
-from secondaries import cluster_of, entry_of, secondaries
+from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 
 RING = (Stage("starter", 0, 6), Stage("secondary0", 6, 12))
@@ -154,16 +155,130 @@ def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.Mo
     monkeypatch.setattr(mdi.run.lookout, "LOOK_S", 0.1)
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
-    with secondaries(2, tmp_path) as nodes:
-        ids = generate(cluster_of(nodes[:1]), options, {nodes[1].process: entry_of(nodes[1], name="board")})
+    seen: list[Run] = []
+    with secondaries(2, tmp_path, kv_memory=1 << 28) as nodes:
+        gate = Gate(nodes[1].store)
+
+        def look(starter: Run, n_tokens: Callable[[], int]) -> None:
+            """Parts are on their way, and the first ring still generates."""
+            seen.append(starter)
+            assert gate.is_reached.wait(DEADLINE_S)
+            n_then = n_tokens()
+            wait_for(lambda: n_tokens() > n_then + 20)
+            assert starter.ring is not None and starter.ring.number == 1 and starter.loop.running is starter.ring
+            gate.is_open.set()
+
+        heard = {nodes[1].process: entry_of(nodes[1], name="board")}
+        ids = generate(cluster_of(nodes[:1]), options, heard, look=look)
+        assert {held.use for held in nodes[0].stages.listed} == {"UNUSED"}
+    assert seen[0].ring is not None
+    limits = {node.name: node.limit_bytes for node in seen[0].ring.memory.nodes if node.name != "starter"}
+    assert limits == {"secondary0": 1 << 28, "secondary1": 1 << 28}, "what the ring before had is free"
     alone = generate(standalone(), options, n_tokens=len(ids))
     assert ids == alone
 
 
+@pytest.mark.parametrize("failure", ["no memory", "parts that do not come", "the node ends", "the run ends"])
+def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: str
+) -> None:
+    monkeypatch.setattr(mdi.run.lookout, "LOOK_S", 0.1)
+    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
+    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
+    with secondaries(2, tmp_path) as nodes:
+        gate, later = Gate(nodes[1].store), nodes[1]
+        if failure == "no memory":
+            later.stages.available = lambda device: 1000
+
+        def look(starter: Run, n_tokens: Callable[[], int]) -> None:
+            if failure != "no memory":
+                assert gate.is_reached.wait(DEADLINE_S)
+            if failure == "the run ends":
+                return
+            if failure == "the node ends":
+                close_ports(later)
+            gate.error = ControlError("the disk is full", 507, code="disk")
+            gate.is_open.set()
+            if failure == "the node ends":
+                wait_for(lambda: not is_loading())
+            else:
+                wait_for(lambda: starter.loop.policy.refused is not None)
+            n_then = n_tokens()
+            wait_for(lambda: n_tokens() > n_then + 20)
+            assert starter.loop.running is not None and starter.loop.running.number == 1
+            assert not starter.trouble and not starter.n_recoveries and starter.names == ("starter", "secondary0")
+
+        ids = generate(
+            cluster_of(nodes[:1]), options, {later.process: entry_of(later, name="board")}, look=look, joins=False
+        )
+        gate.is_open.set()
+        wait_for(lambda: not is_loading())
+        wait_for(lambda: not later.runs.active)
+    assert ids == generate(standalone(), options, n_tokens=len(ids))
+
+
+def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path) -> None:
+    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
+    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
+    with secondaries(2, tmp_path) as nodes:
+        leaving, other = nodes
+        gate = Gate(other.store)
+        gate.is_open.set()  # for its first blocks
+
+        def look(starter: Run, n_tokens: Callable[[], int]) -> None:
+            gate.is_open.clear()
+            gate.is_reached.clear()
+            leaving.leave()
+            assert gate.is_reached.wait(DEADLINE_S)
+            n_then = n_tokens()
+            wait_for(lambda: n_tokens() > n_then + 20)
+            assert starter.loop.running is not None and starter.loop.running.number == 1
+            assert leaving.runs.is_running and not starter.trouble
+            gate.is_open.set()
+            wait_for(lambda: starter.names == ("starter", "secondary1") and starter.loop.running is not None)
+            n_then = n_tokens()
+            wait_for(lambda: n_tokens() > n_then + 20)
+            assert not leaving.runs.active
+
+        ids = generate(cluster_of(nodes), options, {}, look=look, joins=False)
+    assert ids == generate(standalone(), options, n_tokens=len(ids))
+
+
+def is_loading() -> bool:
+    return any(thread.name == "load-ahead" for thread in threading.enumerate())
+
+
+class Gate:
+    """Parts that a node receives wait until it is open.
+
+    Attributes:
+        error: raised instead of receiving.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+        self.error: ControlError | None = None
+        receive = store.receive
+
+        def wait(*args: Any, **named: Any) -> Any:
+            self.is_reached.set()
+            assert self.is_open.wait(DEADLINE_S)
+            if self.error is not None:
+                raise self.error
+            return receive(*args, **named)
+
+        store.receive = wait  # type: ignore[method-assign]
+
+
 def generate(
-    cluster: ClusterConfig, options: StarterOptions, later: dict[str, NodeConfig] | None = None, n_tokens: int = 60000
-) -> list[int]:
-    """Ids of a text; with nodes that come later, until the ring has gone on over them for a while."""
+    cluster: ClusterConfig, options: StarterOptions, later: dict[str, NodeConfig] | None = None, n_tokens: int = 60000,
+    look: Callable[[Run, Callable[[], int]], None] = lambda starter, n_tokens: None, joins: bool = True,
+) -> list[int]:  # fmt: skip
+    """Ids of a text; with nodes that come later, until the ring has gone on over them for a while.
+
+    Args:
+        look: gets the run, and how many tokens the text has, once they have come.
+    """
     heard: dict[str, NodeConfig] = {}
     params = SamplingParams(n_tokens, temperature=0)
     with Run(GivenNodes(cluster, lambda: heard), options, 60000, n_texts=1) as starter:
@@ -173,10 +288,12 @@ def generate(
         if later is not None:
             wait_for(lambda: len(sample.token_ids) > 20)
             heard.update(later)
-            wait_for(lambda: starter.cluster.n_nodes == 3)
-            n_then = len(sample.token_ids)
-            wait_for(lambda: len(sample.token_ids) > n_then + 20)
-            assert "secondary1" in starter.names and not starter.n_recoveries
+            look(starter, lambda: len(sample.token_ids))
+            if joins:
+                wait_for(lambda: starter.cluster.n_nodes == 3)
+                n_then = len(sample.token_ids)
+                wait_for(lambda: len(sample.token_ids) > n_then + 20)
+                assert "secondary1" in starter.names and not starter.n_recoveries
             sample.cancel()
         reader.join()
         return list(sample.token_ids)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import mdi.control.client
-import mdi.measure.cluster_measurement
+import mdi.placement.cluster_measurement
 from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.exchange import ExchangeError
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import NodeLostError
-from mdi.measure.profiler import Profiler
-from mdi.measure.profiling import Speeds
+from mdi.placement.profiler import Profiler
+from mdi.placement.profiling import Speeds
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
@@ -42,7 +42,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     monkeypatch.setattr(mdi.control.client, "exchange", refuse)
     speeds = Speeds(1e9, 1e10, ((1, 1e-3), (128, 1e-1)), ((1, 1e-4), (16, 2e-4)))
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds)
-    monkeypatch.setattr(mdi.measure.cluster_measurement, "SIGN_S", 0.05)
+    monkeypatch.setattr(mdi.placement.cluster_measurement, "SIGN_S", 0.05)
     return ports
 
 

@@ -48,7 +48,7 @@ class Noting(StatusOnly):
     def status(self, run: str | None) -> dict[str, Any]:
         return dict(STATUS, run=run)
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         self.stopped.append(run)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mdi.block_ranges import block_span
+from mdi.block_ranges import block_span, ranges
 from mdi.cancel import Cancel
 from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
 from mdi.checkpoint.packing import packing_of
@@ -29,7 +29,6 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.config import nearest_existing
 from mdi.disk_space import check_disk
 from mdi.errors import CheckpointError
-from mdi.partition.split import ranges
 from mdi.weight_formats import OWN_FORMAT
 from mdi.whole_files import replacing
 

@@ -53,7 +53,7 @@ def run(options: Options) -> int:
 
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import with_keys
-    from mdi.cli.discover import discovered_cluster
+    from mdi.cli.discover import Discovery
     from mdi.cli.output import write_trace_of
     from mdi.cli.session import nodes_of, run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.config import load_cluster, standalone
@@ -63,7 +63,7 @@ def run(options: Options) -> int:
         if options.nodes_config is not None:
             cluster = load_cluster(options.nodes_config)
         else:
-            cluster = discovered_cluster(options) if options.nodes is not None else standalone()
+            cluster = discovery.present_nodes() if options.nodes is not None else standalone()
         cluster = with_keys(options, cluster)  # refused before anything is said
         logger.info("loading %s ...", (options.ckpt or options.chunk or Path()).name)
         return cluster
@@ -72,7 +72,8 @@ def run(options: Options) -> int:
     params = sampling_params(with_seed(options))
     limit = options.sequence_length or CONTEXT_LIMIT
     with ExitStack() as stack:
-        nodes = stack.enter_context(nodes_of(options, find))
+        discovery = stack.enter_context(Discovery(options))
+        nodes = stack.enter_context(nodes_of(options, find, discovery))
         session = stack.enter_context(
             Run(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
         )

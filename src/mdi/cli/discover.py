@@ -24,26 +24,113 @@ if TYPE_CHECKING:
 
 CONTROL_PORT, RING_PORT = 8088, 5088
 INVITED_WAIT_S = 900.0  # as long as a code is good
-_RELAYS: dict[tuple[str, int], Relay] = {}
 
 logger = logging.getLogger("mdi")
 
 
-def cluster_of_options(options: Options) -> ClusterConfig:
-    """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
+class Discovery:
+    """How a command finds the nodes of its key. It holds the ports that nodes dial, which are open until it ends."""
 
-    Raises:
-        UsageError, ControlError: the file is wrong; too few nodes come.
-    """
-    from mdi.cli import default_nodes_config
-    from mdi.cli.access import open_keys
-    from mdi.config import load_cluster
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
 
-    if options.nodes_config is None and (
-        options.nodes is not None or options.dial_port is not None or open_keys(options) is not None
-    ):
-        return discovered_cluster(options)
-    return load_cluster(options.nodes_config or default_nodes_config())
+    def cluster(self) -> ClusterConfig:
+        """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
+
+        Raises:
+            UsageError, ControlError: the file is wrong; too few nodes come.
+        """
+        from mdi.cli import default_nodes_config
+        from mdi.cli.access import open_keys
+        from mdi.config import load_cluster
+
+        options = self._options
+        if options.nodes_config is None and (
+            options.nodes is not None or options.dial_port is not None or open_keys(options) is not None
+        ):
+            return self.present_nodes()
+        return load_cluster(options.nodes_config or default_nodes_config())
+
+    def present_nodes(self) -> ClusterConfig:
+        """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
+        from mdi.cli.access import free_port, open_keys, own_address
+        from mdi.config import NodeConfig
+        from mdi.discovery.gather import Gathering, Guests, cluster_of
+        from mdi.errors import UsageError
+
+        options = self._options
+        keys = open_keys(options)
+        if keys is None:
+            raise UsageError("nodes are found by their key: make one with `mdi key FILE`, and give it with --key FILE")
+        addr = options.addr or own_address()
+        starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
+        wanted = None if options.nodes is None else options.nodes - 1
+        wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
+        guests = Guests()
+        with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
+            logger.info("looking for nodes of this key on %s ...", addr)
+            gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", told(node)))
+            nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
+        cluster = cluster_of(nodes, starter, keys)
+        for node, config in zip(nodes, cluster.secondaries, strict=True):
+            logger.info("%s is %s", config.name, node.label)
+        return cluster
+
+    @contextmanager
+    def sources(self, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
+        """The sources of nodes."""
+        with ExitStack() as stack:
+            # The network of an address that the user gave, else all networks of this machine.
+            yield self._listen(keys, addr, [addr] if self._options.addr else [], stack)
+
+    def _listen(self, keys: KeyFile, addr: str, interfaces: Sequence[str], stack: ExitStack) -> list[Source]:
+        """The same until the stack is closed. Raises UsageError."""
+        from mdi.discovery.mdns import Browser
+
+        browser = Browser(keys, interfaces)
+        stack.callback(browser.close)
+        found: list[Source] = [browser.nodes]
+        if (port := self._options.dial_port) is not None:
+            found.append(self._relay(addr, port, keys).nodes)
+        return found
+
+    def _relay(self, addr: str, port: int, keys: KeyFile) -> Relay:
+        """One relay per port."""
+        from mdi.discovery.relay import Relay
+
+        if (addr, port) not in self._relays:
+            relay = self._relays[addr, port] = Relay(addr, port, keys)
+            logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
+        return self._relays[addr, port]
+
+    def arrivals(self, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
+        """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
+        from mdi.cli.access import ip_address, open_keys
+        from mdi.discovery.arrivals import Arrivals
+
+        keys = None if self._options.fixed else open_keys(self._options)
+        if keys is None:
+            return None
+
+        def heard(stack: ExitStack) -> list[Source]:
+            found = cluster()
+            assert keys is not None and found is not None
+            addr = found.starter.addr
+            return self._listen(keys, addr, [ip_address(addr)], stack)
+
+        return Arrivals(heard, keys)
+
+    def close(self) -> None:
+        for relay in self._relays.values():
+            relay.close()
+        self._relays.clear()
+
+    def __enter__(self) -> Discovery:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @contextmanager
@@ -85,79 +172,6 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
     except UsageError as e:
         logger.warning("%s", e)
         return lambda: None
-
-
-def discovered_cluster(options: Options) -> ClusterConfig:
-    """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
-    from mdi.cli.access import free_port, open_keys, own_address
-    from mdi.config import NodeConfig
-    from mdi.discovery.gather import Gathering, Guests, cluster_of
-    from mdi.errors import UsageError
-
-    keys = open_keys(options)
-    if keys is None:
-        raise UsageError("nodes are found by their key: make one with `mdi key FILE`, and give it with --key FILE")
-    addr = options.addr or own_address()
-    starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
-    wanted = None if options.nodes is None else options.nodes - 1
-    wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
-    guests = Guests()
-    with sources(options, keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
-        logger.info("looking for nodes of this key on %s ...", addr)
-        gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", told(node)))
-        nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
-    cluster = cluster_of(nodes, starter, keys)
-    for node, config in zip(nodes, cluster.secondaries, strict=True):
-        logger.info("%s is %s", config.name, node.label)
-    return cluster
-
-
-@contextmanager
-def sources(options: Options, keys: KeyFile, addr: str) -> Iterator[list[Source]]:
-    """The sources of nodes."""
-    with ExitStack() as stack:
-        # The network of an address that the user gave, else all networks of this machine.
-        yield listen(options, keys, addr, [addr] if options.addr else [], stack)
-
-
-def listen(options: Options, keys: KeyFile, addr: str, interfaces: Sequence[str], stack: ExitStack) -> list[Source]:
-    """The same until the stack is closed. Raises UsageError."""
-    from mdi.discovery.mdns import Browser
-
-    browser = Browser(keys, interfaces)
-    stack.callback(browser.close)
-    found: list[Source] = [browser.nodes]
-    if (port := options.dial_port) is not None:
-        found.append(_relay(addr, port, keys).nodes)
-    return found
-
-
-def _relay(addr: str, port: int, keys: KeyFile) -> Relay:
-    """One relay per port, until the process ends, because the nodes behind it are reached through it."""
-    from mdi.discovery.relay import Relay
-
-    if (addr, port) not in _RELAYS:
-        relay = _RELAYS[addr, port] = Relay(addr, port, keys)
-        logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
-    return _RELAYS[addr, port]
-
-
-def arrivals(options: Options, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
-    """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
-    from mdi.cli.access import ip_address, open_keys
-    from mdi.discovery.arrivals import Arrivals
-
-    keys = None if options.fixed else open_keys(options)
-    if keys is None:
-        return None
-
-    def heard(stack: ExitStack) -> list[Source]:
-        found = cluster()
-        assert keys is not None and found is not None
-        addr = found.starter.addr
-        return listen(options, keys, addr, [ip_address(addr)], stack)
-
-    return Arrivals(heard, keys)
 
 
 @contextmanager

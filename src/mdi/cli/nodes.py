@@ -23,7 +23,7 @@ def run(options: Options) -> int:
     from pathlib import Path
 
     from mdi.cli.access import default_key_file, open_keys, own_address
-    from mdi.cli.discover import sources
+    from mdi.cli.discover import Discovery
     from mdi.cli.output import print_json
     from mdi.columns import table
     from mdi.discovery.gather import Gathering
@@ -38,7 +38,7 @@ def run(options: Options) -> int:
         raise UsageError("nodes are found by their key: give it with --key FILE, or fetch it with `mdi join`")
     if not 0 < options.wait_s <= 600:
         raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {options.wait_s}")
-    with sources(options, keys, options.addr or own_address()) as found:
+    with Discovery(options) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
         nodes = Gathering(found, keys).within(options.wait_s)
     rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
     if options.json:

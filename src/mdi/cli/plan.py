@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.config import DTYPES
 from mdi.errors import PlacementError, UsageError
-from mdi.partition.methods import DEFAULT_METHOD
 from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
-from mdi.spec.options import ACCESS, COMMON, Options, Requested, packed_format
+from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
 from mdi.terminal import show
 
 if TYPE_CHECKING:
-    from mdi.partition.model import ModelShape
-    from mdi.partition.plan import PlanReport
-    from mdi.partition.profile import ClusterProfile
+    from mdi.placement.model import ModelShape
+    from mdi.placement.plan import PlanReport
+    from mdi.placement.profile import ClusterProfile
 
 
 def add_arguments(parser: Parser) -> None:
@@ -57,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
         "placement", "placement", "layers",
         placement={
             "help": "throughput: most tokens/s; latency: the shortest way of one token; even: equal numbers (default: "
-            "%(default)s)", "default": DEFAULT_METHOD,
+            "%(default)s)", "default": DEFAULT_PLACEMENT,
         },
         layers={"help": "blocks per node, starter first"},
     )  # fmt: skip
@@ -67,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     options = _with_model(options)
     if options.example:
-        from mdi.partition.example import boards
+        from mdi.placement.profile import boards
 
         _print(boards().to_json())
         return 0
@@ -82,7 +81,7 @@ def run(options: Options) -> int:
     if options.json:
         _print(report.to_json())
     else:
-        from mdi.partition.plan_table import format_plan
+        from mdi.placement.plan import format_plan
 
         show(format_plan(report))
     return 0
@@ -104,8 +103,8 @@ def _with_model(options: Options) -> Options:
 def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     """A note that the checkpoint has chunks with another cut, which override this plan."""
     from mdi.errors import MdiError
-    from mdi.measure.planning import told_blocks
     from mdi.node.starter_weights import StarterWeights
+    from mdi.placement.planning import told_blocks
 
     n_nodes = len(report.nodes) + len(report.placement.left_out)
     if options.ckpt is None or options.layers is not None or n_nodes == 1:
@@ -129,7 +128,7 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
 
 
 def _plan(options: Options) -> PlanReport:
-    from mdi.partition.profile import read_profile
+    from mdi.placement.profile import read_profile
 
     if options.profiles is None and options.nodes_config is not None:
         profile = _live(options)
@@ -165,7 +164,7 @@ def _live(options: Options) -> ClusterProfile:
     from mdi.checkpoint.manifest import config_hash
     from mdi.machine.neighbours import threads_beside
     from mdi.machine.threads import choose_threads
-    from mdi.measure.planning import Model, measure_live
+    from mdi.placement.planning import Model, measure_live
 
     config = _config(options, None)
     model = Model(config["name"] or "", config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
@@ -197,13 +196,12 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 
 def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
-    from mdi.measure.computed_by import with_paths
-    from mdi.measure.model_shape import model_shape
-    from mdi.measure.planning import smaller_shapes
-    from mdi.partition.group_profile import stage_places
-    from mdi.partition.model import Workload
-    from mdi.partition.plan import plan
-    from mdi.partition.split import parse_layers
+    from mdi.block_ranges import parse_layers
+    from mdi.placement.model import Workload
+    from mdi.placement.model_shape import model_shape, with_paths
+    from mdi.placement.parallel import stage_places
+    from mdi.placement.plan import plan
+    from mdi.placement.planning import smaller_shapes
     from mdi.tensor.shares import why_not_shared_out
 
     if options.only:
@@ -221,7 +219,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         profile,
         shape,
         Workload(1 if options.n_samples is None else options.n_samples, length, replay_bytes=options.replay_memory),
-        method=options.placement or DEFAULT_METHOD,
+        method=options.placement or DEFAULT_PLACEMENT,
         layers=layers,
         measured=_measured(profile, config, shape),
         smaller=smaller_shapes(config, shape),
@@ -275,7 +273,7 @@ def _named(name: str) -> dict[str, Any]:
 
 def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:
     """The model of the profile's times; None if it is unknown."""
-    from mdi.measure.model_shape import model_shape
+    from mdi.placement.model_shape import model_shape
 
     if profile.config_hash == shape.config_hash:
         return model_shape(config, profile.format)

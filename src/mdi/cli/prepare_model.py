@@ -132,8 +132,8 @@ def _checked(options: Options) -> Options:
 
 def _check_cut(directory: Path, options: Options) -> None:
     """Raises UsageError if there is no model in the directory, or it has too few blocks for the cut."""
+    from mdi.block_ranges import check_n_nodes, parse_layers
     from mdi.checkpoint.folder import check_folder, stated_blocks
-    from mdi.partition.split import check_n_nodes, parse_layers
 
     if not (directory / "config.json").is_file():
         check_folder(directory)
@@ -223,9 +223,8 @@ def _export(source: WeightSource, directory: Path, options: Options) -> None:
 
 
 def _cut(source: WeightSource, directory: Path, options: Options) -> None:
-    from mdi.block_ranges import block_span
+    from mdi.block_ranges import block_span, default_split, parse_layers, ranges
     from mdi.checkpoint.chunks import node_names, write_chunks
-    from mdi.partition.split import default_split, parse_layers, ranges
 
     assert options.n_nodes is not None
     n_layer = source.config_dict["n_layer"]

@@ -26,6 +26,7 @@ from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Opti
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
+    from mdi.config import ClusterConfig
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
     from mdi.serve.process import ApiProcess
@@ -131,10 +132,15 @@ def _after(options: Options) -> Callable[[Run], None] | None:
 
 
 def _nodes(options: Options) -> NodeSource:
+    from mdi.cli.discover import Discovery
     from mdi.cli.session import nodes_of, processes_of
     from mdi.config import load_cluster, standalone
     from mdi.node.local import LocalRing
 
     if options.nodes is not None:
         return processes_of(options, options.nodes, LocalRing, options.cores, is_revived=True)
-    return nodes_of(options, lambda: load_cluster(options.nodes_config) if options.nodes_config else standalone())
+
+    def find() -> ClusterConfig:
+        return load_cluster(options.nodes_config) if options.nodes_config else standalone()
+
+    return nodes_of(options, find, Discovery(options))

@@ -14,6 +14,7 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
+    from mdi.cli.discover import Discovery
     from mdi.config import ClusterConfig, WeightMemory
     from mdi.engine.sequence import SamplingParams
     from mdi.node.local import LocalRing
@@ -50,8 +51,8 @@ def with_model(options: Options, is_litgpt: bool = True) -> Options:
 
 def check_cut(options: Options, n_nodes: int) -> None:
     """--layers and the model (after `with_model`) for so many nodes. Raises UsageError if the model cannot be cut so."""
+    from mdi.block_ranges import check_n_nodes, parse_layers
     from mdi.checkpoint.folder import stated_blocks
-    from mdi.partition.split import check_n_nodes, parse_layers
 
     n_blocks = None if options.ckpt is None else stated_blocks(options.ckpt)
     if options.parallel.mode == "tensor":
@@ -85,10 +86,9 @@ def check_chunk(chunk: Path | None) -> None:
 # Nodes
 
 
-def nodes_of(options: Options, find: Callable[[], ClusterConfig]) -> NodeSource:
-    """Nodes that run already, or this process alone."""
+def nodes_of(options: Options, find: Callable[[], ClusterConfig], discovery: Discovery | None = None) -> NodeSource:
+    """Nodes that run already, or this process alone; `discovery` finds those that come during a run."""
     from mdi.cli.access import with_keys
-    from mdi.cli.discover import arrivals
     from mdi.run.nodes import NodeSource
 
     latest: ClusterConfig | None = None
@@ -99,7 +99,9 @@ def nodes_of(options: Options, find: Callable[[], ClusterConfig]) -> NodeSource:
         check_cut(options, latest.n_stages)
         return latest
 
-    return NodeSource(found, options.threads, options.cores, arrivals(options, lambda: latest))
+    return NodeSource(
+        found, options.threads, options.cores, None if discovery is None else discovery.arrivals(lambda: latest)
+    )
 
 
 def on_processes(options: Options) -> Options:
@@ -160,11 +162,11 @@ def weight_memory(options: Options) -> WeightMemory:
 
 def chosen_placement(flag: str | None) -> str | None:
     """The flag, else MDI_PLACEMENT; None is the default. UsageError if the variable names none."""
-    from mdi.partition.methods import METHODS
+    from mdi.spec.options import PLACEMENTS
 
     named = os.environ.get("MDI_PLACEMENT") or None
-    if named is not None and named not in METHODS:
-        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(METHODS)}")
+    if named is not None and named not in PLACEMENTS:
+        raise UsageError(f"MDI_PLACEMENT={named!r}: expected {', '.join(PLACEMENTS)}")
     return flag or named
 
 

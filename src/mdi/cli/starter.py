@@ -45,7 +45,7 @@ def add_arguments(parser: Parser, is_resumable: bool = True) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.cli.discover import cluster_of_options
+    from mdi.cli.discover import Discovery
     from mdi.cli.resume import Journaling, list_runs
     from mdi.cli.session import nodes_of
 
@@ -58,15 +58,18 @@ def run(options: Options) -> int:
             journaling = Journaling(options)
             options = journaling.options
             stack.callback(journaling.close)
-        generate_on(options, lambda: nodes_of(options, lambda: cluster_of_options(options)), journaling=journaling)
+        discovery = stack.enter_context(Discovery(options))
+        generate_on(options, lambda: nodes_of(options, discovery.cluster, discovery), journaling=journaling)
     return 0
 
 
 def run_on(options: Options, find: Callable[[], ClusterConfig], family: Callable[[], ModelFamily] | None = None) -> int:
     """One run on nodes that `find` finds, from flags to report; see `generate_on`."""
+    from mdi.cli.discover import Discovery
     from mdi.cli.session import nodes_of
 
-    generate_on(options, lambda: nodes_of(options, find), family)
+    with Discovery(options) as discovery:
+        generate_on(options, lambda: nodes_of(options, find, discovery), family)
     return 0
 
 

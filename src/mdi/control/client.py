@@ -74,9 +74,10 @@ class ControlClient:
         """`POST /forward`: the node sends a part to another one."""
         self._ask("POST", "/forward", request.to_json(), PART_ANSWER_S)
 
-    def stop(self, run: str, leave: bool = False, timeout_s: float = ANSWER_S) -> None:
-        """`PUT /stop`: end a run, and with `leave` the process."""
-        self._ask("PUT", "/stop", {"run": run, "leave": leave}, timeout_s)
+    def stop(self, run: str, leave: bool = False, timeout_s: float = ANSWER_S, ring: str | None = None) -> None:
+        """`PUT /stop`: end a run, and with `leave` the process; with `ring`, an epoch, only that ring of the run."""
+        only = {} if ring is None else {"ring": ring}
+        self._ask("PUT", "/stop", {"run": run, "leave": leave, **only}, timeout_s)
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         """`POST /profile`: the node measures itself; returns when that is done."""

@@ -1,4 +1,4 @@
-"""The requests of a starter and the answers of a node as JSON, checked field by field. Stdlib only."""
+"""The requests of a starter and the answers of a node as JSON, checked field by field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mdi.spec.options import Frames, Length, Requested, Silence
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 6
+CONTROL_VERSION = 7
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",

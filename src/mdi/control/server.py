@@ -49,8 +49,8 @@ class Node(Protocol):
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         """Take the bytes of a part from `offset` on; `read(n)` gives up to n of the `n_bytes` that are coming."""
 
-    def stop(self, run: str, leave: bool) -> None:
-        """End the run; with `leave`, the process as well."""
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
+        """End the run; with `leave`, the process as well; with `ring`, an epoch, only that ring."""
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         """Measure itself; returns when that is done."""
@@ -74,7 +74,7 @@ class StatusOnly:
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         raise ControlError("this node is a starter: it takes no weights", 409, code="role")
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         raise ControlError("this node is a starter: stop it there", 409, code="role")
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
@@ -177,7 +177,10 @@ class _Pages:
         body = self._read_json()
         if not isinstance(body, dict) or not isinstance(body.get("run"), str):
             raise ControlError("field 'run': expected the id of the run to end", 400)
-        self._node.stop(body["run"], body.get("leave") is True)
+        ring = body.get("ring")
+        if ring is not None and not isinstance(ring, str):
+            raise ControlError("field 'ring': expected the epoch of the ring to end", 400)
+        self._node.stop(body["run"], body.get("leave") is True, ring)
         return {}
 
     def _parts(self, sha256: str = "", *, run: str = "", offset: str = "0") -> dict[str, Any]:

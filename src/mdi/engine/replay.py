@@ -39,6 +39,7 @@ class SentRows:
         self._n_bytes = 0
         self._texts: dict[int, _Text] = {}  # the oldest first
         self._dtype, self._n_cols = "bytes", 0
+        self._row_bytes = 0, 0  # of the scales and of the values of a row
 
     @property
     def counts(self) -> dict[int, int]:
@@ -60,6 +61,8 @@ class SentRows:
         if (frame.dtype, frame.n_cols) != (self._dtype, self._n_cols):
             self.clear()
             self._dtype, self._n_cols = frame.dtype, frame.n_cols
+            form: PayloadType = DTYPES[DTYPE_CODES[frame.dtype]]
+            self._row_bytes = form.n_scales(frame.n_cols) * form.scale_bytes, frame.n_cols * form.value_bytes
         scale, value = self._row_bytes
         payload = memoryview(frame.payload).cast("B")
         scales, values = payload[: frame.n_rows * scale], payload[frame.n_rows * scale :]
@@ -86,12 +89,6 @@ class SentRows:
     def clear(self) -> None:
         self._texts.clear()
         self._n_bytes = 0
-
-    @property
-    def _row_bytes(self) -> tuple[int, int]:
-        """Bytes of the scales and of the values of a row."""
-        form: PayloadType = DTYPES[DTYPE_CODES[self._dtype]]
-        return form.n_scales(self._n_cols) * form.scale_bytes, self._n_cols * form.value_bytes
 
     def _append(self, part: Slice, scales: memoryview, values: memoryview) -> None:
         text = self._texts.get(part.seq_id)

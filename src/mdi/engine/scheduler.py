@@ -7,7 +7,7 @@ its share of all sequences, so that a node reads its weights once for many rows.
 How many frames. With N nodes, a stage time t and a transfer time T per hop, a frame is back after N (t + T), so N frames keep
 a node busy for t / (t + T) of the time. With one more frame, each has N / (N + 1) of the rows and a stage time t', and every
 sequence has its token after max((N + 1) t', N (t' + T)): this pays if fewer rows take less time. The cost model compares both
-(`mdi.partition.plan`).
+(`mdi.placement.plan`).
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class StarterEngine:
 
     @property
     def n_rounds_left(self) -> int:
-        """Tokens that the longest text may still get; between two runs."""
-        sequences = [request.sequence for request in self._live.values()]
+        """Tokens that the longest text may still get. From any thread."""
+        sequences = [request.sequence for request in list(self._live.values())]
         return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
 
     @property

@@ -54,10 +54,12 @@ class HostPages(Pool):
 class DevicePages(Pages):
     """In a GPU's memory, slab after slab; all slabs are freed when no page is in use. A new page is zeros."""
 
-    def __init__(self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, page_bytes: int, capacity: int, dtype: torch.dtype, device: torch.device, slab_bytes: int = SLAB_BYTES
+    ) -> None:
         super().__init__(page_bytes, capacity)
         self._dtype, self._device = dtype, device
-        self.slab_pages = max(1, SLAB_BYTES // page_bytes)
+        self.slab_pages = max(1, slab_bytes // page_bytes)
         self.slabs: list[torch.Tensor] = []
 
     def where(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

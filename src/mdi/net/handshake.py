@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-from mdi.errors import AccessError, NodeLostError, RingError, WireError
+from mdi.cancel import Cancel
+from mdi.errors import AccessError, MdiError, NodeLostError, RingError, WireError
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, PING_INTERVAL_S
 from mdi.net.listener import RingListener
@@ -39,23 +40,30 @@ def close_starter_ring(
     limits: Limits,
     timeout_s: float = ANSWER_S,
     allocate: Allocate | None = None,
+    cancel: Cancel | None = None,
 ) -> TcpRing:
     """Form the ring, as its starter.
 
     Args:
         capacity: frames in flight, at most.
         allocate: makes the buffers that frames are received into, see BufferPool.
+        cancel: ends the wait for other nodes, with its error.
 
     Raises:
         NodeLostError, RingError: a link could not be made; the message names it.
     """
+    cancel = cancel or Cancel()
     expectation = listener.expect(seat.epoch, seat.prev_hello, answer=seat.hello)
     sock_out: socket.socket | None = None
     try:
+        cancel.check()
         sock_out, codec_out = _connect(seat)
-        answer = _read_answer(sock_out, seat, timeout_s, codec_out)
-        sock_in = expectation.wait(CONNECT_S)
+        with _interrupted(cancel, sock_out):
+            answer = _read_answer(sock_out, seat, timeout_s, codec_out)
+        with cancel.waking(expectation.wake):
+            sock_in = expectation.wait(CONNECT_S)
         if sock_in is None:
+            cancel.check()
             raise NodeLostError(seat.prev_name, f"{seat.prev_name} did not connect to {seat.name}")
         assert expectation.caller is not None
         reconnects = Waiter(seat, limits, listener, expectation.caller), Dialer(seat, limits, answer.process)
@@ -80,6 +88,7 @@ def join_ring(
     arrivals: threading.Condition | None = None,
     listener: RingListener | None = None,
     caller: Hello | None = None,
+    cancel: Cancel | None = None,
 ) -> TcpRing:
     """Take one's place in the ring, as a secondary whose previous node has just connected: connect on, then answer it.
 
@@ -87,6 +96,7 @@ def join_ring(
         codec_in, caller: codec and HELLO of the connection that it made, see Expectation.
         arrivals: see TcpRing.
         listener: where it can call again if its connection breaks; without, it is lost then.
+        cancel: ends the wait for the next node; the previous node then hears why.
 
     Raises:
         RingError: the next node cannot be reached or refuses; the previous node knows it, and both sockets are closed.
@@ -96,14 +106,15 @@ def join_ring(
     try:
         with _signs_of_life(sock_in, seat.epoch, codec_in):
             sock_out, codec_out = _connect(seat)
-            answer = _read_answer(sock_out, seat, timeout_s, codec_out)
+            with _interrupted(cancel or Cancel(), sock_out):
+                answer = _read_answer(sock_out, seat, timeout_s, codec_out)
         send_frame(sock_in, seat.hello, codec_in)
         again = None if listener is None or caller is None else Waiter(seat, limits, listener, caller)
         reconnects = again, Dialer(seat, limits, answer.process)
         codecs = codec_in, codec_out
         return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, codecs, arrivals, reconnects)
-    except (RingError, OSError) as e:
-        node, code = (e.node, e.code) if isinstance(e, NodeLostError) else ("", RingError.code)
+    except (MdiError, OSError) as e:
+        node, code = e.node if isinstance(e, NodeLostError) else "", getattr(e, "code", RingError.code)
         fault = Fault(node, str(e), seat.name, code)
         with contextlib.suppress(OSError):
             send_frame(sock_in, Frame.message(FrameType.ERROR, seat.epoch, fault.to_bytes()), codec_in)
@@ -112,6 +123,22 @@ def join_ring(
             sock_out.close()
         if isinstance(e, OSError):
             raise RingError(f"{seat.prev_name} left while the ring was formed: {e}") from None
+        raise
+
+
+@contextlib.contextmanager
+def _interrupted(cancel: Cancel, sock: socket.socket) -> Iterator[None]:
+    """Within: the end of `cancel` ends what is read from a socket, and is the error of that."""
+
+    def wake() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    try:
+        with cancel.waking(wake):
+            yield
+    except (RingError, OSError):
+        cancel.check()
         raise
 
 

@@ -87,6 +87,11 @@ class Expectation:
         except queue.Empty:
             return None
 
+    def wake(self) -> None:
+        """Let `wait` return None now, once."""
+        with contextlib.suppress(queue.Full):
+            self.accepted.put_nowait(None)
+
 
 @dataclass
 class _Pending:
@@ -131,9 +136,19 @@ class RingListener:
 
     Args:
         keys: of the cluster. If there are some, a caller without one of them is dropped before its HELLO is read.
+        hello_s: how long a caller may be silent before it has sent its HELLO.
+        accept_again_s: pause after a connection that the system could not accept.
     """
 
-    def __init__(self, sock: socket.socket, name: str, keys: KeyFile | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        keys: KeyFile | None = None,
+        hello_s: float = HELLO_DEADLINE_S,
+        accept_again_s: float = ACCEPT_AGAIN_S,
+    ) -> None:
+        self._hello_s, self._accept_again_s = hello_s, accept_again_s
         self._sock = sock
         self._name = name
         self.keys = keys
@@ -175,8 +190,9 @@ class RingListener:
                 self._expected.remove(expectation)
             expectation.withdrawn = True
         with contextlib.suppress(queue.Empty):
-            while (sock := expectation.accepted.get_nowait()) is not None:
-                sock.close()
+            while True:
+                if (sock := expectation.accepted.get_nowait()) is not None:
+                    sock.close()
         expectation.accepted.put(None)
 
     def expect_again(self, returning: Returning) -> None:
@@ -232,20 +248,20 @@ class RingListener:
         except OSError as e:
             logger.debug("%s cannot accept connections: %s", self._name, e)
             self._selector.unregister(self._sock)
-            self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
+            self._accept_at = time.monotonic() + self._accept_again_s
             return
         sock.setblocking(False)
         pending = self.pending()
         if len(pending) >= N_PENDING_LIMIT:  # the oldest one has had the most time for its HELLO
             self._drop(min(pending, key=lambda p: p.deadline), "too many connections wait here")
-        entry = _Pending(sock, f"{address[0]}:{address[1]}", time.monotonic() + HELLO_DEADLINE_S)
+        entry = _Pending(sock, f"{address[0]}:{address[1]}", time.monotonic() + self._hello_s)
         self._selector.register(sock, selectors.EVENT_READ, entry)
 
     def _drop_late(self) -> None:
         now = time.monotonic()
         for pending in self.pending():
             if pending.deadline <= now:
-                self._drop(pending, f"it said nothing for {HELLO_DEADLINE_S:.0f} s")
+                self._drop(pending, f"it said nothing for {self._hello_s:.0f} s")
 
     def _drop(self, pending: _Pending, why: str, is_reported: bool = True) -> None:
         if is_reported:

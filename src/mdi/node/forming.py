@@ -1,8 +1,10 @@
-"""The limits and buffers of a node in a ring, on both sides."""
+"""The limits and buffers of a node in a ring, on both sides, and the time to leave one."""
 
 from __future__ import annotations
 
 from mdi.net.wire import HANDSHAKE_LIMITS, Allocate, Limits
+
+HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 
 
 def ring_limits(widest_row: int) -> Limits:

@@ -7,9 +7,11 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +24,10 @@ import psutil
 from mdi.config import ClusterConfig, load_cluster
 from mdi.errors import NodeLostError, UsageError
 from mdi.machine.neighbours import fair_threads
-from mdi.node.temporary import RingFolder
 
-END_S = 5.0  # time for the children to clean up
-STOPPED_S = 6.0  # a child that was stopped (for example by SIGSTOP) for so long is lost
+PREFIX, LOCK = "mdi-ring-", "in-use"  # of a temporary folder, and the file in it that is locked
+END_S = 5.0
+STOPPED_S = 6.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # between two starts of a child that ends again and again
 # Below those that systems give out by themselves: from 32768 on in Linux, from 49152 on elsewhere.
 _PORTS = range(20_000, 32_000)
@@ -47,6 +49,8 @@ class LocalRing:
         kv_memory: bytes for caches on each node.
         n_spares: nodes besides those of the ring, which replace lost ones.
         key: file of the cluster's key.
+        stopped_s: a child that was stopped (for example by SIGSTOP) for so long is lost.
+        end_s: time for the children to clean up.
     """
 
     cluster: ClusterConfig  # from `__enter__` on
@@ -63,7 +67,10 @@ class LocalRing:
         kv_memory: int | None = None,
         n_spares: int = 0,
         key: Path | None = None,
+        stopped_s: float = STOPPED_S,
+        end_s: float = END_S,
     ) -> None:
+        self._stopped_s, self._end_s = stopped_s, end_s
         if n_nodes < 1:
             raise UsageError(f"--nodes must be at least 1, got {n_nodes}")
         if n_spares < 0:
@@ -110,13 +117,13 @@ class LocalRing:
                 child.stdin.close()
             with contextlib.suppress(OSError):
                 child.kill() if _is_stopped(child.pid) else child.terminate()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + self._end_s
         for child in self.children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:  # stuck in a driver
                 child.kill()
-                child.wait(END_S)
+                child.wait(self._end_s)
         if self._folder is not None:
             self._folder.close()
 
@@ -144,9 +151,11 @@ class LocalRing:
                 raise NodeLostError(node.name, f"{node.name} has ended by itself (status {status})")
             if not _is_stopped(child.pid):
                 self._stopped_since.pop(child.pid, None)
-            elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > STOPPED_S:
+            elif time.monotonic() - self._stopped_since.setdefault(child.pid, time.monotonic()) > self._stopped_s:
                 self._reported.add(child.pid)
-                raise NodeLostError(node.name, f"{node.name} (process {child.pid}) was stopped {STOPPED_S:.0f} s ago")
+                raise NodeLostError(
+                    node.name, f"{node.name} (process {child.pid}) was stopped {self._stopped_s:.0f} s ago"
+                )
 
     def revive(self) -> None:
         """Start children again that have ended: at once, but one that ends again and again after longer and longer pauses."""
@@ -277,3 +286,49 @@ def free_ports(n: int) -> list[int]:
             sock.bind(("127.0.0.1", port))
             found.append(port)
     return found
+
+
+# Its temporary folder
+
+
+class RingFolder:
+    """The temporary folder of a local ring, made at once. It is removed with the ring, even if its process was killed.
+
+    The process that uses it holds a lock on a file in it, which the system releases however the process ends. So a folder
+    with a free lock is unused, and the ring's own children or the next ring remove it. Without such locks (Windows), a folder
+    stays if its process was killed. `close` removes it.
+    """
+
+    def __init__(self) -> None:
+        sweep()
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        new = self.path / f"{LOCK}.new"
+        self._file = open(new, "wb")  # noqa: SIM115 - held until close
+        _lock(self._file.fileno())
+        new.rename(self.path / LOCK)  # under its name it is locked from the beginning
+
+    def close(self) -> None:
+        self._file.close()  # first, for Windows removes no open file
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove the folders of rings whose process was killed."""
+    if sys.platform == "win32":
+        return
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, or in use
+            file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                _lock(file)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Raises OSError if another process has it."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

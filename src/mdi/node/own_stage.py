@@ -124,6 +124,7 @@ class OwnStage:
         self._name, self._family, self._config, self._options = name, family, config, options
         self._id = secrets.token_hex(8)  # instead of hashes of its weights, which nobody else needs
         self._held: HeldStage | None = None
+        self._next: HeldStage | None = None  # in memory for a later ring
         self._links: GroupLinks | None = None
         self._ring: LeaderRing | None = None
         self._groups = tuple(groups)
@@ -205,6 +206,40 @@ class OwnStage:
         """Weights that will not fit are not loaded in the first place. Raises NoMemoryError."""
         self._store.check_memory(self._spec(weights, computing, n_nodes), self._held)
 
+    def load_next(
+        self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int,
+        kv_memory: int | None, cancel: Cancel,
+    ) -> None:  # fmt: skip
+        """Have the stage of another cut in memory, besides the one that is in use: `load` of that cut then reads no weights.
+
+        Raises as `load`; NoMemoryError if there is no room for both. The present stage stays as it is in any case.
+        """
+        self.drop_next()
+        spec = self._spec(weights, computing, n_nodes, max_length, n_sequences, kv_memory)
+        if self._held is None or self._held.spec.key != spec.key:
+            claim = Claim(self._id, self._id, share=self._options.cache_share)
+            self._next = self._store.acquire(spec, claim, self._supply(weights), cancel, on_part=self._reports(spec))
+            self._store.release(self._next, self._id)
+
+    def drop_next(self) -> None:
+        """Give the memory of a stage back that `load_next` got and no ring uses; harmless if there is none."""
+        held, self._next = self._next, None
+        if held is not None and held is not self._held:
+            self._store.remove(held)
+
+    def _reports(self, spec: StageSpec) -> Callable[[], None]:
+        """A line now and then about the parts that are loaded; to be called before each."""
+        report, n_parts = Periodic(), len(spec.parts)
+        done = iter(range(n_parts + 1))
+
+        def tell() -> None:
+            n_done = next(done)
+            if report.is_due():
+                passed = duration(report.passed_s)
+                logger.info("%s loads its weights: %d of %d parts (%s)", self._name, n_done, n_parts, passed)
+
+        return tell
+
     def load(
         self, weights: StarterWeights, computing: Computing, n_nodes: int, max_length: int, n_sequences: int,
         kv_memory: int | None, cancel: Cancel,
@@ -228,19 +263,11 @@ class OwnStage:
             self._store.complete(held, supply, cancel)
         else:
             self._held = None
-            report, n_parts = Periodic(), len(spec.parts)
-            done = iter(range(n_parts + 1))
-
-            def tell() -> None:
-                n_done = next(done)
-                if report.is_due():
-                    passed = duration(report.passed_s)
-                    logger.info("%s loads its weights: %d of %d parts (%s)", self._name, n_done, n_parts, passed)
-
             if held is not None:
                 self._forget_stage()
             claim = Claim(self._id, self._id, share=self._options.cache_share)
-            self._held = held = self._store.acquire(spec, claim, supply, cancel, held, tell)
+            self._held = held = self._store.acquire(spec, claim, supply, cancel, held, self._reports(spec))
+        self.drop_next()
         stage = held.stage
         assert stage is not None
         self.loaded = stage
@@ -263,6 +290,7 @@ class OwnStage:
 
     def close(self) -> None:
         """Free its memory, but keep its description."""
+        self.drop_next()
         if self._held is not None:
             self._store.remove(self._held)
 

@@ -14,9 +14,9 @@ from mdi.config import NodeConfig
 from mdi.control.client import PART_ANSWER_S, ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.errors import ControlError, NodeLostError
-from mdi.node.patience import STALL_S
 from mdi.security.keys import KeyFile
 
+STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 AGAIN_S = 0.2  # before a part that another node sends is tried again
 N_FORWARDS = 8  # at a time
 FORWARD_ANSWER_S = 60.0  # for a part that is sent to another node, for each piece, and to be stored there

@@ -10,13 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from mdi.engine.worker import SecondaryLoop
 from mdi.errors import ControlError, MdiError, RingEndedError
 from mdi.machine.threads import compute_with
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
-from mdi.node.main_thread_task import MainThreadTask
 
 
 class AbandonedError(MdiError):
@@ -25,6 +25,48 @@ class AbandonedError(MdiError):
     def __init__(self, message: str, code: str = "run") -> None:
         super().__init__(message)
         self.code = code
+
+
+class MainThreadTask:
+    """Work of an HTTP request that must run on the computing thread: `run` does it there, while another waits in `result`.
+
+    Args:
+        work: gives the answer as a JSON object; its argument is a function that raises when nobody waits any more.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], None]], dict[str, Any]]) -> None:
+        self._work = work
+        self._done = threading.Event()
+        self._answer: dict[str, Any] = {}
+        self._error: MdiError | None = None
+
+    def run(self) -> None:
+        """Do the work; its errors go to the thread that waits."""
+        try:
+            self._answer = self._work(self._check)
+        except MdiError as e:
+            self._error = e
+        except Exception as e:  # for example out of memory, or a missing kernel: this node continues
+            self._error = ControlError(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}", 500)
+        finally:
+            self._done.set()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def drop(self, error: MdiError) -> None:
+        """It will not be done."""
+        self._error = self._error or error
+        self._done.set()
+
+    def result(self, timeout_s: float) -> dict[str, Any]:
+        """The answer; raises what went wrong, or ControlError (504) after `timeout_s`."""
+        if not self._done.wait(timeout_s):
+            self.drop(ControlError(f"not done within {timeout_s:.0f} s", 504))
+        if self._error is not None:
+            raise self._error
+        return self._answer
 
 
 class Turn:

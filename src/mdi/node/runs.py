@@ -42,10 +42,11 @@ class Runs:
                 del self.rings[run]
 
     def find(self, run: str | None) -> RingWorker | None:
-        """The latest ring of a run, ended or not."""
+        """The latest ring of a run that has not ended; else the last one, one that had begun if there is one."""
         with self._lock:
-            rings = self.rings.get(run or "")
-            return rings[-1] if rings else None
+            rings = self.rings.get(run or "", [])
+            active = [one for one in rings if not one.has_ended.is_set()]
+            return next(reversed(active or [one for one in rings if one.has_begun] or rings), None)
 
     def active_of(self, run: str) -> list[RingWorker]:
         """The rings of a run that have not ended: one, and perhaps the next one, which is prepared."""
@@ -83,28 +84,32 @@ class Runs:
             worker.end()
         return self.find(run) is not None
 
-    def admit(self, request: InitRequest) -> tuple[bool, RingWorker | None]:
+    def stop_ring(self, run: str, epoch: str) -> None:
+        """End a ring that was prepared while another one of its run goes on; nothing if it has ended, or is closed."""
+        for worker in self.active_of(run):
+            if worker.request.epoch == epoch and not worker.is_running:
+                worker.end()
+
+    def admit(self, request: InitRequest) -> bool:
         """End what blocks a new ring: present rings of its run, and runs whose starter is gone.
 
         Returns:
-            False if this very ring is being formed already: its request came twice. And the ring of its run that goes on
-            meanwhile.
+            False if this very ring is being formed already: its request came twice.
 
         Raises:
             ControlError (busy): another run does not share the node, or the old ring does not end; (run): the request is older
                 than that of the run's present ring, and was late; (stopped): its run has been stopped.
         """
-        latest = self.find(request.run)
+        with self._lock:
+            latest = next(reversed(self.rings.get(request.run, [])), None)
         if request.run in self._stopped:
             raise ControlError(f"this run was ended on {self._name}", 409, code="stopped")
         if latest is not None and int(latest.request.epoch, 16) > int(request.epoch, 16):
             raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
-        beside: RingWorker | None = None
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
-                return False, None
+                return False
             if before.is_running and request.extensions.get(_BESIDE) is True:
-                beside = before
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):
@@ -114,7 +119,7 @@ class Runs:
                 worker.end()
             elif worker.run != request.run and (request.exclusive or worker.request.exclusive):
                 raise self.busy()
-        return True, beside
+        return True
 
     def busy(self) -> ControlError:
         latest = self.latest

@@ -26,11 +26,11 @@ from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.kernels import library
 from mdi.machine.device import devices, load_kernels
-from mdi.measure.profiler import Profiler
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.link import STUCK, STUCK_S
 from mdi.net.listener import RingListener, open_socket
+from mdi.node.forming import HAND_OVER_S
 from mdi.node.node_weights import NodeWeights
 from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
@@ -38,6 +38,7 @@ from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.worker import RingWorker
+from mdi.placement.profiler import Profiler
 from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.security.keys import KeyFile
 from mdi.spec.options import ANYTHING, Requested
@@ -46,7 +47,6 @@ from mdi.stages.cache_budget import share_in
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
 
-HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
 KERNELS_S = 2.0  # kernels that are compiled already are loaded by then
@@ -254,19 +254,11 @@ class SecondaryNode:
                     code=STUCK,
                 )  # fmt: skip
             self._measurement.check_idle()
-            is_new, before = self.runs.admit(request)
-            if not is_new:
+            if not self.runs.admit(request):
                 return self._run_status(request.run)
-            if (
-                before is not None
-                and before.held.spec.key == spec.key
-                and request.max_length <= before.held.spec.max_length
-            ):
-                held = before.held
-            else:
-                held, before = self._reserve(request, spec), None
+            held = self._reserve(request, spec)
             is_in_memory = held.stage is not None
-            worker = self._serve(request, held, before)
+            worker = self._serve(request, held)
         if is_in_memory:  # it is READY in a moment, and its starter need not ask again: texts may be waiting
             worker.wait_until_known(READY_S)
         return self._run_status(request.run)
@@ -289,11 +281,11 @@ class SecondaryNode:
                 f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
             ) from None
 
-    def _serve(self, request: InitRequest, held: HeldStage, before: RingWorker | None) -> RingWorker:
+    def _serve(self, request: InitRequest, held: HeldStage) -> RingWorker:
         assert self.listener is not None
         worker = RingWorker(
             self.config.name, self.process, request, held, self._weights, self.stages, self.turns, self.listener,
-            before, self._leave_if_idle,
+            self._leave_if_idle,
         )  # fmt: skip
         self.runs.add(worker)
         self.workers = [*(one for one in self.workers if one.is_alive), worker]
@@ -341,7 +333,9 @@ class SecondaryNode:
             raise self._unknown_run()
         self._forwards.send(request)
 
-    def stop(self, run: str, leave: bool) -> None:
+    def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
+        if ring is not None:
+            return self.runs.stop_ring(run, ring)
         if not self.runs.stop(run) and (run != self._measurement.planned_run or self.runs.active):
             raise self._unknown_run()
         if leave:

@@ -11,12 +11,11 @@ from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.errors import CheckpointError, ControlError, MemoryShortError
 from mdi.machine.threads import computing_threads, n_threads
-from mdi.measure.profiler import Profiler
-from mdi.measure.profiling import Subject
-from mdi.node.main_thread_task import MainThreadTask
 from mdi.node.node_weights import NodeWeights
-from mdi.node.round_robin import RoundRobin
+from mdi.node.round_robin import MainThreadTask, RoundRobin
 from mdi.node.runs import Runs
+from mdi.placement.profiler import Profiler
+from mdi.placement.profiling import Subject
 from mdi.security.keys import KeyFile
 from mdi.stages.store import StageStore
 

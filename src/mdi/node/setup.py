@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,17 +17,16 @@ from mdi.control.reach_node import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.examine.diagnosis import port_remedy
 from mdi.kernels import library
-from mdi.node.part_sending import Holders, PartSending, PartSource
-from mdi.node.patience import STALL_S, Patience
-from mdi.node.progress import Progress
+from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
 from mdi.periodic import Periodic
 from mdi.stages.cache_budget import CacheReport
-from mdi.units import size
+from mdi.units import duration, size
 
 # A node that has everything is ready in a few hundredths of a second, and texts may be waiting for it; one that loads for
 # minutes needs its processor for that.
 POLL_S, LONGEST_POLL_S, SLOWER = 0.03, 0.5, 1.2
 SIGN_S = 1.0
+WINDOW_S = 10.0  # the rate of a transfer is that of the last seconds: a slow start says nothing about the rest
 
 logger = logging.getLogger("mdi")
 
@@ -291,3 +291,89 @@ def arithmetic_of(status: Mapping[str, Any]) -> str:
     """The kind of arithmetic that a node reports, or its device if that is none of the kernels'."""
     device = str(status.get("device", "cpu"))
     return str(status.get("arithmetic", "")) if device == "cpu" else device
+
+
+# How it goes on
+
+
+class Patience:
+    """How long a starter waits for a loading node, in one step of its set-up: as long as it makes progress. Pure.
+
+    Args:
+        name: of the node.
+        n_parts: number of parts that it looks for and loads; a larger count is no progress.
+        limit_s: how long it may be without progress.
+        now_s: any clock's time.
+    """
+
+    def __init__(self, name: str, n_parts: int, limit_s: float, now_s: float) -> None:
+        self._name = name
+        self._n_parts = n_parts
+        self._limit_s = limit_s
+        self._since_s = now_s
+        self._done = 0
+
+    def look(self, status: Mapping[str, Any], now_s: float) -> None:
+        """Take the node's status. Raises NodeLostError if it was without progress for too long."""
+        done = self._count(status.get("looking")) + self._count(status.get("loading"))
+        if done > self._done:
+            self._done, self._since_s = done, now_s
+        elif now_s - self._since_s > self._limit_s:
+            raise NodeLostError(
+                self._name,
+                f"{self._name} is loading, but has made no progress for {self._limit_s:.0f} s: look at "
+                "what it prints, and start it again",
+            )
+
+    def _count(self, stage: Any) -> int:
+        done = stage.get("done") if isinstance(stage, Mapping) else None
+        return min(max(done, 0), self._n_parts) if isinstance(done, int) else 0
+
+
+class Progress:
+    """Bytes, rate and time left of one transfer, as the receiver reports it. Pure.
+
+    Args:
+        name: of the receiving node.
+        total_bytes: of all parts that it lacked.
+        had_bytes: bytes that an interrupted transfer left.
+        now_s: any clock's time.
+    """
+
+    def __init__(self, name: str, total_bytes: int, had_bytes: int, now_s: float) -> None:
+        self._name = name
+        self._total = total_bytes
+        self._had = self._done = min(had_bytes, total_bytes)
+        self._begin_s = now_s
+        self._points: deque[tuple[float, int]] = deque([(now_s, self._done)])
+
+    def update(self, done_bytes: int, now_s: float) -> None:
+        """The receiver has so much; it never has less than before, and never more than all."""
+        self._done = min(max(self._done, done_bytes), self._total)
+        self._points.append((now_s, self._done))
+        while len(self._points) > 2 and self._points[1][0] <= now_s - WINDOW_S:
+            self._points.popleft()
+
+    @property
+    def bytes_s(self) -> float:
+        """Over the last seconds; 0 while nothing can be said."""
+        (first_s, first), (last_s, last) = self._points[0], self._points[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def __str__(self) -> str:
+        """ "secondary0: 120.0 of 400.0 MB (30 %), 40.0 MB/s, 7 s left" """
+        share = 100 * self._done // self._total if self._total else 100
+        line = f"{self._name}: {size(self._done)} of {size(self._total)} ({share} %)"
+        if self._done == self._total:
+            return line
+        rate = self.bytes_s
+        if not rate:
+            return line + ", nothing comes at the moment"
+        return line + f", {size(rate)}/s, {duration((self._total - self._done) / rate)} left"
+
+    def summary(self, now_s: float) -> str:
+        """The last line, when everything has arrived and was checked."""
+        taken = max(now_s - self._begin_s, 1e-9)
+        sent = self._total - self._had
+        rest = f" ({size(self._had)} were there)" if self._had else ""
+        return f"{self._name} has its weights: {size(sent)} in {duration(taken)}, {size(sent / taken)}/s{rest}"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mdi.block_ranges import default_split, ranges
 from mdi.config import ClusterConfig
 from mdi.errors import UsageError
 from mdi.machine.computing import Computing
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.split import default_split, ranges
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.tensor.group import Group, Member

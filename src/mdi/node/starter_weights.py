@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.block_ranges import span
+from mdi.block_ranges import default_split, parse_layers, ranges, span
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.folder import WEIGHT_FILES
@@ -17,7 +17,6 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
-from mdi.partition.split import default_split, parse_layers, ranges
 from mdi.weight_formats import OWN_FORMAT
 
 logger = logging.getLogger("mdi")

@@ -21,22 +21,20 @@ from mdi.machine.computing import Computing, choose_computing
 from mdi.machine.device import check_format, choose_device, choose_dtype
 from mdi.machine.resources import device_free_bytes
 from mdi.machine.torch_use import load_torch
-from mdi.measure.model_shape import model_shape
-from mdi.measure.planning import Model, choose, profile_cluster, told_blocks
 from mdi.node.sharing_out import Division, SharingOut, division_by_hand
 from mdi.node.starter_weights import StarterWeights
-from mdi.partition.cost import CostModel
-from mdi.partition.grouping import with_groups
-from mdi.partition.methods import DEFAULT_METHOD
-from mdi.partition.model import Workload
-from mdi.partition.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured
-from mdi.partition.plan import PlanReport
-from mdi.partition.profile import ClusterProfile
-from mdi.partition.tensor_plan import plan_tensor
+from mdi.placement.cost import CostModel
+from mdi.placement.model import Workload
+from mdi.placement.model_shape import model_shape
+from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
+from mdi.placement.plan import PlanReport
+from mdi.placement.planning import Model, choose, profile_cluster, told_blocks
+from mdi.placement.profile import ClusterProfile
+from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.ports import StarterPorts
 from mdi.run.roll_call import free_nodes
 from mdi.run.texts import check_prompt, context_length
-from mdi.spec.options import Requested, StarterOptions
+from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.window_options import window_of
 from mdi.tensor.ring_stages import RingStage, stages_of
@@ -305,7 +303,7 @@ def planned_ring(
     profile: ClusterProfile, weights: StarterWeights, options: StarterOptions, computing: Computing, workload: Workload,
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
-    method = options.placement or DEFAULT_METHOD
+    method = options.placement or DEFAULT_PLACEMENT
     return choose(profile, model_of(weights), method, workload, computing.kv_dtype)
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean
 
-from mdi.partition.cost import CostModel
-from mdi.partition.model import ModelShape, Workload
-from mdi.partition.profile import DEFAULT_BYTES_S, ClusterProfile, NodeProfile
+from mdi.placement.cost import CostModel
+from mdi.placement.model import ModelShape, Workload
+from mdi.placement.profile import DEFAULT_BYTES_S, ClusterProfile, NodeProfile
 from mdi.run.policy import Form, Stage, cut_over
 
 # Where nothing was measured: how fast weights are read from memory by computing, and from disk by loading.

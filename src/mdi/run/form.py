@@ -1,11 +1,13 @@
 """Forms the rings of a run, the first one and every later one alike: gets all nodes ready, then closes the links.
 
-`Former.form` is all of it. Its two halves, `prepare` and `close`, can be apart in time: what is prepared changes nothing in a
-ring that generates, as far as its nodes and the starter's stage allow that.
+`Former.form` is all of it. `Former.load_ahead` gets the stages of a later ring into the memory of its nodes while the present
+one generates, and changes nothing there: `form` then finds all weights in place. How much the caches may take is reckoned by
+`form` alone, when the present ring's memory is free.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -33,6 +35,7 @@ from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
+from mdi.node.runs import beside_extension
 from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.node.starter_weights import StarterWeights
 from mdi.periodic import Periodic
@@ -44,8 +47,10 @@ from mdi.stages.cache_budget import share_extensions, share_out
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import StageStore
 from mdi.stages.window_options import extensions_of as window_extensions
+from mdi.stages.window_options import window_of
 from mdi.tracing.recorder import extensions_of
 
+DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.
 ENDED = ("left", "leaving", "disk")
@@ -253,7 +258,36 @@ class Former:
             NodeLostError: of a node that could not take part; MdiError: it cannot be done at all.
         """
         self.close_links(is_awaited=False)  # a node that is silent would hold it up
-        return self.close(self.prepare(plan, cancel, rows))
+        return self.close(self.prepare(plan, cancel, rows), cancel)
+
+    def load_ahead(
+        self, plan: Form, cancel: Cancel, put: Callable[[Loaded], None], timeout_s: float | None = None
+    ) -> LoadAhead | None:  # fmt: skip
+        """Begin to load the stages of another ring while the present one goes on; None if it cannot be done meanwhile.
+
+        Args:
+            put: gets the outcome, from another thread.
+            timeout_s: it fails after that time; None: it may take as long as it makes progress.
+        """
+        basis, ring, own = self.basis, self.ring, self.own
+        if (
+            ring is None
+            or own is None
+            or basis.make_own is not None
+            or window_of(basis.options.weight_memory) is not None
+        ):
+            return None  # a window takes the memory that is free when it is opened
+        weights = copy.copy(basis.weights)  # the present ring is described with the other cut
+        weights.cut_anew(plan.counts)
+        cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
+        clients = [ControlClient(node, cluster.keys) for node in cluster.secondaries]
+        outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
+        self._n_rings += 1
+        work = Preparation(
+            replace(basis, weights=weights), cluster, clients, own, self._n_rings, REACH_S, frozenset(ring.processes),
+            self._holders(outside), None, frozenset(ring.stages).intersection(plan.stages),
+        )  # fmt: skip
+        return LoadAhead(plan, work, cancel.child(timeout_s), put)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""
@@ -280,7 +314,7 @@ class Former:
         ring.has_fresh = bool(fresh)
         return ring
 
-    def close(self, ring: Ring) -> Ring:
+    def close(self, ring: Ring, cancel: Cancel) -> Ring:
         """Close the links of a ring that is prepared. Raises NodeLostError, RingError."""
         basis, cluster = self.basis, ring.cluster
         names = tuple(node.name for node in cluster.nodes)
@@ -292,7 +326,7 @@ class Former:
         )  # fmt: skip
         ring.own.expect(basis.listener, number, ring.placement, basis.process)
         try:
-            inner = self._linked(ring, seat)
+            inner = self._linked(ring, seat, cancel)
         except NodeLostError as e:
             if self.ring is not None:
                 raise
@@ -309,7 +343,7 @@ class Former:
         self._has_caches = True
         return ring
 
-    def _linked(self, ring: Ring, seat: Seat) -> Link:
+    def _linked(self, ring: Ring, seat: Seat, cancel: Cancel) -> Link:
         basis, cluster = self.basis, ring.cluster
         n_frames = basis.options.n_frames or cluster.n_nodes
         if n_frames != cluster.n_nodes:
@@ -325,7 +359,7 @@ class Former:
             receive_buffers(basis.computing.device),
         )
         try:
-            link = close_starter_ring(basis.listener, seat, n_frames, limits, allocate=allocate)
+            link = close_starter_ring(basis.listener, seat, n_frames, limits, allocate=allocate, cancel=cancel)
         except NodeLostError as e:
             first = cluster.secondaries[0]
             lost = next((node for node in cluster.secondaries if node.name == e.node), first)
@@ -492,6 +526,7 @@ class Preparation:
         known: secondaries of the ring before.
         holders: nodes that may have parts already.
         replays: as for `Former._prepare`.
+        beside: the stages of the present ring that are also those of this one; None if there is none that goes on meanwhile.
 
     Attributes:
         placement, ring_ports, processes: see Ring.
@@ -512,6 +547,7 @@ class Preparation:
     known: frozenset[str]
     holders: Holders
     replays: Mapping[str, str] | None
+    beside: frozenset[Stage] | None = None
     parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
     placement: str = ""
     failed: str | None = None
@@ -525,7 +561,7 @@ class Preparation:
         """Do it; what the caches of all nodes hold. Raises MdiError: a node is not there or cannot."""
         basis = self.basis
         self.own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
-        setups = self._configure_secondaries()
+        setups = self._configure_secondaries(cancel)
         try:
             had = self.own.loaded if self.own.is_loaded else None
             with Watched(cancel, lambda: self._raise_first(setups)) as watching:
@@ -549,19 +585,37 @@ class Preparation:
             setup.join(1.0)
         return memory
 
+    def load_ahead(self, cancel: Cancel, setups: list[SecondarySetup]) -> None:
+        """Have all stages in memory while the present ring goes on. Raises MdiError.
+
+        Args:
+            setups: gets those of the nodes, which keep them ready until they are cancelled.
+        """
+        basis, own = self.basis, self.own
+        own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
+        setups += self._configure_secondaries(cancel)
+        with Watched(cancel, lambda: self._raise_first(setups)) as watching:
+            own.load_next(
+                basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences,
+                self._kv_memory, watching,
+            )  # fmt: skip
+            while not all(setup.wait(0.1) for setup in setups):
+                watching.check()
+            watching.check()
+
     def _raise_first(self, setups: list[SecondarySetup]) -> None:
         for setup in setups:
             if setup.error is not None:
                 self.failed = setup.name
                 raise setup.error
 
-    def _configure_secondaries(self) -> list[SecondarySetup]:
+    def _configure_secondaries(self, cancel: Cancel) -> list[SecondarySetup]:
         """Begin to set every secondary up."""
         if not self.clients:
             return []
         weights, nodes, own = self.basis.weights, self.cluster.nodes, self.own
         names = tuple(node.name for node in nodes)
-        parts = self._hash_parts()
+        parts = self._hash_parts(cancel)
         shares = [own.extensions(index) for index in range(1, len(nodes))]
         identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -573,6 +627,7 @@ class Preparation:
                 own.weights_of(weights, index), self.wait_s, client.node.name in self.known, self.holders,
             )
             for index, client in enumerate(self.clients, 1)
+            if self.beside is None or Stage(client.node.name, *weights.blocks[index]) not in self.beside
         ]  # fmt: skip
 
     def _request(
@@ -592,7 +647,7 @@ class Preparation:
         )  # fmt: skip
         return InitRequest(
             run=basis.run_id,
-            epoch=f"{basis.run + self.number:016x}",
+            epoch=self.epoch,
             index=index,
             names=names,
             placement=self.placement,
@@ -617,12 +672,13 @@ class Preparation:
                 **extensions_of(options.n_spans),
                 **window_extensions(options.weight_memory),
                 **share_extensions(options.cache_share),
+                **(beside_extension() if self.beside is not None else {}),
                 **share,
             },
             **vars(asked),
         )
 
-    def _hash_parts(self) -> list[list[PartSpec]]:
+    def _hash_parts(self, cancel: Cancel) -> list[list[PartSpec]]:
         """The parts of each secondary. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
         weights = self.basis.weights
         parts: list[list[PartSpec]] = []
@@ -631,6 +687,7 @@ class Preparation:
             parts.append([])
             source = self.own.weights_of(weights, index)
             for name in self.own.parts_of(index, self.cluster.n_nodes, blocks):
+                cancel.check()
                 parts[-1].append(source.spec(name))
                 if report.is_due():
                     logger.info("hashing the model (stored for the next time): %s of %d blocks", name, weights.n_layer)
@@ -658,6 +715,11 @@ class Preparation:
         return memory
 
     @property
+    def epoch(self) -> str:
+        """As the nodes know the ring."""
+        return f"{self.basis.run + self.number:016x}"
+
+    @property
     def _replay_bytes(self) -> int:
         """Room on each node for the rows that it has sent."""
         return 0 if self.own.is_shared else self.basis.options.replay_bytes
@@ -667,3 +729,71 @@ class Preparation:
         """The user's limit for the starter's own caches; None: the free memory."""
         by_hand = self.basis.options.kv_memory
         return self.cluster.starter.kv_memory if by_hand is None else by_hand
+
+
+# The next ring, while the present one generates
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The outcome of a `LoadAhead`: see its `error`."""
+
+    ahead: LoadAhead
+
+
+class LoadAhead:
+    """Loads the stages of a later ring, in a thread of its own; see `Former.load_ahead`.
+
+    Args:
+        cancel: its own.
+        put: gets the outcome.
+
+    Attributes:
+        plan: the ring that they are for.
+        error: why it cannot be; None as long as it goes on, and if all stages are there.
+        failed: name of the node that was in the way, if one was.
+    """
+
+    def __init__(self, plan: Form, work: Preparation, cancel: Cancel, put: Callable[[Loaded], None]) -> None:
+        self.plan = plan
+        self.error: MdiError | None = None
+        self._work = work
+        self._cancel = cancel
+        self._put = put
+        self._setups: list[SecondarySetup] = []
+        self._thread = threading.Thread(target=self._run, name="load-ahead", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> str | None:
+        return self.error.node if isinstance(self.error, NodeLostError) else self._work.failed
+
+    def _run(self) -> None:
+        try:
+            self._work.load_ahead(self._cancel, self._setups)
+        except MdiError as e:
+            self.error = e.with_traceback(None)
+        except BaseException as e:  # for example out of memory: the present ring goes on
+            logger.debug("loading ahead failed", exc_info=True)
+            self.error = RingError(f"{type(e).__name__}: {e}")
+        self._put(Loaded(self))
+
+    def close(self) -> None:
+        """Once another ring has been formed: the nodes' own rings keep the stages now."""
+        self._cancel.cancel()
+        self._thread.join()
+        self._cancel.close()
+        for setup in self._setups:
+            setup.cancel()
+
+    def give_up(self) -> None:
+        """The present ring goes on, or has broken: give the memory back, here and on all nodes."""
+        self.close()
+        self._work.own.drop_next()
+        names = {setup.name for setup in self._setups}
+        asked = [client for client in self._work.clients if client.node.name in names]
+        stops = {
+            client.node.name: partial(client.stop, self._work.basis.run_id, timeout_s=REACH_S, ring=self._work.epoch)
+            for client in asked
+        }
+        FanOut(stops).join(DROP_S)

@@ -22,9 +22,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mdi.errors import UsageError
+from mdi.spec.decode import Meta, Whole, decode
 
 VERSION = 2
 SYNC_S = 1.0
@@ -213,15 +214,47 @@ def read_record(path: Path) -> RunRecord:
     return record
 
 
+@dataclass(frozen=True)
+class _Begin:
+    """The first line."""
+
+    version: int
+    flags: dict[str, Any]
+    n_prompts: Annotated[int, Meta(ge=1)]
+    identity: str
+    prompts: str
+    numbers: str = ""
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A line for each text, before all tokens."""
+
+    prompt: str
+    ids: tuple[Whole, ...]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """More tokens of a text; `end` is the reason if these are its last."""
+
+    text: Whole
+    ids: tuple[Whole, ...]
+    end: str | None = None
+    may_differ_from: Whole | None = None
+
+
 def _begun(fields: dict[str, Any] | None, path: Path) -> tuple[RunRecord, int, str]:
     """Read the first line: a record without texts, the number of its prompts, and their hash. Raises UsageError."""
     if fields is None:
         raise UsageError(f"{path} is no journal, or its first line is damaged")
-    flags, n_prompts = fields.get("flags"), fields.get("n_prompts")
-    if fields.get("version") != VERSION or not isinstance(flags, dict) or type(n_prompts) is not int or n_prompts < 1:
+    try:
+        begin = decode(_Begin, fields, "the first line", UsageError)
+    except UsageError:
+        begin = None
+    if begin is None or begin.version != VERSION:
         raise UsageError(f"{path} is not a journal of this version")
-    record = RunRecord(flags, str(fields.get("identity")), numbers=str(fields.get("numbers", "")))
-    return record, n_prompts, str(fields.get("prompts"))
+    return RunRecord(begin.flags, begin.identity, numbers=begin.numbers), begin.n_prompts, begin.prompts
 
 
 def _hash_of(texts: Sequence[JournalText]) -> str:
@@ -243,22 +276,22 @@ def _fields_of(line: bytes) -> dict[str, Any] | None:
 
 def _take(record: RunRecord, fields: dict[str, Any], n_prompts: int) -> bool:
     """Whether the line made sense: first come the prompts, then ids of their texts."""
-    ids, prompt, index = fields.get("ids"), fields.get("prompt"), fields.get("text")
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+    try:
+        if len(record.texts) < n_prompts:
+            text = decode(_Prompt, fields, "a prompt", UsageError)
+            record.texts.append(JournalText(text.prompt, list(text.ids)))
+            return True
+        more = decode(_Tokens, fields, "tokens", UsageError)
+    except UsageError:
         return False
-    if len(record.texts) < n_prompts:
-        if not isinstance(prompt, str):
-            return False
-        record.texts.append(JournalText(prompt, ids))
-        return True
-    if type(index) is not int or not 0 <= index < len(record.texts):
+    if more.text >= len(record.texts):
         return False
-    text = record.texts[index]
-    text.ids += ids
-    if isinstance(fields.get("end"), str):
-        text.finish_reason = fields["end"]
-    if type(differs := fields.get("may_differ_from")) is int and differs >= 0:
-        text.may_differ_from = differs
+    begun = record.texts[more.text]
+    begun.ids += more.ids
+    if more.end is not None:
+        begun.finish_reason = more.end
+    if more.may_differ_from is not None:
+        begun.may_differ_from = more.may_differ_from
     return True
 
 

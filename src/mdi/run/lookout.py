@@ -14,7 +14,7 @@ from mdi.cancel import Cancel, CancelledError
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
-from mdi.partition.profile import NodeProfile
+from mdi.placement.profile import NodeProfile
 from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Ring
 from mdi.run.nodes import Newcomers

@@ -1,7 +1,8 @@
 """The loop of a run: form a ring, generate, and choose another one when a node was lost, is about to leave, or came.
 
 All that happens comes as an event in one queue, and one thread decides: `Policy` says what is next, `Former` does it. The
-engine computes in a thread of its own; between two rings it waits.
+engine computes in a thread of its own; between two rings it waits. Before a ring is left of one's own will, the stages of the
+next one are loaded; if that fails, the ring goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mdi.control.client import ControlClient
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
-from mdi.run.form import Former, Link, Ring
+from mdi.node.forming import HAND_OVER_S
+from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
 from mdi.run.lookout import Leaving
 from mdi.run.policy import (
     BROUGHT_DOWN,
@@ -41,6 +43,7 @@ from mdi.tracing.recorder import Recorder
 
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
 JOIN_S = 10.0
+AHEAD_S = 0.8 * HAND_OVER_S  # for loading what a leaving node has, while it still computes
 
 logger = logging.getLogger("mdi")
 
@@ -119,7 +122,9 @@ class RingLoop:
         self._name = name
         self._ask = ask
         self._clock = clock
-        self._events: queue.SimpleQueue[Ended | Leaving | Better] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Ended | Leaving | Better | Loaded] = queue.SimpleQueue()
+        self._ahead: LoadAhead | None = None
+        self._left_for: Lost | Form | None = None  # what the present ring will be left for, when `_ahead` has loaded
         self.engine: StarterEngine | None = None
         self._computing: EngineThread | None = None
         self._thread: threading.Thread | None = None
@@ -180,6 +185,7 @@ class RingLoop:
                 self.is_recovering = True
                 ring = self.next_ring(cause, self._cancel)
                 self.is_recovering = False
+                self._end_ahead(is_used=self._ahead is not None and self._ahead.plan.stages == ring.stages)
         except MdiError as e:
             e.with_traceback(None)  # who keeps it would keep the frames
             self.failure = None if self._cancel.is_cancelled and not isinstance(e, RingError) else e
@@ -187,6 +193,7 @@ class RingLoop:
             logger.debug("the run failed", exc_info=True)
             self.failure = EngineError(f"starter failed: {type(e).__name__}: {e}")
         self.running = None
+        self._end_ahead(is_used=False)
         if self._cancel.is_cancelled:
             # Who closes rings may be through with it: forming one may take longer than it waits.
             self._former.close_links(is_awaited=False)
@@ -209,24 +216,64 @@ class RingLoop:
             if wanted is None and (wanted := self._wanted(event, ring)) is not None:
                 engine.leave(ring.computed.epoch)
         self.running = None
-        if isinstance(event.error, RingError) and not self._cancel.is_cancelled:
+        is_broken = isinstance(event.error, RingError) and not self._cancel.is_cancelled
+        if is_broken or wanted is None:
+            self._end_ahead(is_used=False)
+        if is_broken:
+            assert isinstance(event.error, RingError)
             return Lost(event.error, engine.in_flight, engine.n_known)
         if event.error is not None:
             raise event.error
         return wanted
 
-    def _wanted(self, event: Leaving | Better, ring: Ring) -> Lost | Form | None:
-        """Why the present ring is to be left; None if it is not."""
+    def _wanted(self, event: Leaving | Better | Loaded, ring: Ring) -> Lost | Form | None:
+        """Why the present ring is to be left now; None if it is not."""
+        if isinstance(event, Loaded):
+            return self._loaded(event.ahead) if event.ahead is self._ahead else None
         if isinstance(event, Better):
-            decision = self.policy.next(event, self._clock())
+            decision = self.policy.next(event, self._clock()) if self._ahead is None else None
             if not isinstance(decision, Form):
                 return None
-            joining = set(decision.names).difference(stage.name for stage in ring.stages)
-            logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
-            return decision
-        if event.ring != ring.number:
+            logger.info("blocks are loaded for a faster ring, with %s", ", ".join(decision.names))
+            return self._load_ahead(decision, decision)
+        if event.ring != ring.number or event.node not in ring.processes:
             return None
-        return Lost(NodeLostError(event.node, f"{event.node} was told to end", "left"))
+        self._end_ahead(is_used=False)
+        lost = Lost(NodeLostError(event.node, f"{event.node} was told to end", "left"))
+        roll = self._ask(list(self.clients.values()), frozenset(), ASK_S)
+        plan = self.policy.without(event.node, roll, self._clock())
+        return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
+
+    def _load_ahead(self, plan: Form, cause: Lost | Form, timeout_s: float | None = None) -> Lost | Form | None:
+        """Load the next ring's stages while the present ring goes on; `cause` if it is to be left at once instead."""
+        try:
+            self._ahead = self._former.load_ahead(plan, self._cancel, self._events.put, timeout_s)
+        except MdiError as e:  # the cut needs parts that are not here
+            logger.debug("nothing can be loaded ahead: %s", e)
+            if isinstance(cause, Form):
+                self.policy.refuse(plan, e, None, self._clock())
+                return None
+        self._left_for = cause
+        return cause if self._ahead is None else None
+
+    def _loaded(self, ahead: LoadAhead) -> Lost | Form | None:
+        """All stages of the next ring are there, or cannot be: then a ring that nobody leaves goes on."""
+        cause, error = self._left_for, ahead.error
+        if error is None or self._cancel.is_cancelled:
+            return cause
+        logger.debug("loading ahead failed: %s", error)
+        self._end_ahead(is_used=False)
+        if isinstance(cause, Lost):
+            return cause
+        logger.info("the ring stays as it is: %s", error)
+        self.policy.refuse(ahead.plan, error, ahead.failed, self._clock())
+        return None
+
+    def _end_ahead(self, is_used: bool) -> None:
+        """What was loaded ahead is part of a ring, or is not needed."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close() if is_used else ahead.give_up()
 
     def next_ring(self, cause: Event | Form | None, cancel: Cancel) -> Ring:
         """Another ring in the place of one that broke or was left, or the first one. Raises MdiError: there is none."""
@@ -235,6 +282,8 @@ class RingLoop:
         if engine is not None and engine.first_token_s is not None:
             self._records.end(engine.first_token_s)
         if isinstance(cause, Form):
+            joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
+            logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
             decision: Decision = cause
             self.policy.trouble = "blocks move to other nodes; the texts wait"
         else:

@@ -426,6 +426,31 @@ class Policy:
         """Whether a node has waited long enough since it was lost."""
         return self.absences.has_ended(name, now)
 
+    # The next ring, while the present one goes on
+
+    def without(self, name: str, roll: Roll, now: float) -> Form | None:
+        """The ring that will follow when node `name` has left, as far as that can be seen; None if it cannot."""
+        processes = {**self.processes, **{one: answer.process for one, answer in roll.answers.items()}}
+        search = Search(
+            NodeLostError(name, "", "left"), now, now, {stage.name: stage for stage in self.ring}, dict(self.processes),
+            processes=processes, answering=frozenset(roll.answers), suspected={name}, failed={name}, left={name},
+        )  # fmt: skip
+        found = self._ring_of(search, roll, now)
+        return self._completed(search, found) if isinstance(found, Form) else None
+
+    def refuse(self, form: Form, error: MdiError, failed: str | None, now: float) -> None:
+        """A better ring could not be prepared; the present one goes on.
+
+        Args:
+            failed: the node that was in the way, if one was. If it was lost, it waits, as after any loss; else this ring is
+                not tried again.
+        """
+        is_lost = isinstance(error, NodeLostError) or error.code in ("left", "leaving")
+        if is_lost and failed is not None and failed not in {stage.name for stage in self.ring}:
+            self.absences.add(failed, now)
+        else:
+            self.refused = form
+
     @property
     def is_searching(self) -> bool:
         return self._search is not None

@@ -14,11 +14,10 @@ from mdi.control.reach import Reach, Route
 from mdi.errors import MdiError, PlacementError
 from mdi.examine.diagnosis import NodeFinding, Report
 from mdi.examine.doctor import reach_nodes, starter_finding
-from mdi.measure.model_shape import model_shape
-from mdi.partition.model import ModelShape, Workload
-from mdi.partition.plan import plan
-from mdi.partition.plan_table import format_plan
-from mdi.partition.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.placement.model import ModelShape, Workload
+from mdi.placement.model_shape import model_shape
+from mdi.placement.plan import format_plan, plan
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.serve.snapshot import node_state
 from mdi.tracing.recorder import Activity
 from mdi.units import counted

@@ -7,7 +7,6 @@ docs/configuration.md are made of these fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,12 @@ N_THREADS_LIMIT = 4096
 N_FRAMES_LIMIT = 4096
 SILENCE_LIMITS_S = (0.5, 600.0)
 MODES = ("ring", "tensor", "auto")
+PLACEMENTS = ("throughput", "latency", "even")
+DEFAULT_PLACEMENT = "throughput"
+SUMS = ("star", "exchange", "ring", "tree")
+# Costs less than a star, by the model at any delay and rate, and adds in the order of ranks.
+DEFAULT_SUM = "exchange"
+SUM_CHOICES = ("auto", *SUMS)
 UNITS_LIMIT = 4096
 
 Threads = Annotated[int, Meta(ge=1, le=N_THREADS_LIMIT)]
@@ -59,18 +64,6 @@ def packed_format(text: str, flag: str) -> str:
     """A weight format of one node, which does not choose for all."""
     check_packed(text)
     return text
-
-
-def _methods() -> Sequence[str]:
-    from mdi.partition.methods import METHODS
-
-    return tuple(METHODS)
-
-
-def _sums() -> Sequence[str]:
-    from mdi.partition.sum_cost import CHOICES
-
-    return CHOICES
 
 
 def _shares(text: str, flag: str) -> tuple[float, ...]:
@@ -154,7 +147,7 @@ class ParallelOptions:
         "measure themselves; equal with --placement even)", ("--shares",), metavar="X,X,...", read=_shares,
     )] = None
     algorithm: Annotated[str, Option(
-        "... how the nodes sum their results (%(default)s: exchange)", ("--reduce",), choices=_sums,
+        "... how the nodes sum their results (%(default)s: exchange)", ("--reduce",), choices=SUM_CHOICES,
     )] = "auto"
     reduce_dtype: Annotated[str, Option(
         "... number format of partial sums on the links (%(default)s)", choices=REDUCE_DTYPES
@@ -187,7 +180,7 @@ class StarterOptions(Requested):
     placement: Annotated[str | None, Option(
         "how many blocks each node gets. throughput: most tokens/s, as the nodes measure themselves; latency: the shortest "
         "way of one token; even: equal numbers, nothing is measured "
-        "(default: MDI_PLACEMENT, else the cut of existing chunks, else throughput)", choices=_methods,
+        "(default: MDI_PLACEMENT, else the cut of existing chunks, else throughput)", choices=PLACEMENTS,
     )] = None
     cache_dir: Annotated[Path | None, Option(
         "folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",

@@ -45,12 +45,6 @@ class StageBusyError(MdiError):
     code = "busy"
 
 
-class StageLostError(MdiError):
-    """A stage that was to be used again was dropped."""
-
-    code = "engine"
-
-
 class Claim(NamedTuple):
     """A ring that wants a stage.
 
@@ -206,6 +200,9 @@ class StageStore:
                 had_caches = found.use == "KEPT" and found.run == claim.run
                 found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.max_length)
                 found.claim(claim, spec)
+                self._free_kept(claim.run)
+                if instead_of not in (None, found):
+                    self.remove(instead_of)
                 return found
             self._free_kept(claim.run)
             loaded = self._loaded(spec)
@@ -295,19 +292,6 @@ class StageStore:
             elif isinstance(stage, KernelStage):
                 held.weights = {held.owner: stage.weights.n_bytes}
 
-    def follow(self, held: HeldStage, owner: str) -> HeldStage:
-        """Have the next ring of a stage's run use it, with its caches: the ring that used it has ended.
-
-        Raises:
-            StageLostError: it failed there.
-        """
-        with self._lock:
-            if held not in self._held or held.stage is None:
-                raise StageLostError(f"{held.spec.name} has lost its stage in the ring before")
-            held.owner, held.has_caches = owner, True
-            held.set_use("USED")
-            return held
-
     def grant(self, held: HeldStage, by_hand: int | None = None) -> CacheReport:
         """The limit for the caches of a ring that will be closed next.
 
@@ -373,6 +357,8 @@ class StageStore:
     def check_memory(self, spec: StageSpec, instead_of: HeldStage | None) -> None:
         """Raises NoMemoryError if the weights of a stage will not fit, before anything is prepared for it."""
         with self._lock:
+            if self._same(spec.key, "") is not None:
+                return
             needed = spec.weight_bytes(self._loaded(spec))
             if instead_of is None or instead_of.stage is None or instead_of.spec.key != spec.key:
                 self._check_free(spec, needed, self.available(spec.computing.device))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mdi.partition.sum_cost import AUTO, DEFAULT
+from mdi.spec.options import DEFAULT_SUM
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import EXACT, Numbers
 
@@ -27,13 +27,13 @@ class AllReduce:
     """Sums over a mesh.
 
     Args:
-        algorithm: "auto" or one of ALGORITHMS.
+        algorithm: one of spec.options.SUM_CHOICES.
         numbers: what partial sums travel as.
     """
 
     def __init__(self, mesh: Mesh, algorithm: str, numbers: Numbers) -> None:
         self.mesh, self._numbers = mesh, numbers
-        self._add = _WAYS[DEFAULT if algorithm == AUTO else algorithm]
+        self._add = _WAYS[DEFAULT_SUM if algorithm == "auto" else algorithm]
 
     def reduce(self, x: Floats) -> None:
         """float32 (n_rows, n_cols), contiguous: becomes the sum over all nodes, which call this in the same order.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from mdi.checkpoint.packing import Packing
-from mdi.config import N_NODES_LIMIT
+from mdi.config import N_NODES_LIMIT, PortOrAny
 from mdi.errors import ControlError
-from mdi.partition.sum_cost import CHOICES
+from mdi.spec.decode import Meta, Text, Whole, decode, one_of
+from mdi.spec.options import SUM_CHOICES
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.shares import Share, Shares, why_not_shared_out
 from mdi.weight_formats import LAYOUTS
@@ -38,7 +39,7 @@ class Group:
         rank: of the node.
         members: all nodes of the group, by rank; neighbours in the ring, in any order.
         packing: the formats of all shards.
-        algorithm: one of sum_cost.CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
+        algorithm: one of spec.options.SUM_CHOICES; `reduce_dtype` one of numbers.REDUCE_DTYPES.
         name: of the group, for people.
         n_here: nodes of the ring, in this group or in others, at the address of each member.
         is_last: whether the node is the last of the group that a frame goes through.
@@ -83,6 +84,27 @@ class Group:
         }
 
 
+Bounds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], Meta(min_length=2, max_length=N_RANKS_LIMIT + 1)]
+Layout = Annotated[str, one_of(LAYOUTS)]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A group as it travels; see Group.to_json. Earlier versions do not say `is_last`."""
+
+    rank: Whole
+    members: Annotated[tuple[tuple[Text, Text, PortOrAny], ...], Meta(max_length=N_RANKS_LIMIT)]
+    heads: Bounds
+    columns: Bounds
+    vocabulary: Bounds | None
+    packing: tuple[Layout, Layout]
+    algorithm: Annotated[str, one_of(SUM_CHOICES)]
+    reduce_dtype: Annotated[str, one_of(REDUCE_DTYPES)]
+    n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]
+    name: Text
+    is_last: bool | None = None
+
+
 def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group | None:
     """The group that an /init tells of; None if the node computes its blocks alone.
 
@@ -92,47 +114,23 @@ def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group 
     data = extensions.get(EXTENSION)
     if data is None:
         return None
+    where = f"extensions.{EXTENSION}"
+    told = decode(_Told, data, where, _refused)
+    size = len(told.members)
     try:
-        members = tuple(Member(_text(name), _text(addr), _count(port, 65535)) for name, addr, port in data["members"])
-        vocabulary = data["vocabulary"]
-        shares = Shares(
-            _bounds(data["heads"]), _bounds(data["columns"]), None if vocabulary is None else _bounds(vocabulary)
-        )
-        blocks, head = data["packing"]
-        group = Group(
-            _count(data["rank"], len(members) - 1), members, shares, Packing(blocks, head), data["algorithm"],
-            data["reduce_dtype"], tuple(_count(n, N_NODES_LIMIT) for n in data["n_here"]), _text(data["name"]),
-            data.get("is_last", data["rank"] == len(members) - 1),  # earlier versions do not say it
-        )  # fmt: skip
-        if blocks not in LAYOUTS or head not in LAYOUTS:
-            raise ValueError(f"weights in {_text(blocks)[:20]} and {_text(head)[:20]}")
-        if type(group.is_last) is not bool:
-            raise ValueError("is_last that is neither true nor false")
-        if len(group.n_here) != group.size:
-            raise ValueError(f"n_here of {len(group.n_here)} nodes")
-        if shares.n_nodes != group.size or group.algorithm not in CHOICES or group.reduce_dtype not in REDUCE_DTYPES:
+        shares = Shares(told.heads, told.columns, told.vocabulary)
+        if not told.rank < size == shares.n_nodes == len(told.n_here):
             raise ValueError("fields that contradict each other")
         if (reason := why_not_shared_out(config)) is not None:
             raise ValueError(f"a model with {reason}")
         shares.check(config)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise ControlError(f"extensions.{EXTENSION}: {str(e)[:200]}", 400) from None
-    return group
+    except (KeyError, TypeError, ValueError, AttributeError) as e:  # of the config, which is another's as well
+        raise _refused(f"{where}: {str(e)[:200]}") from None
+    return Group(
+        told.rank, tuple(Member(*member) for member in told.members), shares, Packing(*told.packing), told.algorithm,
+        told.reduce_dtype, told.n_here, told.name, told.rank == size - 1 if told.is_last is None else told.is_last,
+    )  # fmt: skip
 
 
-def _bounds(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not 2 <= len(values) <= N_RANKS_LIMIT + 1:
-        raise ValueError("bounds of no group")
-    return tuple(_count(value, 1 << 31) for value in values)
-
-
-def _count(value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"expected a whole number from 0 to {most}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 1000:
-        raise ValueError("expected a string")
-    return value
+def _refused(message: str) -> ControlError:
+    return ControlError(message, 400)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mdi.block_ranges import split_layers
 from mdi.errors import SplitError
-from mdi.partition.split import split_layers
 
 
 @dataclass(frozen=True)

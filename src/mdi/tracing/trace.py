@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mdi.block_ranges import span as block_words
 from mdi.errors import UsageError
+from mdi.spec.decode import Meta, Number, Whole, decode_text, one_of
 from mdi.tracing.recorder import Activity, Span
 from mdi.whole_files import replacing
 
@@ -77,14 +78,12 @@ def read_trace(path: Path) -> Trace:
     try:
         if path.stat().st_size > FILE_LIMIT_BYTES:
             raise UsageError(f"{path} is larger than any trace that --trace writes")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except OSError as e:
         raise UsageError(f"cannot read {path}: {e.strerror or e}") from None
-    except (ValueError, RecursionError):
-        data = None
     try:
-        return from_chrome(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return from_chrome(decode_text(_File, text, "trace", UsageError))
+    except (UsageError, KeyError, TypeError, ValueError, IndexError):
         raise UsageError(f"{path} is not a trace of MDI-LLM: give the file that --trace wrote") from None
 
 
@@ -104,25 +103,53 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def from_chrome(data: Any) -> Trace:
-    """Raises KeyError, TypeError or ValueError if it is not what `to_chrome` makes."""
-    about = data["otherData"]
-    if about["format"] != FORMAT:
-        raise ValueError("another format")
-    spans: list[list[Span]] = [[] for _ in about["nodes"]]
-    for event in data["traceEvents"]:
-        if event.get("cat") == "frame":
-            spans[event["pid"]].append(_span(event))
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    blocks: tuple[Whole, Whole]
+    clock_error_s: Number
+    is_cut: bool
+    addr: str
+
+
+@dataclass(frozen=True)
+class _About:
+    format: Annotated[str, one_of([FORMAT])]
+    model: str
+    n_tokens: int
+    nodes: Annotated[tuple[_Node, ...], Meta(min_length=1)]
+
+
+@dataclass(frozen=True)
+class _Event:
+    pid: Whole
+    ts: Annotated[float, Meta(ge=-1e300, le=1e300)] = 0.0
+    name: str = ""
+    cat: str = ""
+    dur: Number = 0.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _File:
+    """What `to_chrome` makes, as far as it is read."""
+
+    traceEvents: tuple[_Event, ...]
+    otherData: _About
+
+
+def from_chrome(file: _File) -> Trace:
+    """Raises KeyError, TypeError, ValueError or IndexError for an event of no node or no known activity."""
+    about = file.otherData
+    spans: list[list[Span]] = [[] for _ in about.nodes]
+    for event in file.traceEvents:
+        if event.cat == "frame":
+            spans[event.pid].append(_span(event))
     nodes = tuple(
-        NodeTrace(
-            str(node["name"]), (int(node["blocks"][0]), int(node["blocks"][1])), tuple(mine),
-            float(node["clock_error_s"]), bool(node["is_cut"]), str(node["addr"]),
-        )
-        for node, mine in zip(about["nodes"], spans, strict=True)
-    )  # fmt: skip
-    if not nodes:
-        raise ValueError("no node")
-    return Trace(str(about["model"]), nodes, int(about["n_tokens"]))
+        NodeTrace(node.name, node.blocks, tuple(mine), node.clock_error_s, node.is_cut, node.addr)
+        for node, mine in zip(about.nodes, spans, strict=True)
+    )
+    return Trace(about.model, nodes, about.n_tokens)
 
 
 def _names(pid: int, node: NodeTrace) -> Iterator[dict[str, Any]]:
@@ -148,14 +175,12 @@ def _event(pid: int, span: Span, origin: int) -> dict[str, Any]:
     return {**event, "ph": "X", "dur": span.duration_ns / 1e3, "args": args}
 
 
-def _span(event: dict[str, Any]) -> Span:
-    activity, args = Activity[event["name"].upper()], event["args"]
-    begin = round(float(event["ts"]) * 1e3)
+def _span(event: _Event) -> Span:
+    activity, args = Activity[event.name.upper()], event.args
+    begin = round(event.ts * 1e3)
     if activity is Activity.TEXTS:
         return Span(activity, begin, begin, 0, int(args["running"]), int(args["waiting"]), int(args["put out"]))
-    end = begin + round(float(event.get("dur", 0.0)) * 1e3)
-    if end < begin:
-        raise ValueError("it ends before it begins")
+    end = begin + round(event.dur * 1e3)
     return Span(
         activity, begin, end, int(args["frame"]), int(args["rows"]), int(args["prompt_rows"]), int(args["bytes"])
     )

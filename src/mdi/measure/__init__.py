@@ -1,1 +1,0 @@
-"""Measures nodes and links, and plans which node gets which blocks."""

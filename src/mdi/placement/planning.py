@@ -1,0 +1,151 @@
+"""From running nodes to a placement: measures them, and passes the numbers to `mdi.placement.plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mdi.block_ranges import span
+from mdi.checkpoint.store import BlockStore
+from mdi.config import ClusterConfig
+from mdi.control.messages import ProfileRequest
+from mdi.control.open_ports import open_ports
+from mdi.errors import CheckpointError
+from mdi.machine.computing import Computing, choose_computing
+from mdi.machine.device import choose_device
+from mdi.placement.cluster_measurement import ClusterMeasurement
+from mdi.placement.model import ModelShape, Workload
+from mdi.placement.model_shape import model_shape
+from mdi.placement.plan import PlanReport, left_out_lines, plan
+from mdi.placement.profile import ClusterProfile, NodeProfile
+from mdi.placement.profiler import Profiler
+from mdi.placement.profiling import Subject
+from mdi.spec.options import Requested
+from mdi.weight_formats import SMALLER
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model to place: name, litgpt Config as a plain dict and its hash, and its stored type."""
+
+    name: str
+    config: dict[str, Any]
+    config_hash: str
+    stored_dtype: str
+
+
+def profile_request(
+    model: Model, computing: Computing, asked: Requested, fresh: bool = False, run: str | None = None
+) -> ProfileRequest:
+    """How a node is to measure itself; see `profile_cluster`."""
+    # Device and threads are each node's own; what caches hold has no part in what is measured, and must not be in its way.
+    alike = Requested(dtype=asked.dtype, quantize=computing.quantize)
+    return ProfileRequest(model.config, model.config_hash, model.stored_dtype, fresh, run=run, **vars(alike))
+
+
+def profile_cluster(
+    cluster: ClusterConfig,
+    model: Model,
+    computing: Computing,
+    asked: Requested,
+    cache_dir: Path | None,
+    wait_s: float,
+    fresh: bool = False,
+    check: Callable[[], None] = lambda: None,
+    run: str | None = None,
+) -> ClusterProfile:
+    """Measure all nodes and the links between them; raises as `ClusterMeasurement`.
+
+    Args:
+        cluster: with the ports that are really listened on, the starter's too.
+        computing: of the starter; `asked` is what the other nodes compute with, in its format.
+        cache_dir: folder for the starter's own measurements; None: this process's cache folder.
+        fresh: measure again, whatever is kept.
+        run: id of the run to place; None is only a plan.
+    """
+    folder = cache_dir or Path.cwd()
+    profiler = Profiler(cluster.starter.name, folder)
+    subject = Subject(model.config, model.config_hash, computing, with_head=True)
+
+    def own() -> NodeProfile:
+        try:
+            return profiler.profile(subject, BlockStore(folder), fresh)
+        except CheckpointError as e:
+            raise CheckpointError(f"{cluster.starter.name} cannot measure itself: {e}") from None
+
+    request = profile_request(model, computing, asked, fresh, run)
+    measurement = ClusterMeasurement(cluster, request, own, wait_s, check, subject.computing.format)
+    nodes, links = measurement.run()
+    for name, other in measurement.formats.items():
+        if other != subject.computing.format:
+            logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.computing.format)
+    groups = {node.name: node.group or "" for node in cluster.nodes}
+    nodes = tuple(replace(node, group=groups[node.name]) for node in nodes)
+    return ClusterProfile(nodes, links, model.name, model.config_hash, subject.computing.format)
+
+
+def measure_live(
+    cluster: ClusterConfig,
+    model: Model,
+    asked: Requested,
+    cache_dir: Path,
+    wait_s: float,
+    fresh: bool,
+) -> ClusterProfile:
+    """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
+    node = cluster.starter
+    own = replace(asked, device=choose_device(node.device), dtype=asked.dtype or node.dtype)
+    computing = choose_computing(model.config, own, model.stored_dtype)
+    with contextlib.ExitStack() as stack:
+        if cluster.secondaries:
+            port, port_in = stack.enter_context(open_ports(node, cluster.keys))
+            cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
+        return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, fresh)
+
+
+def choose(profile: ClusterProfile, model: Model, method: str, workload: Workload, kv_dtype: str) -> PlanReport:
+    """The plan of a run in a few lines.
+
+    Args:
+        kv_dtype: what caches hold.
+
+    Raises:
+        PlacementError: the model does not fit.
+    """
+    shape = model_shape(model.config, profile.format, kv_dtype)
+    report = plan(
+        profile,
+        shape,
+        workload,
+        method=method,
+        measured=shape,
+        smaller=smaller_shapes(model.config, shape),
+    )
+    for line in told(report):
+        logger.info("%s", line)
+    return report
+
+
+def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
+    """The model in the formats that take less and that this version has, for advice."""
+    others = (model_shape(config, name, shape.kv_dtype) for name in SMALLER if name != shape.format)
+    return [other for other in others if other.weight_bytes < shape.weight_bytes]
+
+
+def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
+    """The blocks of each node, as "starter 0-3, secondary0 4-11"."""
+    pairs = zip(names, blocks, strict=True)
+    return ", ".join(f"{name} {span(start, stop)}" for name, (start, stop) in pairs)
+
+
+def told(report: PlanReport) -> list[str]:
+    """Log lines about a plan at the beginning of a run."""
+    ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
+    lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
+    return lines + left_out_lines(report.placement)

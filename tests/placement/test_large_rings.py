@@ -1,0 +1,90 @@
+"""Large clusters: the guess against the exact search, and a thousand nodes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+
+from clusters import cluster, fits, model, node, problems
+from mdi.placement import search as throughput
+from mdi.placement.cost import CostModel
+from mdi.placement.methods import place
+from mdi.placement.model import Workload
+from mdi.placement.profile import LinkProfile
+from mdi.placement.search import best_rings, good_ring, ring_of
+
+
+def random_cluster(n_nodes: int, seed: int, link_share: float = 0.0) -> CostModel:
+    rnd = random.Random(seed)
+    nodes = [node("n0", 1.0, 600)]
+    nodes += [
+        node(f"n{i}", rnd.choice([0.2, 0.5, 1, 2, 4]) * rnd.uniform(0.9, 1.1), rnd.uniform(100, 400))
+        for i in range(1, n_nodes)
+    ]
+    names = [n.name for n in nodes]
+    links = tuple(
+        LinkProfile(a, b, rnd.uniform(1e-4, 5e-3), rnd.uniform(1e7, 1e9))
+        for a in names
+        for b in names
+        if a != b and rnd.random() < link_share
+    )
+    return CostModel(cluster(*nodes, links=links), model(48), Workload(rnd.choice([1, 4, 16, 40]), 256))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_guess_is_near_the_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = random_cluster(8, seed, link_share=seed % 2)
+    exact = throughput.fastest(cost)
+    monkeypatch.setattr(throughput, "EXACT_NODES", 0)
+    guess = throughput.fastest(cost)
+    assert exact is not None and guess is not None
+    assert exact.round_s * (1 - 1e-8) <= guess.round_s <= 1.05 * exact.round_s
+
+
+@given(problems(max_nodes=5, max_blocks=7))
+@settings(max_examples=60)
+def test_the_guess_finds_a_placement_where_one_is_found(cost: CostModel) -> None:
+    exact = throughput.fastest(cost)
+    before, throughput.EXACT_NODES = throughput.EXACT_NODES, 0
+    try:
+        guess = throughput.fastest(cost, [tuple(range(min(cost.n_nodes, cost.n_layer + 1)))])
+    finally:
+        throughput.EXACT_NODES = before
+    if guess is not None:
+        assert exact is not None and fits(cost, guess.order, guess.counts)
+        assert exact.round_s <= guess.round_s * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("n_sequences", [1, 64])
+def test_a_thousand_nodes(n_sequences: int) -> None:
+    cost = random_cluster(1000, 3)
+    cost = CostModel(cost.profile, model(128), Workload(n_sequences, 256))
+    found = place(cost)
+    assert sum(found.counts) == 128 and fits(cost, found.order, found.counts)
+    assert len(found.order) + len(found.left_out) == 1000
+    assert found == place(CostModel(cost.profile, cost.shape, cost.workload))  # the same each time
+
+
+def test_the_order_follows_the_links() -> None:
+    names = "abcd"
+    near = {("a", "c"), ("c", "b"), ("b", "d"), ("d", "a")}
+    links = tuple(LinkProfile(x, y, 1e-4 if (x, y) in near else 1.0, 1e9) for x in names for y in names if x != y)
+    cost = CostModel(cluster(*(node(n, memory_mb=115) for n in names), links=links), model(6), Workload(4, 10))
+    cost = CostModel(
+        cluster(node("a", memory_mb=160), *cost.profile.nodes[1:], links=links), model(12), Workload(4, 10)
+    )
+    assert place(cost).names == ("a", "c", "b", "d")
+    n_rows = cost.terms(4).n_rows
+    assert good_ring(cost, [0, 1, 2, 3], n_rows).order == (0, 2, 1, 3)
+    (rings,) = best_rings(cost, 4).values()
+    assert rings[0].order == (0, 2, 1, 3)
+    assert rings[0].way_s == pytest.approx(ring_of(cost, (0, 2, 1, 3), n_rows).way_s)
+
+
+def test_equal_links_leave_the_nodes_as_they_are_listed() -> None:
+    cost = CostModel(cluster(*(node(f"n{i}", memory_mb=115) for i in range(5))), model(6), Workload(5, 10))
+    cost = CostModel(cluster(node("s", memory_mb=160), *cost.profile.nodes[1:]), model(12), Workload(5, 10))
+    found = place(cost)
+    assert found.order == tuple(sorted(found.order))

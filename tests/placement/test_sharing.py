@@ -1,0 +1,57 @@
+"""Nodes of one machine are not each given all of its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mdi.placement.profile import NodeProfile, share_memory
+
+GB = 10**9
+NODE = NodeProfile("x", "cpu", 1.0, 8 * GB, GB, 0.0, 1e9, (), (), 0, (), 8 * GB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hosts", "expected"),
+    [
+        ([{}, {}], "ab", [8, 8]),  # two machines
+        ([{}, {}], "aa", [4, 4]),
+        ([{}, {}, {}, {}], "abab", [4, 4, 4, 4]),
+        ([{}, {"device": "cuda:0"}], "aa", [8, 8]),
+        ([{"device": "cuda"}, {"device": "cuda:0"}], "aa", [4, 4]),
+        ([{"memory_bytes": 2 * GB}, {"memory_bytes": 6 * GB}], "aa", [2, 6]),  # by the limits of their groups
+        ([{"memory_bytes": 2 * GB}, {}], "aa", [1.6, 6.4]),
+        ([{"process_bytes": GB, "memory_bytes": 9 * GB}, {}], "aa", [5, 4]),  # the process is there already
+        ([{"held_bytes": 4 * GB, "memory_bytes": 12 * GB}, {}], "aa", [8, 4]),  # weights of the last run
+        ([{"shared_bytes": 0}, {}], "aa", [8, 8]),  # unknown
+        ([{"shared_bytes": 6 * GB}, {}], "aa", [3, 3]),  # the later one saw less
+    ],
+)
+def test_what_is_there_once(changes: list[dict[str, int]], hosts: str, expected: list[float]) -> None:
+    found = share_memory([replace(NODE, **change) for change in changes], list(hosts))  # type: ignore[arg-type]
+    assert [node.memory_bytes / GB for node in found] == pytest.approx(expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3), st.sampled_from("ab")), min_size=1),
+    st.integers(1, 12),
+)
+def test_never_more_than_there_is(numbers: list[tuple[int, int, int, str]], free: int) -> None:
+    nodes = [
+        replace(NODE, memory_bytes=claim + held + process, held_bytes=held, process_bytes=process, shared_bytes=free)
+        for claim, held, process, _ in numbers
+    ]
+    hosts = [host for *_, host in numbers]
+    found = share_memory(nodes, hosts)
+    for host in "ab":
+        new = sum(
+            node.memory_bytes - node.held_bytes - node.process_bytes
+            for node, where in zip(found, hosts, strict=True)
+            if where == host
+        )
+        assert 0 <= new <= max(free, 0) or not hosts.count(host)
+    assert all(a.memory_bytes <= b.memory_bytes for a, b in zip(found, nodes, strict=True))
+    assert all(node.memory_bytes >= node.held_bytes + node.process_bytes for node in found)
