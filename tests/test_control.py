@@ -20,6 +20,7 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mdi.cancel import Cancel
 from mdi.config import NodeConfig
 from mdi.control import connection_workers as admission_module
 from mdi.control.body import JSON_LIMIT_BYTES
@@ -421,7 +422,7 @@ def test_a_node_of_another_version_is_told_before_anything_else(
     with pytest.raises(
         RingError, match=r"secondary0 at .* runs version 9\.9 .*protocol 1\), this machine .*install the same"
     ):
-        reach_node(client, 0.0, threading.Event())
+        reach_node(client, 0.0, Cancel())
     del node.status  # type: ignore[method-assign]
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from mdi.cancel import Cancel
 from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
 
@@ -47,14 +48,11 @@ def test_who_does_not_answer_is_named() -> None:
         ended.set()
 
 
-def test_what_is_checked_meanwhile_ends_the_waiting() -> None:
-    ended = threading.Event()
-
-    def check() -> None:
-        raise KeyboardInterrupt
-
+def test_a_cancel_ends_the_waiting() -> None:
+    ended, cancel = threading.Event(), Cancel()
+    cancel.cancel(KeyboardInterrupt())
     try:
         with pytest.raises(KeyboardInterrupt):
-            FanOut({"a": lambda: ended.wait(20)}).wait(check)
+            FanOut({"a": lambda: ended.wait(20)}).wait(cancel)
     finally:
         ended.set()

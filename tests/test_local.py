@@ -16,6 +16,7 @@ import pytest
 import mdi.control.client
 import mdi.node.local
 import mdi.node.setup
+from mdi.cancel import Cancel
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.reach_node import reach_node
@@ -136,20 +137,13 @@ def test_a_node_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
     with served(silent) as (client, _), pytest.raises(NodeLostError) as caught:
         monkeypatch.setattr(ControlClient.status, "__defaults__", (None, 0.3))
-        reach_node(client, 1000.0, threading.Event())
+        reach_node(client, 1000.0, Cancel())
     assert caught.value.node == "secondary0" and asked == [1]
 
 
 def test_a_node_that_is_not_there_yet_is_waited_for() -> None:
-    tries: list[int] = []
-
-    def check() -> None:
-        tries.append(1)
-        if len(tries) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        reach_node(ControlClient(NodeConfig("secondary0", "127.0.0.1", 1, 1)), 1000.0, threading.Event(), check)
+    with Cancel(1.2, late=KeyboardInterrupt) as cancel, pytest.raises(KeyboardInterrupt):
+        reach_node(ControlClient(NodeConfig("secondary0", "127.0.0.1", 1, 1)), 1000.0, cancel)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -15,6 +15,7 @@ import pytest
 
 from cluster_keys import key_file
 from loopback import DEADLINE_S
+from mdi.cancel import Cancel
 from mdi.config import NodeConfig, standalone
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
@@ -159,7 +160,7 @@ def sending(target: Fake, missing: dict[PartSpec, int], *holders: Fake, beside: 
     weights: Any = SimpleNamespace(pieces=lambda name: iter([BYTES[:300], BYTES[300:]]))
     of: Any = Holders({PART.sha256: list(holders)}, beside)  # type: ignore[dict-item, arg-type]
     client: Any = target
-    return PartSending(client, RUN, weights, of, lambda: None, lambda: missing)
+    return PartSending(client, RUN, weights, of, Cancel(), lambda: missing)
 
 
 def test_the_holder_that_has_sent_the_least_sends() -> None:

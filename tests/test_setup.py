@@ -12,6 +12,7 @@ import pytest
 
 import mdi.node.secondary
 import mdi.node.setup
+from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.store import COMING
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
@@ -241,17 +242,17 @@ class Compiling(Loading):
 
 
 def reached(node: Compiling, is_cancelled: bool = False) -> dict[str, Any]:
-    server, cancelled = ControlServer(node, "127.0.0.1", 0, "secondary0"), threading.Event()
+    server, cancel = ControlServer(node, "127.0.0.1", 0, "secondary0"), Cancel()
     if is_cancelled:
-        cancelled.set()
+        cancel.cancel()
     try:
         client = ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1))
-        return reach_node(client, 0.0, cancelled)
+        return reach_node(client, 0.0, cancel)
     finally:
         server.close()
 
 
 def test_a_node_that_compiles_is_waited_for() -> None:
     assert reached(Compiling(4))["state"] == "IDLE"
-    with pytest.raises(NodeLostError):
+    with pytest.raises(CancelledError):
         reached(Compiling(10**9), is_cancelled=True)

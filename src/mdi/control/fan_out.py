@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from mdi.cancel import Cancel
 from mdi.errors import ControlError
 from mdi.units import duration
 
@@ -55,11 +56,11 @@ class FanOut(Generic[T]):
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def wait(self, check: Callable[[], None] = lambda: None, timeout_s: float = float("inf")) -> list[T]:
+    def wait(self, cancel: Cancel | None = None, timeout_s: float = float("inf")) -> list[T]:
         """The results of all calls, in order.
 
         Args:
-            check: called repeatedly meanwhile; its exceptions end the waiting.
+            cancel: its end ends the waiting, with its error.
 
         Raises:
             Exception: the first that a call raised, without waiting for the other calls.
@@ -67,7 +68,8 @@ class FanOut(Generic[T]):
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            check()
+            if cancel is not None:
+                cancel.check()
             late = [name for name, thread in self._threads.items() if thread.is_alive()]
             self.raise_error()
             if not late:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION
 from mdi.errors import ControlError, NodeLostError, RingError
@@ -24,9 +23,7 @@ COMPILING_TOLD_S = 10.0
 logger = logging.getLogger("mdi")
 
 
-def reach_node(
-    client: ControlClient, wait_s: float, cancelled: threading.Event, check: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+def reach_node(client: ControlClient, wait_s: float, cancel: Cancel) -> dict[str, Any]:
     """The status of a node, waited for; a starter may well be started before its secondaries.
 
     A node that compiles its kernels is waited for, however long that takes: it answers meanwhile.
@@ -39,17 +36,9 @@ def reach_node(
     deadline = time.monotonic() + wait_s
     report = Periodic(COMPILING_TOLD_S)
     for attempt in itertools.count():
-        check()
+        cancel.check()
         try:
             status = client.status()
-            if status["state"] != COMPILING:
-                break
-            deadline = time.monotonic() + wait_s
-            if report.is_due():
-                logger.info("%s", compiling(client.node.name, status))
-            cancelled.wait(COMPILED_S)
-            if cancelled.is_set():
-                raise NodeLostError(client.node.name, f"{client.where} still compiles its kernels")
         except ControlError as e:
             if e.status is not None:
                 raise
@@ -57,14 +46,21 @@ def reach_node(
                 raise NodeLostError(
                     client.node.name, f"{e}: look at the output of {client.node.name}, end it, and start it again"
                 ) from None
-            if time.monotonic() > deadline or cancelled.is_set():
+            if time.monotonic() > deadline:
                 raise NodeLostError(
                     client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
                     "doctor.py tells more",
                 ) from None  # fmt: skip
             if attempt == 6:  # three seconds: a node that is just starting is not reported
                 logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
-            cancelled.wait(0.5)
+            cancel.wait(0.5)
+            continue
+        if status["state"] != COMPILING:
+            break
+        deadline = time.monotonic() + wait_s
+        if report.is_due():
+            logger.info("%s", compiling(client.node.name, status))
+        cancel.wait(COMPILED_S)
     if status.get("control_version") != CONTROL_VERSION:
         raise RingError(
             f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "

@@ -137,13 +137,13 @@ class Gathering:
             self._on_come(node)
 
     def wait(
-        self, n_nodes: int | None, wait_s: float, check: Callable[[], None] = lambda: None,
+        self, n_nodes: int | None, wait_s: float, meanwhile: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> list[FoundNode]:  # fmt: skip
         """The nodes, once `n_nodes` are there; or, for None, once no more have come for a while.
 
         Args:
-            check: called again and again; its exceptions pass through.
+            meanwhile: called again and again, to renew a code, say; its exceptions pass through.
             tell: called with lines about nodes that have not come.
 
         Raises:
@@ -152,7 +152,7 @@ class Gathering:
         begin = last = told_at = time.monotonic()
         told: list[str] = []
         while True:
-            check()
+            meanwhile()
             now = time.monotonic()
             if self.look():
                 last = now

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.store import COMING
 from mdi.config import NodeConfig
 from mdi.control.client import PART_ANSWER_S, ControlClient
@@ -78,19 +79,19 @@ class PartSending:
         client: of the node.
         weights: where parts come from that no other node has.
         holders: other nodes that may have parts. If none has a part, or sending it fails, this node sends it.
-        check: called before each piece; its exceptions pass through.
+        cancel: its end ends the sending, before the next piece.
         missing: asks the node which parts it lacks, and how many bytes of each it has.
     """
 
     def __init__(
-        self, client: ControlClient, run: str, weights: PartSource, holders: Holders, check: Callable[[], None],
+        self, client: ControlClient, run: str, weights: PartSource, holders: Holders, cancel: Cancel,
         missing: Callable[[], Mapping[PartSpec, int]],
     ) -> None:  # fmt: skip
         self._client = client
         self._run = run
         self._weights = weights
         self._holders = holders
-        self._check = check
+        self._cancel = cancel
         self._missing = missing
         self._n_sent: dict[str, int] = {}  # by holder
 
@@ -107,7 +108,7 @@ class PartSending:
                 if (e.status, e.code) in ((404, "weights"), (409, "run")):
                     continue  # it does not have the part, or not any more, or has had no part in this run
                 logger.info("%s comes from this node: %s", part.name, e)
-            self._check()
+            self._cancel.check()
             rest = self._missing().get(part)
             if rest is None:
                 return
@@ -119,8 +120,7 @@ class PartSending:
                 return self._client.send_part(part, self._run, have, self._pieces(part, have))
             except ControlError as e:
                 tries.add(e)
-            threading.Event().wait(AGAIN_S)
-            self._check()
+            self._cancel.wait(AGAIN_S)
             there = self._missing().get(part)  # the node is asked: that tells whether it is lost
             if there is None:
                 return
@@ -145,7 +145,7 @@ class PartSending:
     def _pieces(self, part: PartSpec, skip: int) -> Iterator[bytes | memoryview]:
         """The bytes of a part from `skip` on, until the set-up is interrupted."""
         for piece in from_offset(self._weights.pieces(part.name), skip):
-            self._check()
+            self._cancel.check()
             yield piece
 
 

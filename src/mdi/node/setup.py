@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
@@ -69,7 +71,7 @@ class SecondarySetup:
         self._answer: dict[str, Any] = {}  # its last status
         self.is_ready_at_once = False
         self._done = threading.Event()
-        self._cancelled = threading.Event()
+        self._cancel = Cancel()
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
@@ -89,7 +91,7 @@ class SecondarySetup:
         return self._done.wait(timeout_s)
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        self._cancel.cancel(RingError("the set-up was interrupted"))
 
     def join(self, timeout_s: float) -> None:
         for thread in (self._setup, self._watch):
@@ -116,17 +118,14 @@ class SecondarySetup:
             self._done.set()
 
     def _fail(self, error: MdiError) -> None:
-        if self.error is None and not self._cancelled.is_set():
+        if self.error is None and not self._cancel.is_cancelled:
             self.error = error
+        self.cancel()
         self._done.set()
-
-    def _check(self) -> None:
-        if self._cancelled.is_set() or self.error is not None:
-            raise RingError("the set-up was interrupted")
 
     def _reach(self) -> None:
         """Wait until the node answers."""
-        status = reach_node(self._client, self._wait_s, self._cancelled, self._check)
+        status = reach_node(self._client, self._wait_s, self._cancel)
         self._note(status)
         if (version := status.get("version")) != mdi.__version__:
             logger.warning(
@@ -148,7 +147,7 @@ class SecondarySetup:
         deadline, pauses = time.monotonic() + BUSY_S, growing_pauses()
         is_reported = False
         while True:
-            self._check()
+            self._cancel.check()
             try:
                 answer = self._client.init(self._request)
                 self._answer = self._checked(answer) if "state" in answer else self._loading_status()
@@ -161,7 +160,7 @@ class SecondarySetup:
                 if not is_reported:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
                     is_reported = True
-                self._cancelled.wait(next(pauses))
+                self._cancel.wait(next(pauses))
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
@@ -171,7 +170,7 @@ class SecondarySetup:
             patience.look(self._answer, time.monotonic())
             if report.is_due():
                 logger.info("%s checks which weights it already has", self.name)
-            self._cancelled.wait(next(pauses))
+            self._cancel.wait(next(pauses))
             self._answer = self._loading_status()
         return self._missing_in(self._answer)
 
@@ -197,7 +196,7 @@ class SecondarySetup:
         logger.info("sending %s of weights to %s", size(total - had), self.name)
         self._progress = progress = Progress(self.name, total, had, time.monotonic())
         sending = PartSending(
-            self._client, self._request.run, self._weights, self._holders, self._check,
+            self._client, self._request.run, self._weights, self._holders, self._cancel,
             self._missing_now,
         )  # fmt: skip
         for part, have in missing:
@@ -209,7 +208,7 @@ class SecondarySetup:
         patience, pauses = self._patience(), growing_pauses()
         while self._answer["state"] != "READY":
             patience.look(self._answer, time.monotonic())
-            self._cancelled.wait(next(pauses))
+            self._cancel.wait(next(pauses))
             self._answer = self._loading_status()
 
     def _patience(self) -> Patience:
@@ -227,7 +226,7 @@ class SecondarySetup:
 
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""
-        self._check()
+        self._cancel.check()
         return self._checked(self._status())
 
     def _checked(self, status: dict[str, Any]) -> dict[str, Any]:
@@ -243,13 +242,15 @@ class SecondarySetup:
         Renews the lease: a node that is ready must not count its starter as dead while the others still load.
         """
         report = Periodic()
-        while not self._cancelled.wait(SIGN_S) and self.error is None:
-            try:
-                status = self._status()
-            except MdiError as e:
-                return self._fail(e)
-            if report.is_due():
-                self._report(status)
+        with contextlib.suppress(RingError):  # it was interrupted
+            while True:
+                self._cancel.wait(SIGN_S)
+                try:
+                    status = self._status()
+                except MdiError as e:
+                    return self._fail(e)
+                if report.is_due():
+                    self._report(status)
 
     def _report(self, status: dict[str, Any]) -> None:
         """A line about the bytes that the node has received; bytes in the sender's buffers do not count."""

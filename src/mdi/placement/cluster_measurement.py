@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
@@ -66,7 +66,7 @@ class ClusterMeasurement:
         self._formats: dict[str, str] = {}
         self._reached: set[str] = set()
         self._watched: FanOut[None] | None = None
-        self._ended = threading.Event()
+        self._ended = Cancel()  # of what asks the nodes
 
     def run(self) -> tuple[tuple[NodeProfile, ...], tuple[LinkProfile, ...]]:
         """Profiles of all nodes, starter first, and of the links.
@@ -80,7 +80,7 @@ class ClusterMeasurement:
         except NodeLostError as e:
             raise e if e.node in self._reached else NodeLostError(e.node, str(e), ABSENT) from None
         finally:
-            self._ended.set()
+            self._ended.cancel()
 
     def _profiles(self) -> tuple[NodeProfile, ...]:
         each = {node.name: [node] for node in self._cluster.secondaries}
@@ -122,15 +122,15 @@ class ClusterMeasurement:
 
     def _wait(self, asked: FanOut[None]) -> None:
         report = Periodic()
-
-        def check() -> None:
+        while asked.is_working:
             self._check()
+            asked.raise_error()
             if self._watched is not None:
                 self._watched.raise_error()
             if report.is_due():
                 self._report()
-
-        asked.wait(check)
+            asked.join(0.1)
+        asked.wait()
 
     def _reach(self, node: NodeConfig) -> None:
         reach_node(self._clients[node.name], self._wait_s, self._ended)
@@ -138,7 +138,8 @@ class ClusterMeasurement:
 
     def _watch(self, node: NodeConfig) -> None:
         """The request for a profile takes minutes; meanwhile the node still answers status requests."""
-        while not self._ended.wait(SIGN_S):
+        while True:
+            self._ended.wait(SIGN_S)
             try:
                 self._clients[node.name].status()
             except ControlError as e:
@@ -151,7 +152,8 @@ class ClusterMeasurement:
     def _ask(self, node: NodeConfig) -> None:
         deadline = time.monotonic() + BUSY_S
         request = replace(self._request, device=node.device, threads=node.threads)
-        while not self._ended.is_set():
+        while True:
+            self._ended.check()
             try:
                 answer = self._clients[node.name].profile(request)
                 break
@@ -161,8 +163,6 @@ class ClusterMeasurement:
                 if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 self._ended.wait(0.2)
-        else:
-            return
         try:
             profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
         except (KeyError, TypeError, UsageError) as e:
