@@ -48,10 +48,8 @@ def test_who_does_not_answer_is_named() -> None:
         ended.set()
 
 
-def test_what_is_checked_meanwhile_ends_the_waiting() -> None:
-    ended = threading.Event()
-
-    cancel = Cancel()
+def test_a_cancel_ends_the_waiting() -> None:
+    ended, cancel = threading.Event(), Cancel()
     cancel.cancel(KeyboardInterrupt())
     try:
         with pytest.raises(KeyboardInterrupt):

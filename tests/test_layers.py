@@ -9,7 +9,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -126,10 +126,13 @@ def test_nothing_is_unpickled_or_executed(path: Path) -> None:
             assert not (keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"), where
 
 
-def heavy_after(code: str) -> set[str]:
+HEAVY = ("torch", "litgpt", "matplotlib", "cherrypy", "transformers", "numpy", "cryptography")
+OF_NODES, OF_CLIENTS = {"cherrypy", "cheroot"}, {"starlette", "uvicorn"}  # servers for nodes, and for OpenAI's API
+
+
+def heavy_after(code: str, heavy: Iterable[str] = HEAVY) -> set[str]:
     """Which of the heavy libraries a fresh interpreter has loaded after `code`."""
     code += "\nimport sys; print('HEAVY', *sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
-    heavy = ["torch", "litgpt", "matplotlib", "cherrypy", "transformers", "numpy", "cryptography"]
     done = subprocess.run(
         [sys.executable, "-c", code, *heavy], cwd=SRC, capture_output=True, text=True, timeout=120, check=False
     )
@@ -149,6 +152,27 @@ def test_files_of_weights_need_no_torch() -> None:
 def test_nodes_without_torch_can_be_imported() -> None:
     names = ("mdi.node.secondary", "mdi.placement.kernel_bench", "mdi.engine.rows", "mdi.run.run")
     assert heavy_after("\n".join(f"import {name}" for name in names)) == {"numpy", "cherrypy"}
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (("mdi.serve.api", "mdi.serve.page"), OF_CLIENTS),
+        (
+            ("mdi.serve.host", "mdi.serve.backend", "mdi.serve.process", "mdi.serve.questions", "mdi.serve.snapshot"),
+            OF_NODES,
+        ),
+        (
+            ("mdi.node.secondary", "mdi.node.local", "mdi.run.run", "mdi.discovery.gather", "mdi.examine.doctor"),
+            OF_NODES,
+        ),
+    ],
+    ids=["api", "engine of serve", "node"],
+)
+def test_no_process_loads_two_http_servers(names: tuple[str, ...], wanted: set[str]) -> None:
+    """At once; what is imported later is a contract of import-linter."""
+    code = "\n".join(f"import {name}" for name in names)
+    assert heavy_after(code, OF_NODES | OF_CLIENTS) == wanted
 
 
 def test_command_lines_do_not_import_torch() -> None:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -143,19 +142,8 @@ def test_a_node_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_node_that_is_not_there_yet_is_waited_for() -> None:
-    tries: list[int] = []
-    cancel = Cancel()
-
-    class Counted(ControlClient):
-        def status(self, run: str | None = None, timeout_s: float = 1.0) -> dict[str, Any]:
-            tries.append(1)
-            if len(tries) == 3:
-                cancel.cancel(KeyboardInterrupt())
-            return super().status(run, timeout_s)
-
-    with pytest.raises(KeyboardInterrupt):
-        reach_node(Counted(NodeConfig("secondary0", "127.0.0.1", 1, 1)), 1000.0, cancel)
-    assert len(tries) == 3
+    with Cancel(1.2, late=KeyboardInterrupt) as cancel, pytest.raises(KeyboardInterrupt):
+        reach_node(ControlClient(NodeConfig("secondary0", "127.0.0.1", 1, 1)), 1000.0, cancel)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -353,7 +353,7 @@ def test_a_late_request_for_an_earlier_ring_does_not_replace_the_present_one(is_
         runs.admit(request(1))
     assert (caught.value.status, caught.value.code) == (409, "run")
     assert not present.is_stopped and runs.find(present.run) is present
-    assert not runs.admit(request(2))[0] or is_over, "the same one, again"
+    assert not runs.admit(request(2)) or is_over, "the same one, again"
 
 
 def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
@@ -362,7 +362,7 @@ def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
     runs.add(present)
     ended = threading.Thread(target=lambda: (until(lambda: present.is_stopped), present.finish(None)))
     ended.start()
-    assert runs.admit(request(3))[0] and present.is_replaced
+    assert runs.admit(request(3)) and present.is_replaced
     ended.join(DEADLINE_S)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from loopback import DEADLINE_S, PLACEMENT, Nodes, listener, names_of, nodes, seats_of
+from mdi.cancel import Cancel, CancelledError
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
@@ -599,3 +600,31 @@ def test_a_previous_node_that_goes_away_meanwhile_is_told(monkeypatch: pytest.Mo
             join_ring(sock, seat, 2, Limits())
         assert type(refused.value) is RingError, "it ends the forming, and is no node that this one lost"
     assert sock.fileno() == -1
+
+
+@pytest.mark.parametrize("place", ["starter", "secondary"])
+def test_a_node_that_waits_for_the_next_one_ends_with_its_cancel(place: str) -> None:
+    """The next node lives, and the limits are far away."""
+    cancel = Cancel()
+
+    def give_up(sock: socket.socket) -> None:
+        read_frame(sock, HANDSHAKE)
+        cancel.cancel(CancelledError("not wanted"))
+        with contextlib.suppress(OSError):
+            assert sock.recv(1) == b""  # who called has hung up
+
+    with fake_node(give_up) as port, contextlib.ExitStack() as stack:
+        seat = Seat(EPOCH, 0 if place == "starter" else 1, names_of(3), PLACEMENT, "127.0.0.1", port, silence_s=600.0)
+        with pytest.raises(CancelledError):
+            if place == "starter":
+                one = listener()
+                stack.callback(one.close)
+                close_starter_ring(one, seat, 2, Limits(), timeout_s=600.0, cancel=cancel)
+            else:
+                caller, sock = (stack.enter_context(end) for end in socket.socketpair())
+                join_ring(sock, seat, 2, Limits(), timeout_s=600.0, cancel=cancel)
+        if place == "secondary":
+            caller.settimeout(DEADLINE_S)
+            frame = read_frame(caller, HANDSHAKE)
+            assert frame is not None and frame.type is FrameType.ERROR
+            assert Fault.from_bytes(frame.payload).code == "cancelled"

@@ -239,31 +239,6 @@ def test_a_run_that_was_stopped_has_no_further_ring(node: SecondaryNode, checkpo
         assert all(not held.stage.caches.n_bytes for held in node.stages.listed if held.stage is not None)
 
 
-@pytest.mark.parametrize("ends", ["in good order", "by a loss"])
-def test_the_next_ring_of_a_run_is_prepared_while_the_present_one_runs(
-    node: SecondaryNode, checkpoints: list[Path], ends: str
-) -> None:
-    """It has the same stage, and its caches, once the present one has ended."""
-    with frame_starter(node, checkpoints[0]) as starter:
-        starter.form()
-        data = rows(6, starter.n_embd)
-        starter.compute(0, data[:3], 0)
-        epoch = starter.init(extensions=beside_extension())
-        starter.wait("READY")
-        present, following = node.runs.active
-        assert present.is_running and following.held is present.held and node.runs.find(starter.run) is following
-        starter.compute(1, data[3:5], 3)
-        assert starter.ring is not None
-        if ends == "in good order":
-            starter.ring.stop("for the next one")
-        starter.close_ring(epoch)
-        found = starter.compute(0, data[5:], 5)
-        assert present.has_ended.is_set() and node.runs.active == [following] and following.held.has_caches
-    with frame_starter(node, checkpoints[0]) as other:
-        other.form()
-        assert other.compute(0, data, 0)[-len(found) :] == found
-
-
 def test_another_stage_is_prepared_beside_the_present_one(node: SecondaryNode, checkpoints: list[Path]) -> None:
     with frame_starter(node, checkpoints[0]) as starter:
         starter.form()
@@ -279,6 +254,32 @@ def test_another_stage_is_prepared_beside_the_present_one(node: SecondaryNode, c
         assert (caught.value.status, caught.value.code) == (507, "memory")
         starter.compute(1, rows(3, starter.n_embd), 3)
         assert present.use == "USED" and [one.state for one in node.runs.active] == ["RUNNING"]
+
+
+def test_a_stage_that_was_prepared_beside_the_present_one_is_ready_for_the_next_ring(
+    node: SecondaryNode, checkpoints: list[Path]
+) -> None:
+    """A ring that is given up meanwhile is ended alone; the next one has its stage, and all memory for caches."""
+    with frame_starter(node, checkpoints[0]) as starter:
+        starter.form()
+        (present,), data = node.stages.listed, rows(6, starter.n_embd)
+        starter.compute(0, data[:3], 0)
+        longer = {"max_length": 300, "quantize": "int8"}
+        epoch = starter.init(**longer, extensions=beside_extension())
+        starter.wait("READY")
+        ring = node.runs.find(starter.run)
+        assert ring is not None and ring.request.epoch == epoch and len(node.runs.active) == 2
+        starter.client.stop(starter.run, ring=epoch)
+        until(lambda: [one.state for one in node.runs.active] == ["RUNNING"])
+        starter.client.stop(starter.run, ring=node.runs.active[0].request.epoch)  # closed: it goes on
+        starter.compute(1, data[3:5], 3)
+        assert starter.client.status(starter.run)["state"] == "RUNNING"
+        (_, following) = node.stages.listed
+        stage = following.stage
+        assert stage is not None and following.use == "UNUSED"
+        starter.form(**longer)
+        starter.compute(0, data, 0)
+        assert following.stage is stage and (following.use, present.use) == ("USED", "UNUSED")
 
 
 def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: list[Path]) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -261,14 +260,4 @@ def test_parts_that_another_cut_has_are_not_read_again(chunk: ChunkFile, supply:
     shorter = replace(spec, blocks=(1, spec.blocks[1]), parts=spec.parts[1:])
     store.acquire(shorter, claim("b"), supply, Cancel())
     assert not supply.asked
-    store.close()
-
-
-def test_a_stage_of_the_present_ring_is_for_the_next_one(chunk: ChunkFile, supply: FileSupply) -> None:
-    store, spec = StageStore(), spec_of(chunk, "secondary", None)
-    held: Any = store.acquire(spec, claim(), supply, Cancel())
-    store.release(held, "a1", is_kept=True)
-    assert store.follow(held, "a2") is held and held.use == "USED" and held.has_caches
-    store.release(held, "a2")
-    assert held.use == "UNUSED"
     store.close()

@@ -26,7 +26,7 @@ class FanOut(Generic[T]):
 
     def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
         self.results: dict[str, T] = {}
-        self._errors: list[BaseException] = []
+        self._errors: list[Exception] = []
         self._threads = {
             name: threading.Thread(target=self._call, args=(name, call), name=f"ask-{name}", daemon=True)
             for name, call in calls.items()
@@ -37,7 +37,7 @@ class FanOut(Generic[T]):
     def _call(self, name: str, call: Callable[[], T]) -> None:
         try:
             self.results[name] = call()
-        except BaseException as e:  # a token may have been cancelled with an interrupt
+        except Exception as e:
             self._errors.append(e)
 
     @property
@@ -60,10 +60,10 @@ class FanOut(Generic[T]):
         """The results of all calls, in order.
 
         Args:
-            cancel: its end ends the waiting.
+            cancel: its end ends the waiting, with its error.
 
         Raises:
-            BaseException: the first that a call raised, without waiting for the other calls.
+            Exception: the first that a call raised, without waiting for the other calls.
             ControlError: some were not done in time.
         """
         deadline = time.monotonic() + timeout_s

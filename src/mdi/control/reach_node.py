@@ -39,12 +39,6 @@ def reach_node(client: ControlClient, wait_s: float, cancel: Cancel) -> dict[str
         cancel.check()
         try:
             status = client.status()
-            if status["state"] != COMPILING:
-                break
-            deadline = time.monotonic() + wait_s
-            if report.is_due():
-                logger.info("%s", compiling(client.node.name, status))
-            cancel.wait(COMPILED_S)
         except ControlError as e:
             if e.status is not None:
                 raise
@@ -60,6 +54,13 @@ def reach_node(client: ControlClient, wait_s: float, cancel: Cancel) -> dict[str
             if attempt == 6:  # three seconds: a node that is just starting is not reported
                 logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
             cancel.wait(0.5)
+            continue
+        if status["state"] != COMPILING:
+            break
+        deadline = time.monotonic() + wait_s
+        if report.is_due():
+            logger.info("%s", compiling(client.node.name, status))
+        cancel.wait(COMPILED_S)
     if status.get("control_version") != CONTROL_VERSION:
         raise RingError(
             f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "

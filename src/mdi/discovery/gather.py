@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mdi.cancel import Cancel
 from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.connection_workers import is_here
@@ -138,24 +137,22 @@ class Gathering:
             self._on_come(node)
 
     def wait(
-        self, n_nodes: int | None, wait_s: float, renew: Callable[[], None] = lambda: None,
-        tell: Callable[[str], None] = lambda line: None, cancel: Cancel | None = None,
+        self, n_nodes: int | None, wait_s: float, meanwhile: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> list[FoundNode]:  # fmt: skip
         """The nodes, once `n_nodes` are there; or, for None, once no more have come for a while.
 
         Args:
-            renew: called again and again, for an invitation that gets too old.
+            meanwhile: called again and again, to renew a code, say; its exceptions pass through.
             tell: called with lines about nodes that have not come.
-            cancel: its end ends the waiting.
 
         Raises:
             ControlError: that many did not come in time.
         """
-        cancel = cancel or Cancel()
         begin = last = told_at = time.monotonic()
         told: list[str] = []
         while True:
-            renew()
+            meanwhile()
             now = time.monotonic()
             if self.look():
                 last = now
@@ -169,7 +166,7 @@ class Gathering:
                     tell(line)
             if now - begin >= wait_s:
                 raise ControlError(self._too_few(n_nodes, wait_s))
-            cancel.wait(POLL_S)
+            time.sleep(POLL_S)
 
     def within(self, wait_s: float) -> list[FoundNode]:
         """The nodes that have been found when the time is over."""

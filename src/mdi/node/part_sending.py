@@ -79,7 +79,7 @@ class PartSending:
         client: of the node.
         weights: where parts come from that no other node has.
         holders: other nodes that may have parts. If none has a part, or sending it fails, this node sends it.
-        cancel: checked before each piece.
+        cancel: its end ends the sending, before the next piece.
         missing: asks the node which parts it lacks, and how many bytes of each it has.
     """
 

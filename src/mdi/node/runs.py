@@ -90,12 +90,11 @@ class Runs:
             if worker.request.epoch == epoch and not worker.is_running:
                 worker.end()
 
-    def admit(self, request: InitRequest) -> tuple[bool, RingWorker | None]:
+    def admit(self, request: InitRequest) -> bool:
         """End what blocks a new ring: present rings of its run, and runs whose starter is gone.
 
         Returns:
-            False if this very ring is being formed already: its request came twice. And the ring of its run that goes on
-            meanwhile.
+            False if this very ring is being formed already: its request came twice.
 
         Raises:
             ControlError (busy): another run does not share the node, or the old ring does not end; (run): the request is older
@@ -107,12 +106,10 @@ class Runs:
             raise ControlError(f"this run was ended on {self._name}", 409, code="stopped")
         if latest is not None and int(latest.request.epoch, 16) > int(request.epoch, 16):
             raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
-        beside: RingWorker | None = None
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
-                return False, None
+                return False
             if before.is_running and request.extensions.get(_BESIDE) is True:
-                beside = before
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):
@@ -122,7 +119,7 @@ class Runs:
                 worker.end()
             elif worker.run != request.run and (request.exclusive or worker.request.exclusive):
                 raise self.busy()
-        return True, beside
+        return True
 
     def busy(self) -> ControlError:
         latest = self.latest

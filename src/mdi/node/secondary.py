@@ -254,19 +254,11 @@ class SecondaryNode:
                     code=STUCK,
                 )  # fmt: skip
             self._measurement.check_idle()
-            is_new, before = self.runs.admit(request)
-            if not is_new:
+            if not self.runs.admit(request):
                 return self._run_status(request.run)
-            if (
-                before is not None
-                and before.held.spec.key == spec.key
-                and request.max_length <= before.held.spec.max_length
-            ):
-                held = before.held
-            else:
-                held, before = self._reserve(request, spec), None
+            held = self._reserve(request, spec)
             is_in_memory = held.stage is not None
-            worker = self._serve(request, held, before)
+            worker = self._serve(request, held)
         if is_in_memory:  # it is READY in a moment, and its starter need not ask again: texts may be waiting
             worker.wait_until_known(READY_S)
         return self._run_status(request.run)
@@ -289,11 +281,11 @@ class SecondaryNode:
                 f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
             ) from None
 
-    def _serve(self, request: InitRequest, held: HeldStage, before: RingWorker | None) -> RingWorker:
+    def _serve(self, request: InitRequest, held: HeldStage) -> RingWorker:
         assert self.listener is not None
         worker = RingWorker(
             self.config.name, self.process, request, held, self._weights, self.stages, self.turns, self.listener,
-            before, self._leave_if_idle,
+            self._leave_if_idle,
         )  # fmt: skip
         self.runs.add(worker)
         self.workers = [*(one for one in self.workers if one.is_alive), worker]

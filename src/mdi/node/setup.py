@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -90,7 +91,7 @@ class SecondarySetup:
         return self._done.wait(timeout_s)
 
     def cancel(self) -> None:
-        self._cancel.cancel(_interrupted())
+        self._cancel.cancel(RingError("the set-up was interrupted"))
 
     def join(self, timeout_s: float) -> None:
         for thread in (self._setup, self._watch):
@@ -119,7 +120,7 @@ class SecondarySetup:
     def _fail(self, error: MdiError) -> None:
         if self.error is None and not self._cancel.is_cancelled:
             self.error = error
-        self._cancel.cancel(_interrupted())
+        self.cancel()
         self._done.set()
 
     def _reach(self) -> None:
@@ -241,14 +242,15 @@ class SecondarySetup:
         Renews the lease: a node that is ready must not count its starter as dead while the others still load.
         """
         report = Periodic()
-        while True:
-            try:
+        with contextlib.suppress(RingError):  # it was interrupted
+            while True:
                 self._cancel.wait(SIGN_S)
-                status = self._status()
-            except MdiError as e:
-                return self._fail(e)
-            if report.is_due():
-                self._report(status)
+                try:
+                    status = self._status()
+                except MdiError as e:
+                    return self._fail(e)
+                if report.is_due():
+                    self._report(status)
 
     def _report(self, status: dict[str, Any]) -> None:
         """A line about the bytes that the node has received; bytes in the sender's buffers do not count."""
@@ -275,10 +277,6 @@ def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> No
     if not isinstance(ring_port, int) or ring_port == node.port_in:
         return error
     return NodeLostError(error.node, f"{error}. {port_remedy(ring_port, 'inference.port_in')}")
-
-
-def _interrupted() -> RingError:
-    return RingError("the set-up was interrupted")
 
 
 def _sent_rows(status: dict[str, Any]) -> dict[int, int]:

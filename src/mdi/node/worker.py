@@ -80,7 +80,6 @@ class RingWorker:
         store: of stages.
         turns: computes the ring's frames.
         listener: the ring port.
-        before: the ring of the same run that still runs, and whose stage, which is the same, this one gets with its caches.
         on_end: called from the thread when the ring has ended.
 
     Attributes:
@@ -101,16 +100,13 @@ class RingWorker:
 
     def __init__(
         self, name: str, process: str, request: InitRequest, held: HeldStage, weights: NodeWeights, store: StageStore,
-        turns: RoundRobin, listener: RingListener, before: RingWorker | None = None,
+        turns: RoundRobin, listener: RingListener,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._name, self._process = name, process
         self.request, self.held = request, held
         self._weights, self._store, self._turns, self._listener = weights, store, turns, listener
-        self._before, self._on_end = before, on_end
-        self.is_followed = False
-        if before is not None:
-            before.is_followed = True
+        self._on_end = on_end
         self.cancel = RingLease()
         self.changed = threading.Condition()
         self.has_ended = threading.Event()
@@ -215,16 +211,11 @@ class RingWorker:
             is_broken = self.has_begun and not isinstance(e, RingError | AbandonedError)
             self._log(e)
         is_kept = not is_broken and self._may_come_back(error)
-        if self._before is None:
-            self._store.release(self.held, self.request.epoch, is_kept, is_failed=is_broken)
-        else:
-            self._unfollow(self._before)
+        self._store.release(self.held, self.request.epoch, is_kept, is_failed=is_broken)
         self.finish(error)
         logger.info("%s waits for the next run", self._name)
         self._on_end()
-        if (
-            is_kept and not self.is_replaced and not self.is_followed
-        ):  # what was replaced is for the ring that comes instead
+        if is_kept and not self.is_replaced:  # what was replaced is for the ring that comes instead
             with self.changed:
                 self.changed.wait_for(lambda: self.is_stopped, KEPT_S)
             self._store.release(self.held, self.request.epoch)
@@ -241,12 +232,6 @@ class RingWorker:
             self.changed.notify_all()
         self.has_ended.set()
 
-    def _unfollow(self, before: RingWorker) -> None:
-        """It never had the stage of the ring before."""
-        before.is_followed = False
-        if before.has_ended.is_set():
-            self._store.release(self.held, before.request.epoch)
-
     def _log(self, error: Exception) -> None:
         if isinstance(error, AbandonedError):
             logger.info("%s: %s", self._name, error)
@@ -259,7 +244,7 @@ class RingWorker:
         """Whether the run may use these caches again: neither the starter nor this node failed."""
         if not (self.has_begun or self.held.has_caches):
             return False
-        if self.is_replaced or self.is_followed:
+        if self.is_replaced:
             return True
         if self.is_stopped:
             return False
@@ -268,16 +253,14 @@ class RingWorker:
 
     def _take_part(self) -> None:
         request = self.request
-        if self._before is None:
-            self._have_stage()
-        else:
-            self.missing = {}
+        self._have_stage()
         group = GroupPart(request, self._listener, self._process)
         try:
             ring, seat = self._close_ring()
             try:
                 self.begin(ring)
-                stage = self._stage()
+                stage = self.held.stage
+                assert stage is not None
                 group.connect(stage, ring, self._turns.note_sign)
                 self._compute(stage, ring, seat, group)
             finally:
@@ -294,15 +277,6 @@ class RingWorker:
         else:
             self.missing = {}
             self._store.complete(self.held, self._weights, self.cancel)
-
-    def _stage(self) -> AnyStage:
-        """The stage; that of the ring before is free for this one when that has ended."""
-        before, self._before = self._before, None
-        if before is not None:
-            before.has_ended.wait()
-            self.held = self._store.follow(self.held, self.request.epoch)
-        assert self.held.stage is not None
-        return self.held.stage
 
     def _wait_for_parts(self) -> None:
         """Find the missing parts, and wait until they have come."""

@@ -123,7 +123,6 @@ class ClusterMeasurement:
 
     def _wait(self, asked: FanOut[None]) -> None:
         report = Periodic()
-
         while asked.is_working:
             self._cancel.check()
             asked.raise_error()

@@ -427,14 +427,15 @@ class Former:
 
     def _ask_processes(self, wait_s: float, cancel: Cancel) -> dict[str, str]:
         """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
-        with cancel.child() as asking:
+        asking = cancel.child()
+        try:
             asked = FanOut({
                 client.node.name: partial(reach_node, client, wait_s, asking) for client in self.clients
             })  # fmt: skip
-            try:
-                found = asked.wait(cancel)
-            finally:
-                asking.cancel()
+            found = asked.wait(cancel)
+        finally:
+            asking.cancel()
+            asking.close()
         return {
             client.node.name: str(status.get("process", "")) for client, status in zip(self.clients, found, strict=True)
         }

@@ -287,17 +287,19 @@ class Run(StatusOnly):
 
     def end_on_nodes(self, leave: bool) -> None:
         """End the run on all nodes, and collect what they measured; also if it was opened in part."""
+        former = self._former
         try:
+            if former is not None and former.is_known and self.run_trace is not None:
+                self.run_trace.read_clocks(
+                    self.clients
+                )  # meanwhile the last frame, which only frees caches, goes round
             self._cancel.cancel()
             if self._lookout is not None:
                 self._lookout.join()
                 self._lookout = None  # it refers to this run, whose memory is to be free when it is forgotten
             if self._loop is not None:
                 self._loop.close()
-            former = self._former
             if former is not None:
-                if former.is_known and self.run_trace is not None:
-                    self.run_trace.read_clocks(self.clients)
                 former.close_links()
                 if former.is_known:
                     self.secondary_metrics = dismiss(former.clients, self.run_id, leave, self._state != "BROKEN")

@@ -45,12 +45,6 @@ class StageBusyError(MdiError):
     code = "busy"
 
 
-class StageLostError(MdiError):
-    """A stage that was to be used again was dropped."""
-
-    code = "engine"
-
-
 class Claim(NamedTuple):
     """A ring that wants a stage.
 
@@ -297,19 +291,6 @@ class StageStore:
                 held.weights = {_weight_key(held.spec, p.sha256): stage.weights.part_bytes(p.name) for p in parts}
             elif isinstance(stage, KernelStage):
                 held.weights = {held.owner: stage.weights.n_bytes}
-
-    def follow(self, held: HeldStage, owner: str) -> HeldStage:
-        """Have the next ring of a stage's run use it, with its caches: the ring that used it has ended.
-
-        Raises:
-            StageLostError: it failed there.
-        """
-        with self._lock:
-            if held not in self._held or held.stage is None:
-                raise StageLostError(f"{held.spec.name} has lost its stage in the ring before")
-            held.owner, held.has_caches = owner, True
-            held.set_use("USED")
-            return held
 
     def grant(self, held: HeldStage, by_hand: int | None = None) -> CacheReport:
         """The limit for the caches of a ring that will be closed next.
