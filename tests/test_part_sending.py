@@ -242,7 +242,8 @@ def test_blocks_that_move_come_from_the_node_that_had_them(
         reader = threading.Thread(target=starter.read)
         reader.start()
         reader.join(DEADLINE_S)
-        assert starter.names == following.names and not starter.n_recoveries
+        until(lambda: starter.names == following.names)  # a fast text may end before the blocks have moved
+        assert not starter.n_recoveries
         assert starter.model.weights.blocks == [(stage.start, stage.stop) for stage in following.stages]
         alone = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu")
     assert len(sample.token_ids) == 300
