@@ -122,7 +122,7 @@ def options(args: argparse.Namespace | None, checkpoint: Path, form: str) -> Any
 def alone(checkpoint: Path, form: str, wanted: list[Wanted]) -> list[list[int]]:
     from fault_ring import run
 
-    from mdi.config import standalone
+    from mdi.spec.cluster import standalone
 
     outcome = run(standalone(), options(None, checkpoint, form), wanted)
     if outcome.error is not None:

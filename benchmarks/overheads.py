@@ -100,10 +100,10 @@ def secondary(folder: Path, chunk: Path) -> Iterator[tuple[subprocess.Popen[byte
     Args:
         folder: for its nodes file and its cache, where it keeps which files it has hashed.
     """
-    from mdi.config import load_cluster
     from mdi.control.client import ControlClient
     from mdi.errors import ControlError
     from mdi.node.local import free_ports
+    from mdi.spec.cluster import load_cluster
 
     ports = free_ports(4)
     entries = [{"addr": HOST, "communication": {"port": ports[i]}, "inference": {"port_in": ports[i + 1]}, "device": "cpu",

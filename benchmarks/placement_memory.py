@@ -48,10 +48,10 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.checkpoint.packing import Packing
+    from mdi.kernels.slices import Slice
     from mdi.metrics import peak_rss_bytes
     from mdi.model.stage import Stage
     from mdi.placement.random_weights import random_weights
-    from mdi.slices import Slice
     from mdi.stages.kernel_stage import KernelStage, Resident
 
     torch.set_num_threads(1)
@@ -109,7 +109,7 @@ def speeds(width: int, fmt: str) -> Any:
     import torch
 
     from mdi.checkpoint.packing import Packing
-    from mdi.machine.computing import Computing
+    from mdi.host.computing import Computing
     from mdi.placement.profiler import bench_of
     from mdi.placement.profiling import SPAN_S, Subject
 

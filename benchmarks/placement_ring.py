@@ -95,8 +95,8 @@ def make_checkpoint(folder: Path) -> None:
 def child_profile(ckpt: Path, with_head: bool) -> None:
     """Measure this process, when told to, as a node does on request."""
     from mdi.checkpoint.shapes import read_config
-    from mdi.machine.computing import choose_computing
-    from mdi.machine.threads import choose_threads
+    from mdi.host.computing import choose_computing
+    from mdi.host.threads import choose_threads
     from mdi.placement.profiler import bench_of
     from mdi.placement.profiling import Subject
     from mdi.spec.options import Requested
@@ -113,11 +113,11 @@ def child_profile(ckpt: Path, with_head: bool) -> None:
 
 def child_starter(ckpt: Path, nodes: Path) -> None:
     """A starter that runs one split after the other: JSON lines in, JSON lines out."""
-    from mdi.config import ClusterConfig, load_cluster
     from mdi.engine.sequence import SamplingParams
-    from mdi.machine.threads import choose_threads
+    from mdi.host.threads import choose_threads
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
+    from mdi.spec.cluster import ClusterConfig, load_cluster
     from mdi.spec.options import StarterOptions
 
     choose_threads(1)

@@ -17,8 +17,8 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32
+from mdi.kernels.weight_formats import EMBEDDING, ROUNDED
 from mdi.placement.random_weights import random_weights
-from mdi.weight_formats import EMBEDDING, ROUNDED
 
 SCALE = np.float32(0.02)  # of a weight
 

@@ -73,8 +73,8 @@ def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Token ids; and how long after the loss the ring was formed, the next token came, and all texts went on."""
-    from mdi.cache_dir import default_cache_dir
     from mdi.engine.sequence import SamplingParams
+    from mdi.files import default_cache_dir
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
     from mdi.spec.options import StarterOptions

@@ -57,8 +57,8 @@ class Row:
 def secondaries(ckpt: Path, stack: contextlib.ExitStack) -> list[Any]:
     """Nodes in this process, which have the weights."""
     from mdi.checkpoint.source import open_source
-    from mdi.config import NodeConfig
     from mdi.node.secondary import SecondaryNode
+    from mdi.spec.cluster import NodeConfig
     from mdi.spec.options import Requested
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -81,7 +81,7 @@ def entries(nodes: list[Any], stack: contextlib.ExitStack, delay_s: float = 0.0,
     """The nodes as the starter's nodes file has them, if need be behind slow links: those of tests/faults."""
     from faulty_links import FRONT, Network, Pace
 
-    from mdi.config import NodeConfig
+    from mdi.spec.cluster import NodeConfig
 
     addr = "127.0.0.1"
     if delay_s or bytes_s:
@@ -99,9 +99,9 @@ class Ring:
     def __init__(
         self, nodes: list[Any], args: argparse.Namespace, replay_bytes: int, places: Sequence[Any], n_texts: int = 1
     ) -> None:
-        from mdi.config import ClusterConfig, NodeConfig
         from mdi.run.nodes import GivenNodes
         from mdi.run.run import Run
+        from mdi.spec.cluster import ClusterConfig, NodeConfig
         from mdi.spec.options import StarterOptions
 
         self._nodes = nodes

@@ -73,7 +73,7 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
 
     from mdi.engine.rows import TensorRows
     from mdi.errors import RingEndedError
-    from mdi.machine.threads import choose_threads
+    from mdi.host.threads import choose_threads
     from mdi.net.handshake import join_ring
     from mdi.net.wire import PLAIN, Limits, read_frame, send_frame, tune
 
@@ -123,7 +123,7 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     import torch
 
     from mdi.engine.rows import TensorRows
-    from mdi.machine.threads import choose_threads
+    from mdi.host.threads import choose_threads
     from mdi.net.handshake import close_starter_ring
     from mdi.net.wire import PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame, tune
 

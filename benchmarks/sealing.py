@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.signing import body_hash, key_of_request, sign_request
 from mdi.errors import ControlError, MdiError
+from mdi.net.challenge import Caller, answer_to
+from mdi.net.keys import new_secret
+from mdi.net.sealing import SealedSession
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice
-from mdi.security.challenge import Caller, answer_to
-from mdi.security.keys import new_secret
-from mdi.security.session import SealedSession
 from mdi.spec.decode import parsed as parsed_json
 
 LIMITS = Limits()

@@ -64,10 +64,10 @@ class Tally:
 
 def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
     """Requests with the texts that one node alone gives; second turns and a long prompt among them."""
-    from mdi.config import standalone
     from mdi.engine.sequence import SamplingParams, seed_of
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
+    from mdi.spec.cluster import standalone
     from mdi.spec.options import StarterOptions
 
     node = Run(GivenNodes(standalone()), StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu"), 1000)

@@ -32,10 +32,10 @@ from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
+from mdi.kernels.slices import Slice  # noqa: E402
+from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
 from mdi.placement.random_weights import random_weights  # noqa: E402
-from mdi.slices import Slice  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
-from mdi.weight_formats import LAYOUTS  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
 from random_checkpoint import CONTEXT, SHAPES, config_of  # noqa: E402

@@ -32,12 +32,12 @@ from link_speed import agree_on_speed  # noqa: E402
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.packing import PartWeights
 from mdi.kernels.library import instruction_set
+from mdi.kernels.slices import Slice
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload
 from mdi.placement.model_shape import model_shape
 from mdi.placement.profile import ClusterProfile, LinkProfile, boards
 from mdi.placement.tensor_plan import plan_tensor
-from mdi.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group_sum import GroupSum

@@ -62,7 +62,7 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        from mdi.whole_files import replacing
+        from mdi.files import replacing
 
         self.data |= {"date": date.today().isoformat(), "machine": machine()}
         self.path.parent.mkdir(parents=True, exist_ok=True)

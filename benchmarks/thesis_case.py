@@ -37,7 +37,7 @@ def run_case(case: Case) -> dict[str, Any]:
     from gpt.families import GPT2Family, NanoFamily
     from gpt.rings import GPT2Ring, NanoRing
     from mdi.engine.sequence import SamplingParams
-    from mdi.machine.threads import choose_threads
+    from mdi.host.threads import choose_threads
     from mdi.metrics import tokens_over_time
     from mdi.node.local import LocalRing
     from mdi.run.nodes import GivenNodes

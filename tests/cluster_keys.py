@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mdi.security.keys import KeyFile, new_secret, write_keys
+from mdi.net.keys import KeyFile, new_secret, write_keys
 
 
 def key_file(path: Path, *secrets: bytes) -> KeyFile:

@@ -13,13 +13,13 @@ import numpy as np
 
 from loopback import DEADLINE_S, listener
 from mdi.checkpoint.source import open_source
-from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.net.handshake import close_starter_ring
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.node.secondary import SecondaryNode
+from mdi.spec.cluster import NodeConfig
 from secondaries import entry_of
 
 NAMES = ("starter", "secondary0")

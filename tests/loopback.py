@@ -24,10 +24,10 @@ from mdi.engine.worker import SecondaryLoop
 from mdi.model.stage import Stage, StarterStage
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
+from mdi.net.keys import KeyFile
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Limits
-from mdi.security.keys import KeyFile
 
 CPU = torch.device("cpu")
 PLACEMENT = "a" * 64

@@ -9,12 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import Requested, StarterOptions
 from tiny_checkpoint import encode
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mdi.engine.rows import TensorRows
+from mdi.kernels.slices import Slice
 from mdi.net.wire import Frame, FrameType
-from mdi.slices import Slice
 
 
 def frame_of(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mdi.security.session import KEY_BYTES, SealedSession
+from mdi.net.sealing import KEY_BYTES, SealedSession
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.numbers import Numbers

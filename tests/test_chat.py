@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mdi.cli import launch
-from mdi.tracing.trace import read_trace
+from mdi.run.trace import read_trace
 from tiny_checkpoint import write_checkpoint
 
 Chat = Callable[..., int]

@@ -32,7 +32,7 @@ from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
-from mdi.whole_files import replacing
+from mdi.files import replacing
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixtu
 
 def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
-    monkeypatch.setattr("mdi.machine.threads.choose_threads", lambda *args: used.append(args))
+    monkeypatch.setattr("mdi.host.threads.choose_threads", lambda *args: used.append(args))
     monkeypatch.setattr(
         "mdi.placement.planning.measure_live", lambda cluster, *args: used.append(cluster.starter.device)
     )

@@ -15,8 +15,8 @@ from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.errors import PlacementError
+from mdi.host.computing import choose_computing
 from mdi.kernels import library
-from mdi.machine.computing import choose_computing
 from mdi.placement.model import Workload
 from mdi.placement.model_shape import model_shape, with_paths
 from mdi.placement.plan import format_plan, plan

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mdi.config import (
+from mdi.errors import UsageError
+from mdi.spec.cluster import (
     ClusterConfig,
     load_cluster,
     load_secondary,
@@ -21,7 +22,6 @@ from mdi.config import (
     read_json,
     standalone,
 )
-from mdi.errors import UsageError
 
 
 def entry(i: int, **more: Any) -> dict[str, Any]:

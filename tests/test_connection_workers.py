@@ -13,11 +13,11 @@ import pytest
 
 import mdi.control.client
 import mdi.control.connection_workers
-from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.connection_workers import N_CONNECTIONS, N_OF_OWNER, N_PER_ADDRESS, ConnectionWorkers
 from mdi.control.deadline import DeadlineSocket
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.spec.cluster import NodeConfig
 
 DEADLINE_S = 30.0
 BODY = b"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n{"

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mdi.cancel import Cancel
-from mdi.config import NodeConfig
 from mdi.control import connection_workers as admission_module
 from mdi.control.body import JSON_LIMIT_BYTES
 from mdi.control.client import ControlClient
@@ -31,6 +30,7 @@ from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.local import free_ports
+from mdi.spec.cluster import NodeConfig
 from mdi.stages.model_family import ModelFamily
 from waiting import until_gone
 

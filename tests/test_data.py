@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.errors import CheckpointError, UsageError
+from mdi.files import replacing
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
-from mdi.whole_files import replacing
 from mdi_training import prepare_data_command as cli_data
 from mdi_training.data import (
     encode_texts,

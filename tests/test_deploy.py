@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mdi.cli import COMMANDS, parser_of
-from mdi.config import load_cluster
+from mdi.spec.cluster import load_cluster
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 UNITS = sorted(DEPLOY.glob("*.service"))

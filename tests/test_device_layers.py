@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from families import config_of, random_gpt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
+from mdi.host import resources
+from mdi.host.computing import choose_computing
 from mdi.kernels.layout import codes_of, pack, unpack
-from mdi.machine import resources
-from mdi.machine.computing import choose_computing
+from mdi.kernels.weight_formats import LAYOUTS
 from mdi.model import stage as stage_module
 from mdi.model.packed_linear import DeviceLayers, DeviceLinear, unpacked
 from mdi.model.stage import StarterStage
 from mdi.spec.options import Requested
-from mdi.weight_formats import LAYOUTS
 from test_packed_linear import weights_of
 from tiny_checkpoint import plain as plain_config
 from tolerance import assert_alike

@@ -16,18 +16,18 @@ import pytest
 
 import mdi.control.reach
 from mdi.cli import launch
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.open_ports import open_ports
 from mdi.control.reach import PROBLEMS, Reach, Route, bandwidth, greet, knock, try_node
 from mdi.errors import ControlError
-from mdi.examine.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
-from mdi.examine.doctor import examine
+from mdi.host.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
+from mdi.host.doctor import examine
 from mdi.kernels import library
 from mdi.node.local import free_ports
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import write_checkpoint
 

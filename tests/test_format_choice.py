@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import mdi.run.choice as format_choice
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.errors import PlacementError
 from mdi.kernels import library
 from mdi.run.choice import first_that_fits, formats_to_try
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
 
 NANO = Path(__file__).resolve().parents[1] / "assets" / "nano-llama"

@@ -13,7 +13,7 @@ import sentencepiece
 from gguf_files import byte_level_tokens, sentencepiece_tokens
 from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.errors import CheckpointError
-from mdi.text import TextCodec
+from mdi.text.texts import TextCodec
 from tiny_checkpoint import END, TEXT, tokenizer
 
 WORDS = TEXT.split()

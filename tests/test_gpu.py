@@ -17,10 +17,10 @@ from families import FAMILIES, config_of, greedy, model_of, prompt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
 from mdi.engine.rows import pinned_buffer
+from mdi.host.computing import choose_computing
+from mdi.host.device import choose_device, choose_dtype, devices
+from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
-from mdi.machine.computing import choose_computing
-from mdi.machine.device import choose_device, choose_dtype, devices
-from mdi.machine.resources import device_free_bytes, machine_free_bytes
 from mdi.model.packed_linear import DeviceLinear
 from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers

@@ -14,12 +14,12 @@ import mdi.placement.profile
 import mdi.run.choice
 from cluster_keys import key_file
 from mdi.checkpoint.source import open_source
-from mdi.config import ClusterConfig
 from mdi.errors import SplitError, UsageError
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import ClusterProfile, LinkProfile
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions
 from mdi.stages.window_options import WindowMemory, WindowOptions
 from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of

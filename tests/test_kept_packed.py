@@ -17,11 +17,11 @@ from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import ClusterConfig
 from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
 from secondaries import cluster_of, secondary

@@ -21,8 +21,8 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.page_sizes import windows_of
-from mdi.limits import LIMITS, excess
 from mdi.model.stage import Stage, module_bytes, run_bytes
+from mdi.spec.limits import LIMITS, excess
 from mdi.stages.model_family import ModelFamily
 from secondaries import entry_of, secondary
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mdi.cli import launch
-from mdi.log_lines import FORMS, JSON, PLAIN, TIMED, VARIABLE, form_of, formatter
+from mdi.terminal import FORMS, JSON, PLAIN, TIMED, VARIABLE, form_of, formatter
 
 
 def record(message: str, *args: object, error: BaseException | None = None) -> logging.LogRecord:

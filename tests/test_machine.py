@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from mdi.cli import WAIT_POLICY, launch
-from mdi.config import NodeConfig, load_nodes
 from mdi.control_groups import n_cores
-from mdi.machine import neighbours as machine
-from mdi.machine import threads
-from mdi.machine.neighbours import fair_threads, threads_beside
-from mdi.machine.threads import THREAD_VARIABLES, choose_threads
+from mdi.host import neighbours as machine
+from mdi.host import threads
+from mdi.host.neighbours import fair_threads, threads_beside
+from mdi.host.threads import THREAD_VARIABLES, choose_threads
+from mdi.spec.cluster import NodeConfig, load_nodes
 
 
 def node(name: str, addr: str = "127.0.0.1", **more: object) -> NodeConfig:

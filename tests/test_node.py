@@ -21,14 +21,13 @@ import mdi.node.worker
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
+from mdi.host.computing import Computing
+from mdi.host.device import check_format, choose_device, choose_dtype
+from mdi.host.neighbours import fair_threads
 from mdi.kernels import library
-from mdi.machine.computing import Computing
-from mdi.machine.device import check_format, choose_device, choose_dtype
-from mdi.machine.neighbours import fair_threads
 from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
@@ -37,6 +36,7 @@ from mdi.node.starter_weights import StarterWeights
 from mdi.run.form import Preparation
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.cache_budget import check_capacity
 from mdi.stages.torch_stage import TorchStage
@@ -217,7 +217,7 @@ def test_choose_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_dtype(wrong, "float32", "cpu")
         assert wrong in str(e.value) and e.value.code == "usage"
     for native, expected in ((False, "float32"), (True, "bfloat16")):
-        monkeypatch.setattr("mdi.machine.device.cpu_multiplies_bfloat16", lambda native=native: native)
+        monkeypatch.setattr("mdi.host.device.cpu_multiplies_bfloat16", lambda native=native: native)
         assert choose_dtype(None, "bfloat16", "cpu") == expected
         assert choose_dtype("auto", "float16", "cpu") == "float32", "which is emulated on most CPUs"
         assert choose_dtype(None, "float32", "cpu") == "float32", "nothing is lost without being asked for"
@@ -282,7 +282,7 @@ def test_local_ring_kills_what_does_not_listen() -> None:
 
 
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.machine.neighbours.usable_cores", lambda: 7.0)
+    monkeypatch.setattr("mdi.host.neighbours.usable_cores", lambda: 7.0)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
     assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
     assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5

@@ -13,11 +13,11 @@ import mdi.stages.cache_budget as node_memory
 from families import model_of
 from loopback import stages_of
 from mdi.errors import ControlError, UsageError
+from mdi.host import threads as node_threads
+from mdi.host.computing import Computing
+from mdi.host.device import choose_kv_dtype
+from mdi.host.threads import pin_to_cores
 from mdi.kernels.page_sizes import CacheClass, cache_type_named
-from mdi.machine import threads as node_threads
-from mdi.machine.computing import Computing
-from mdi.machine.device import choose_kv_dtype
-from mdi.machine.threads import pin_to_cores
 from mdi.node.local import cores_of_node
 from mdi.stages.cache_budget import CacheReport, report_caches, share_out
 from mdi.stages.torch_stage import TorchStage

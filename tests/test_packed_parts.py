@@ -42,7 +42,7 @@ from mdi.cli import launch
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 from tiny_checkpoint import write_checkpoint
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 

@@ -10,7 +10,7 @@ import pytest
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from mdi.kernels import library
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 from tiny_checkpoint import reference, write_checkpoint
 
 PROMPT = "Who are you?"

@@ -16,7 +16,6 @@ import pytest
 from cluster_keys import key_file
 from loopback import DEADLINE_S
 from mdi.cancel import Cancel
-from mdi.config import NodeConfig, standalone
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
@@ -30,6 +29,7 @@ from mdi.node.worker import RingWorker
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Better, Form, Stage
 from mdi.run.run import Run
+from mdi.spec.cluster import NodeConfig, standalone
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mdi.periodic import REPORT_S, Periodic
+from mdi.cancel import REPORT_S, Periodic
 
 
 def test_it_is_due_once_in_two_seconds() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import mdi.cancel
 import mdi.model.stage
 import mdi.node.setup
-import mdi.periodic
 import mdi.placement.cluster_measurement
 import mdi.placement.profiler
 from mdi.cancel import Cancel
@@ -22,14 +22,13 @@ from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.cli.session import chosen_placement
-from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.control.open_ports import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
-from mdi.machine.computing import Computing
-from mdi.machine.neighbours import host_of
+from mdi.host.computing import Computing
+from mdi.host.neighbours import host_of
 from mdi.model.stage import Stage
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
@@ -42,6 +41,7 @@ from mdi.placement.profiling import Bench, Speeds, Subject
 from mdi.run.ending import dismiss
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
@@ -344,7 +344,7 @@ def test_what_takes_long_is_told(
     tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
+    monkeypatch.setattr(mdi.cancel, "REPORT_S", -1.0)
     with secondaries(1, tmp_path) as nodes, open_ports(OWN_NODE) as (port, port_in):
         measurement_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
     assert "measuring the link from secondary0 to starter (1 of 2)" in caplog.messages

@@ -20,13 +20,13 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
-from mdi.machine.computing import Computing
+from mdi.host.computing import Computing
+from mdi.kernels.weight_formats import LAYOUTS
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import FILE, Profiler, bench_of
 from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
-from mdi.weight_formats import LAYOUTS
 from secondaries import entry_of, secondary
 from tiny_checkpoint import plain, tiny_config
 from waiting import until

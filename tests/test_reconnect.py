@@ -20,12 +20,12 @@ from loopback import DEADLINE_S, Nodes, listener, nodes
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.connection import Connection, NotBackError
 from mdi.net.hello import Fault, Hello
+from mdi.net.keys import KeyFile
 from mdi.net.link import Link
 from mdi.net.meeting import call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, Slice, read_frame, send_frame
-from mdi.security.keys import KeyFile
 from waiting import until
 
 N_COLS = 2048

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mdi.control_groups import n_cores
-from mdi.machine.resources import cpu_model, device_free_bytes, free_memory_bytes, private_bytes
+from mdi.host.resources import cpu_model, device_free_bytes, free_memory_bytes, private_bytes
 
 GB = 1 << 30
 

@@ -9,7 +9,7 @@ import pytest
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Event, SamplingParams, Sequence
 from mdi.run.texts import Sample
-from mdi.text import TextStream
+from mdi.text.texts import TextStream
 
 
 class Letters:

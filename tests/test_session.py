@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mdi.cli import launch
-from mdi.config import ClusterConfig, NodeConfig, standalone
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
 from mdi.node.local import LocalRing
@@ -17,6 +16,7 @@ from mdi.run.form import Former
 from mdi.run.loop import RingLoop
 from mdi.run.nodes import NodeSource, OwnProcesses
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions
 from tiny_checkpoint import reference, write_checkpoint
 

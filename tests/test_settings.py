@@ -12,8 +12,8 @@ from mdi.checkpoint.folder import stated_blocks
 from mdi.checkpoint.records import HashCache
 from mdi.checkpoint.shapes import full_config, read_config
 from mdi.errors import CheckpointError
-from mdi.settings_file import YAML_LIMIT_BYTES, check_counts, parse_json, parse_yaml, read_yaml
-from mdi.text import TextCodec
+from mdi.spec.settings_file import YAML_LIMIT_BYTES, check_counts, parse_json, parse_yaml, read_yaml
+from mdi.text.texts import TextCodec
 from mdi_training.new_model import parse_shape
 from tiny_checkpoint import write_checkpoint
 

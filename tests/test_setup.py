@@ -14,7 +14,6 @@ import mdi.node.secondary
 import mdi.node.setup
 from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.store import COMING
-from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.reach_node import reach_node
@@ -23,6 +22,7 @@ from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
 from mdi.node.setup import Patience, SecondarySetup
+from mdi.spec.cluster import NodeConfig
 from secondaries import entry_of, secondary
 from waiting import until
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mdi.config import ClusterConfig, standalone
 from mdi.engine.sequence import SamplingParams
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, standalone
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint

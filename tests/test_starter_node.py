@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import mdi
-import mdi.machine.resources
+import mdi.cancel
+import mdi.host.resources
 import mdi.model.stage
 import mdi.node.secondary_status
 import mdi.node.setup
 import mdi.node.worker
-import mdi.periodic
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
@@ -57,7 +57,7 @@ def test_loading_that_takes_long_is_told(
 ) -> None:
     """Each step waits until the starter has said what it waits for."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(mdi.periodic, "REPORT_S", -1.0)
+    monkeypatch.setattr(mdi.cancel, "REPORT_S", -1.0)
 
     missing, source_of = NodeWeights.missing, NodeWeights.source_of
     looks = "secondary0 checks which weights it already has"
@@ -183,7 +183,7 @@ def test_what_a_node_lacks_must_make_sense(ring: Ring, monkeypatch: pytest.Monke
 def test_a_run_that_cannot_fit_is_refused(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     little = SimpleNamespace(available=1000, total=1 << 40)
     starter, _ = ring()
-    monkeypatch.setattr(mdi.machine.resources.psutil, "virtual_memory", lambda: little)
+    monkeypatch.setattr(mdi.host.resources.psutil, "virtual_memory", lambda: little)
     with pytest.raises(MdiError) as caught:
         generate(starter)
     assert caught.value.code == "memory"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mdi.checkpoint.source import open_source
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.kernels import library
 from mdi.node.secondary import SecondaryNode
 from mdi.node.sharing_out import in_common_order
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import ParallelOptions
 from mdi.tensor.ring_stages import stages_of
 from secondaries import cluster_of, entry_of, secondary

@@ -22,7 +22,6 @@ from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.source import open_source
-from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.kernels import library
@@ -32,6 +31,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.tensor.group import group_of

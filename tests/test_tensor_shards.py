@@ -15,7 +15,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.layout import cut, pack
-from mdi.slices import Slice
+from mdi.kernels.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group_sum import GroupSum

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mdi.errors import CheckpointError, UsageError
-from mdi.prompts import read_prompts
-from mdi.text import Detokenizer, StopMatcher, TextCodec, resolve_prompt_style
+from mdi.spec.prompts import read_prompts
+from mdi.text.texts import Detokenizer, StopMatcher, TextCodec, resolve_prompt_style
 
 CORPUS = [
     "Who are you? I am the ghost of the house, and  this is a house of   ghosts.\n\n\tHow now!",
@@ -379,7 +379,7 @@ def test_a_chat_template_is_not_executed(tmp_path):
 
 def test_stop_tokens_that_the_tokenizer_lacks_are_left_out(tmp_path, caplog):
     byte_level(tmp_path / "json", special=("<|endoftext|>",))
-    with caplog.at_level(logging.WARNING, "mdi.text"):
+    with caplog.at_level(logging.WARNING, "mdi.text.texts"):
         assert TextCodec.from_checkpoint(tmp_path / "json", "llama3").stop_sequences == []
     assert "Llama3" in caplog.text and "<|eot_id|>" in caplog.text
     spm(tmp_path / "spm")
@@ -560,7 +560,7 @@ def test_prompts_for_samples(caplog):
     assert read_prompts(["a", "b"]) == ["a", "b"]
     assert read_prompts(["a", "b"], 5) == ["a", "b", "a", "b", "a"]
     assert read_prompts([" a\n"], 1) == [" a\n"]
-    with caplog.at_level(logging.WARNING, "mdi.prompts"):
+    with caplog.at_level(logging.WARNING, "mdi.spec.prompts"):
         assert not caplog.records
         assert read_prompts(["a", "b", "c"], 2) == ["a", "b"]
     assert "1 of the 3 prompts are left out" in caplog.text

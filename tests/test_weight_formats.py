@@ -6,7 +6,16 @@ import pytest
 
 from mdi.errors import UsageError
 from mdi.kernels.layout import matrix_bytes
-from mdi.weight_formats import EMBEDDING, FORMATS, LAYOUTS, PACKED, check_packed, held_bytes, is_packable, weight_format
+from mdi.kernels.weight_formats import (
+    EMBEDDING,
+    FORMATS,
+    LAYOUTS,
+    PACKED,
+    check_packed,
+    held_bytes,
+    is_packable,
+    weight_format,
+)
 
 LINEAR = "transformer.h.0.mlp.proj.weight"
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mdi.stages.loading as weight_memory
-from mdi.config import WeightMemory
 from mdi.kernels.layout import Matrix, pack
+from mdi.spec.cluster import WeightMemory
 from mdi.stages.loading import WeightPlacer
 
 

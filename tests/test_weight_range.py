@@ -18,11 +18,11 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, plain
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError
+from mdi.host.computing import Computing, choose_computing
 from mdi.kernels.layout import MOST, bf16_from_float32, largest_of, pack, unpack
-from mdi.machine.computing import Computing, choose_computing
+from mdi.kernels.weight_formats import LAYOUTS
 from mdi.spec.options import Requested
 from mdi.stages.loading import torch_weights
-from mdi.weight_formats import LAYOUTS
 from tiny_checkpoint import tiny_gpt, write_checkpoint
 from tiny_models import hf_config, hf_state, tiny_state, write_hf
 

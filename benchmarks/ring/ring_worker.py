@@ -26,7 +26,7 @@ from mdi.cli import options_of, parser_of
 from mdi.cli import starter as cli_starter
 from mdi.cli.session import run_options
 from mdi.engine.sequence import SamplingParams
-from mdi.machine.threads import choose_threads
+from mdi.host.threads import choose_threads
 from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run

@@ -14,7 +14,7 @@ from mdi.checkpoint.shapes import read_config
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import MdiError
-from mdi.weight_formats import OWN_FORMAT
+from mdi.kernels.weight_formats import OWN_FORMAT
 from random_checkpoint import DTYPE, make_checkpoint
 from random_packed import RandomPacked
 from side_by_side.runner import say

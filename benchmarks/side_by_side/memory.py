@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 from peers.protocol import Case
 from random_checkpoint import SHAPES, VOCABULARY, n_weights
 from side_by_side.measures import Summary

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import default_split
-from mdi.weight_formats import LAYOUTS, OWN_FORMAT
+from mdi.kernels.weight_formats import LAYOUTS, OWN_FORMAT
 from peers.protocol import Case
 from random_checkpoint import DTYPE, SHAPES, config_of, n_weights
 from side_by_side.files import Checkpoint, Chunks, Gguf, Need

@@ -19,7 +19,7 @@ from mdi.errors import ControlError, UsageError
 from mdi.model.cache import TORCH_TYPES
 from mdi.model.stage import Stage
 from mdi.stages.model_family import ModelFamily
-from mdi.text import TextCodec
+from mdi.text.texts import TextCodec
 
 LONGEST_TEXT = 1 << 20  # the context slides, so this is only to end somewhere
 

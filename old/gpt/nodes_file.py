@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mdi.config import ClusterConfig, NodeConfig, node_of, read_json, refuse_shared_ports
 from mdi.errors import UsageError
+from mdi.spec.cluster import ClusterConfig, NodeConfig, node_of, read_json, refuse_shared_ports
 
 
 def load_nano_cluster(path: str | Path) -> ClusterConfig:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt.nodes_file import arrange, load_nano_cluster
-from mdi.config import ClusterConfig
 from mdi.node.local import LocalRing
+from mdi.spec.cluster import ClusterConfig
 
 OLD = Path(__file__).resolve().parents[1]
 

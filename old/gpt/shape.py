@@ -12,7 +12,7 @@ from typing import Any
 from litgpt.config import Config
 
 from mdi.errors import CheckpointError
-from mdi.settings_file import check_counts
+from mdi.spec.settings_file import check_counts
 
 GPT2_CONTEXT, GPT2_VOCAB = 1024, 50257
 

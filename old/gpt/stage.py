@@ -15,10 +15,10 @@ from gpt.model import make_block
 from gpt.shape import GPTConfig
 from mdi.cancel import Cancel
 from mdi.errors import EngineError
+from mdi.kernels.slices import Slices
 from mdi.model.cache import TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage, StarterStage
-from mdi.slices import Slices
 
 
 class WholeTextStage(Stage):

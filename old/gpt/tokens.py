@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mdi.config import read_json
 from mdi.errors import CheckpointError, UsageError
-from mdi.text import TextCodec
+from mdi.spec.cluster import read_json
+from mdi.text.texts import TextCodec
 from mdi_training.vocabulary import Vocabulary, load_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"

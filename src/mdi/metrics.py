@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mdi.errors import ControlError, UsageError
+from mdi.files import replacing
 from mdi.spec.decode import Meta, Name, Span, Text, Whole, decode, spans_rise
-from mdi.whole_files import replacing
 
 LONGEST_S = 1e15  # a node's times, in seconds
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]

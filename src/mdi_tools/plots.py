@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError
+from mdi.files import replacing
 from mdi.metrics import SampleMetrics, tokens_over_time
-from mdi.whole_files import replacing
 
 TOTAL = "total"
 _LEGEND_LINES = 12  # more would cover the picture

@@ -18,7 +18,7 @@ import torch
 from litgpt.model import GPT
 
 from mdi.errors import CheckpointError
-from mdi.whole_files import replacing
+from mdi.files import replacing
 from mdi_training.loop import TrainingProgress
 from mdi_training.lora import ADAPTER_NAME, has_adapters, merged_weights, trained_weights
 from mdi_training.storage import make_folder

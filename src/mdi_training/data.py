@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mdi.errors import UsageError
-from mdi.settings_file import parse_json
-from mdi.whole_files import replacing
+from mdi.files import replacing
+from mdi.spec.settings_file import parse_json
 from mdi_training.encoders import encoded
 from mdi_training.storage import make_folder, missing, sha256_file
 from mdi_training.texts import PIECE_CHARS, pieces

@@ -18,7 +18,7 @@ from litgpt.model import GPT
 
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.errors import CheckpointError
-from mdi.settings_file import check_counts, parse_yaml
+from mdi.spec.settings_file import check_counts, parse_yaml
 from mdi_training.storage import missing
 
 

@@ -119,7 +119,7 @@ def find_data(args: argparse.Namespace) -> tuple[Path, list[Path]]:
 
 def unnamed_file_near(folder: Path) -> BinaryIO:
     """A nameless file on the disk of the result, so that nothing of it remains after any failure."""
-    from mdi.config import nearest_existing
+    from mdi.spec.cluster import nearest_existing
 
     near = nearest_existing(folder)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mdi.errors import CheckpointError
-from mdi.whole_files import replacing
+from mdi.files import replacing
 from mdi_training.loop import StepReport
 
 COLUMNS = ("step", "lr", "train_loss", "val_loss", "tokens_per_s", "elapsed_s")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from mdi.config import nearest_existing
 from mdi.errors import UsageError
+from mdi.spec.cluster import nearest_existing
 
 PIECE_BYTES = 1 << 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError
-from mdi.settings_file import parse_json
+from mdi.spec.settings_file import parse_json
 from mdi_training.storage import missing
 
 TEXT_SUFFIXES = (".txt", ".md")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mdi.disk_space import check_disk
+from mdi.checkpoint.disk_space import check_disk
 from mdi.errors import UsageError
 from mdi_training.begin import Beginning
 from mdi_training.checkpoint import (

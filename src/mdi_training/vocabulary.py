@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mdi.errors import UsageError
-from mdi.settings_file import parse_json
+from mdi.spec.settings_file import parse_json
 from mdi_training.storage import missing
 
 EOS_TOKEN = "<|endoftext|>"

@@ -14,9 +14,9 @@ from litgpt.model import GPT
 from families import CONTEXT
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.pages import CachePages
+from mdi.kernels.slices import Slices
 from mdi.model.cache import TORCH_TYPES
 from mdi.model.stage import Stage
-from mdi.slices import Slices
 
 
 class Backend(Protocol):

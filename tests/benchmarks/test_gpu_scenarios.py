@@ -7,7 +7,7 @@ import pytest
 
 from gpu import GPU_SCENARIOS, LARGE, Gpu
 from mdi.checkpoint.packing import plain
-from mdi.weight_formats import EMBEDDING, LAYOUTS
+from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS
 from peers.litgpt_peer import LitgptPeer
 from peers.protocol import Case
 from random_checkpoint import config_of, make_checkpoint

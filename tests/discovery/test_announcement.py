@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mdi.discovery.announcement import Announcement
-from mdi.security.keys import new_secret
+from mdi.control.announcement import Announcement
+from mdi.net.keys import new_secret
 
 KEY, OTHER = new_secret(), new_secret()
 NODE = Announcement.of("board", "192.0.2.7", 8088, 5088, "ab" * 8, KEY)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi.config import NodeConfig
+from mdi.control import gather
+from mdi.control.announcement import Announcement
+from mdi.control.gather import FoundNode, Gathering, Guests, cluster_of
 from mdi.control.messages import COMPILING
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.discovery import gather
-from mdi.discovery.announcement import Announcement
-from mdi.discovery.gather import FoundNode, Gathering, Guests, cluster_of
 from mdi.errors import ControlError
-from mdi.security.invitation import GuestNode
-from mdi.security.keys import KeyFile
+from mdi.net.invitation import GuestNode
+from mdi.net.keys import KeyFile
+from mdi.spec.cluster import NodeConfig
 
 LONG_S = 60.0
 

@@ -14,8 +14,8 @@ import pytest
 from networks import network
 
 from cluster_keys import key_file
-from mdi.discovery.announcement import Announcement
-from mdi.discovery.mdns import N_RESOLVED, SERVICE, Announcer, Browser
+from mdi.control.announcement import Announcement
+from mdi.control.mdns import N_RESOLVED, SERVICE, Announcer, Browser
 from waiting import until
 
 SRC = Path(__file__).resolve().parents[2] / "src"

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi.discovery import relay as relay_module
-from mdi.discovery import tunnel as tunnel_module
-from mdi.discovery.dial_out import DialOut
-from mdi.discovery.relay import N_MEETING, N_PER_ADDRESS, Relay
-from mdi.discovery.tunnel import Tunnel, close, join
+from mdi.control import relay as relay_module
+from mdi.control import tunnel as tunnel_module
+from mdi.control.dial_out import DialOut
+from mdi.control.relay import N_MEETING, N_PER_ADDRESS, Relay
+from mdi.control.tunnel import Tunnel, close, join
+from mdi.net.challenge import CHALLENGE_BYTES
+from mdi.net.keys import KeyFile
 from mdi.net.listener import open_socket
-from mdi.security.challenge import CHALLENGE_BYTES
-from mdi.security.keys import KeyFile
 from waiting import until
 
 DEADLINE_S = 60.0

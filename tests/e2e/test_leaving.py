@@ -7,7 +7,7 @@ from pathlib import Path
 
 from frame_starter import frame_starter
 from loopback import DEADLINE_S
-from mdi.config import load_cluster
+from mdi.spec.cluster import load_cluster
 from processes import SOON_S, Cluster
 
 

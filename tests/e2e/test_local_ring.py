@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cluster_keys import key_file
-from mdi.tracing.explain import explain, summarize
-from mdi.tracing.recorder import Activity
-from mdi.tracing.trace import Trace, read_trace
+from mdi.engine.recorder import Activity
+from mdi.run.explain import explain, summarize
+from mdi.run.trace import Trace, read_trace
 from processes import SOON_S, Process, Spawn, children_of, wait_gone
 from tiny_checkpoint import TEXT, reference
 

@@ -18,13 +18,13 @@ from typing import Any
 import requests
 from faulty_links import BACK, FRONT, FaultyLink, Network, Pace
 
-from mdi.config import ClusterConfig, load_cluster
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import MdiError
 from mdi.node.local import free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import BROUGHT_DOWN, Decision, Event, Lost
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, load_cluster
 from mdi.spec.options import StarterOptions
 from processes import Process, Reader, is_running
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from faulty_links import Pace
 
-from mdi.config import standalone
 from mdi.errors import NodeLostError
+from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
 from tiny_checkpoint import write_checkpoint
 

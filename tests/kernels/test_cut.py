@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mdi.kernels.layout import cut, matrix_bytes, pack, unpack
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 
 N_OUT, N_IN = 75, 300
 ROWS = [None, [(0, 32)], [(16, 75)], [(5, 9)], [(0, 16), (32, 48), (64, 75)], [(1, 30), (30, 31), (70, 75)], [(7, 7)]]

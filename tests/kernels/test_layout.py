@@ -15,7 +15,7 @@ from mdi.kernels.layout import (
     pack_int4_in_numpy,
     unpack,
 )
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 
 SHAPES = [(1, 1), (16, 128), (17, 130), (48, 64), (300, 257)]
 

@@ -15,7 +15,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.blocks import model_of as structure_of
 from mdi.kernels.layout import Matrix, pack
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from mdi.files import replacing
 from mdi.kernels import build, library
-from mdi.whole_files import replacing
 
 KEPT = Path(__file__).resolve().parents[2] / "build" / "selftest"  # programs of these very sources are used again
 SRC = Path(__file__).resolve().parents[2] / "src"

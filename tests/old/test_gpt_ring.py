@@ -18,12 +18,12 @@ from gpt.model import PositionGPT, greedy
 from gpt.nodes_file import arrange, load_nano_cluster
 from gpt.stage import WholeTextStage
 from gpt.weights import open_gpt2
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, UsageError
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import Requested, StarterOptions
 
 DEADLINE_S = 60.0

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mdi.engine.recorder import Activity, Span
+from mdi.run.trace import Reading
 from mdi.serve.snapshot import Delays, NodeLook, node_state, ring_words, shares, waited_for
-from mdi.tracing.clocks import Reading
-from mdi.tracing.recorder import Activity, Span
 
 
 def look(name: str, at_s: float, measured: Mapping[str, Any] | None = None, **others: Any) -> NodeLook:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.core import CounterMetricFamily
 
+from mdi.engine.recorder import SERVE_SPANS
 from mdi.engine.sequence import SamplingParams
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
@@ -18,7 +19,6 @@ from mdi.serve.prometheus import ring_metrics
 from mdi.serve.questions import handlers
 from mdi.serve.snapshot import Snapshots
 from mdi.spec.options import StarterOptions
-from mdi.tracing.recorder import SERVE_SPANS
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

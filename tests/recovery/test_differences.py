@@ -13,7 +13,7 @@ from test_policy import World
 
 from families import config_of
 from mdi.cli.resume import Journaling
-from mdi.machine.computing import Computing
+from mdi.host.computing import Computing
 from mdi.metrics import RunMetrics, SampleMetrics
 from mdi.node.setup import arithmetic_of
 from mdi.run.identity import numbers_of

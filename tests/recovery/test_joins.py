@@ -16,9 +16,8 @@ from cluster_keys import key_file
 from clusters import cluster, model, node
 from loopback import DEADLINE_S
 from mdi.checkpoint.store import BlockStore
-from mdi.config import ClusterConfig, NodeConfig, standalone
-from mdi.discovery.announcement import Announcement
-from mdi.discovery.arrivals import Arrivals
+from mdi.control.announcement import Announcement
+from mdi.control.arrivals import Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, UsageError
 from mdi.placement.cost import CostModel
@@ -28,6 +27,7 @@ from mdi.run.lookout import Joins
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions
 from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint

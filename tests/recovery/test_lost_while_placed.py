@@ -12,7 +12,6 @@ import pytest
 
 import mdi.control.client
 import mdi.placement.cluster_measurement
-from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.exchange import ExchangeError
 from mdi.engine.sequence import SamplingParams
@@ -21,6 +20,7 @@ from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Speeds
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, reference, write_checkpoint

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mdi.checkpoint.convert import convert
-from mdi.config import ClusterConfig, standalone
 from mdi.engine.sequence import Event, SamplingParams
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, standalone
 from mdi.spec.options import StarterOptions
 from references.write_models import FAMILIES, version
 from secondaries import cluster_of, secondaries

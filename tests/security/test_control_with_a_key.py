@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi.config import NodeConfig
 from mdi.control import client as control_client
 from mdi.control.client import ControlClient
 from mdi.control.exchange import HttpAnswer, exchange
@@ -32,7 +31,8 @@ from mdi.control.signing import (
     sign_request,
 )
 from mdi.errors import AccessError, ControlError
-from mdi.security.keys import KeyFile, new_secret, write_keys
+from mdi.net.keys import KeyFile, new_secret, write_keys
+from mdi.spec.cluster import NodeConfig
 
 DEADLINE_S = 30.0
 RUN = "0123456789abcdef"

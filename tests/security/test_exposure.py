@@ -11,8 +11,8 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.cli.access import KEY_VARIABLE, own_address, refuse_exposure, split_address, with_keys
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.errors import UsageError
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import Options
 
 SRC = Path(__file__).resolve().parents[2] / "src"

@@ -21,11 +21,11 @@ from mdi.cli import key as cli_key
 from mdi.cli import main
 from mdi.cli.join import fetch
 from mdi.control.exchange import exchange
+from mdi.control.gather import Guests
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.discovery.gather import Guests
 from mdi.errors import AccessError, ControlError, UsageError
-from mdi.security.invitation import VALID_S, Guest, GuestNode, Invitation, Invitations, code_bytes, new_code
-from mdi.security.keys import KeyFile, text_of
+from mdi.net.invitation import VALID_S, Guest, GuestNode, Invitation, Invitations, code_bytes, new_code
+from mdi.net.keys import KeyFile, text_of
 
 CONTENT = b"the keys"
 DEADLINE_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.errors import UsageError
-from mdi.security.keys import KeyFile, key_of, mac, new_secret, parse_keys, text_of, write_keys
+from mdi.net.keys import KeyFile, key_of, mac, new_secret, parse_keys, text_of, write_keys
 
 A, B = bytes(32), bytes(range(32))
 

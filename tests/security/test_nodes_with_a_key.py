@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster_keys import key_file
-from mdi.config import ClusterConfig
 from mdi.errors import AccessError, ControlError
-from mdi.examine.doctor import examine
+from mdi.host.doctor import examine
+from mdi.spec.cluster import ClusterConfig
 from secondaries import cluster_of, secondaries, text_of
 from tiny_checkpoint import reference, write_checkpoint
 

@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from mdi.errors import AccessError, WireError
+from mdi.net import challenge
+from mdi.net.challenge import CHALLENGE_BYTES, Caller, answer_to
+from mdi.net.keys import mac
+from mdi.net.sealing import SealedSession
 from mdi.net.wire import HEADER_BYTES, BufferPool, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice, read_frame
-from mdi.security import challenge
-from mdi.security.challenge import CHALLENGE_BYTES, Caller, answer_to
-from mdi.security.keys import mac
-from mdi.security.session import SealedSession
 
 A, B = bytes(32), bytes(range(32))
 LIMITS = Limits(max_rows=16, max_cols=4096, max_slices=8, max_payload_bytes=1 << 16)

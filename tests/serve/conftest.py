@@ -18,7 +18,7 @@ import pytest
 from own_server import SEEDS
 
 from mdi.node.secondary import SecondaryNode
-from mdi.tracing.trace import read_trace
+from mdi.run.trace import read_trace
 from secondaries import secondaries
 from tiny_checkpoint import write_checkpoint
 

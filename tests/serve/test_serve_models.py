@@ -81,7 +81,7 @@ def test_models_come_and_go_by_name_and_the_end_lets_texts_be_finished(tmp_path:
 
 
 def text_of(tmp_path: Path, ids: tuple[int, ...]) -> str:
-    from mdi.text import TextCodec
+    from mdi.text.texts import TextCodec
 
     return TextCodec.from_checkpoint(tmp_path / "models" / "org" / "tiny", "none").decode(ids, continues=True)
 

@@ -23,7 +23,7 @@ from mdi.serve.models import LoadedModel, ServedTokenizer
 from mdi.serve.parameters import RequestFields, common_fields, read_fields
 from mdi.serve.process import module_environment
 from mdi.serve.request_texts import TextPiece, encoded
-from mdi.tokenizer_file import FileTokenizer
+from mdi.text.tokenizer import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

@@ -18,11 +18,11 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import WeightMemory
 from mdi.errors import NoMemoryError
+from mdi.host.computing import Computing
 from mdi.kernels import library
-from mdi.machine.computing import Computing
-from mdi.slices import Slice
+from mdi.kernels.slices import Slice
+from mdi.spec.cluster import WeightMemory
 from mdi.stages.building import StageSpec
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily

@@ -14,8 +14,8 @@ from mdi.cancel import Cancel
 from mdi.control.messages import N_TEXTS, PartSpec
 from mdi.engine.replay import SentRows
 from mdi.errors import NoMemoryError
+from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import CacheClass
-from mdi.machine.computing import Computing
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.stages.building import StageSpec
 from mdi.stages.cache_budget import CacheReport

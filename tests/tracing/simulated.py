@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdi.tracing.recorder import Activity, Span
-from mdi.tracing.trace import NodeTrace, Trace
+from mdi.engine.recorder import Activity, Span
+from mdi.run.trace import NodeTrace, Trace
 
 HEAD_MS = 0.5
 

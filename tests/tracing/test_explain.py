@@ -11,9 +11,9 @@ import pytest
 from simulated import simulate
 
 from mdi.cli import launch
-from mdi.tracing.explain import Finding, Summary, explain, summarize
-from mdi.tracing.recorder import Activity
-from mdi.tracing.trace import Trace, write_trace
+from mdi.engine.recorder import Activity
+from mdi.run.explain import Finding, Summary, explain, summarize
+from mdi.run.trace import Trace, write_trace
 
 
 def summary_of(trace: Trace) -> Summary:

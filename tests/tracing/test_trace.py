@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import simulate
 
+from mdi.engine.recorder import N_SPANS, Activity, Recorder, Span, SpanBuffer, extensions_of, pack, recorder_of, unpack
 from mdi.errors import ControlError
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, FrameType, Slice
-from mdi.tracing.clocks import Clock, Reading, read_clock, settled
-from mdi.tracing.recorder import N_SPANS, Activity, Recorder, Span, SpanBuffer, extensions_of, pack, recorder_of, unpack
-from mdi.tracing.trace import read_trace, write_trace
+from mdi.run.trace import Clock, Reading, read_clock, read_trace, settled, write_trace
 
 counts = st.integers(0, (1 << 32) - 1)
 moments = st.integers(-(1 << 62), 1 << 62)

@@ -14,7 +14,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
-from mdi.slices import Slice
+from mdi.kernels.slices import Slice
 from mdi.stages.window_options import WindowOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -11,13 +11,13 @@ from windows import LENGTH, NO_LIMIT, chunks
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import ClusterConfig
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
+from mdi.kernels.slices import Slice
 from mdi.metrics import RunMetrics
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
-from mdi.slices import Slice
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import Windowed, open_window

@@ -14,7 +14,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
-from mdi.slices import Slice
+from mdi.kernels.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
 from mdi.stages.window_budget import RunMemory

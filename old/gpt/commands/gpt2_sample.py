@@ -23,6 +23,6 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     from gpt.commands.families import gpt2
     from mdi.cli.starter import run_on
-    from mdi.config import standalone
+    from mdi.spec.cluster import standalone
 
     return run_on(options, standalone, family=gpt2)

@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Options) -> int:
     from mdi.cli.secondary import place_of, serve
-    from mdi.config import load_nodes, load_secondary
+    from mdi.spec.cluster import load_nodes, load_secondary
 
     path, index = place_of(options)
     config = load_secondary(path, index)

@@ -31,6 +31,6 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     from gpt.commands.families import gpt2
     from mdi.cli.starter import run_on
-    from mdi.config import load_cluster
+    from mdi.spec.cluster import load_cluster
 
     return run_on(options, lambda: load_cluster(options.nodes_config or SETTINGS / "3nodes.json"), family=gpt2)

@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     from gpt.commands.families import nano
     from mdi.cli.starter import run_on
-    from mdi.config import standalone
+    from mdi.spec.cluster import standalone
 
     options = replace(options, prompt=options.prompt or ("\n",))
     return run_on(options, standalone, family=nano)

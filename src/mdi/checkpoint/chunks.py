@@ -18,6 +18,7 @@ import numpy as np
 
 from mdi.block_ranges import block_span, ranges
 from mdi.cancel import Cancel
+from mdi.checkpoint.disk_space import check_disk
 from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
 from mdi.checkpoint.packing import packing_of
 from mdi.checkpoint.parts import Part, PartInfo, array_bytes, part_of, stage_parts
@@ -26,11 +27,10 @@ from mdi.checkpoint.safetensors_layout import TensorSpec, alignment, header_byte
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import nearest_existing
-from mdi.disk_space import check_disk
 from mdi.errors import CheckpointError
-from mdi.weight_formats import OWN_FORMAT
-from mdi.whole_files import replacing
+from mdi.files import replacing
+from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.spec.cluster import nearest_existing
 
 
 class FileSource(WeightSource):

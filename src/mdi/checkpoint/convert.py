@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mdi.checkpoint.derived import fitted
+from mdi.checkpoint.disk_space import check_disk, free_bytes
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_lit_dir
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.parts import stage_parts
@@ -28,11 +29,10 @@ from mdi.checkpoint.safetensors_layout import CODES, TensorSpec
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
-from mdi.disk_space import check_disk, free_bytes
 from mdi.errors import CheckpointError, UsageError
-from mdi.settings_file import parse_json
+from mdi.files import replacing
+from mdi.spec.settings_file import parse_json
 from mdi.units import size
-from mdi.whole_files import replacing
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

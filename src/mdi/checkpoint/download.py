@@ -11,8 +11,8 @@ from mdi.checkpoint.convert import is_hf_dir, weight_files
 from mdi.checkpoint.folder import CHAT_TEMPLATE, is_lit_dir, is_repo_id
 from mdi.checkpoint.hub_files import fetch, has_file
 from mdi.errors import DownloadError
-from mdi.settings_file import parse_json
-from mdi.whole_files import replacing
+from mdi.files import replacing
+from mdi.spec.settings_file import parse_json
 
 MARKER = ".mdi_download.json"
 

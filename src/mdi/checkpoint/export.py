@@ -17,7 +17,7 @@ from mdi.checkpoint.folder import TOKENIZER_FILES
 from mdi.checkpoint.hfconfig import Json, derive_config
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
-from mdi.whole_files import replacing
+from mdi.files import replacing
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
-from mdi.settings_file import parse_json, read_yaml
+from mdi.spec.cluster import nearest_existing
+from mdi.spec.settings_file import parse_json, read_yaml
 
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
 CONFIG_FILE = "model_config.yaml"

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
-from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, aligned_bytes, check_range, int4_bytes, largest_of, matrix_bytes
+from mdi.kernels.weight_formats import LAYOUTS, PANEL
+from mdi.spec.cluster import nearest_existing
 from mdi.spec.decode import shown
-from mdi.weight_formats import LAYOUTS, PANEL
 
 HEADER_LIMIT_BYTES = 256_000_000
 NAME_LIMIT_BYTES = 1 << 16

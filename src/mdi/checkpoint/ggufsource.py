@@ -38,9 +38,9 @@ from mdi.checkpoint.records import HashCache, PartHashes
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, UsageError
-from mdi.whole_files import replacing
+from mdi.files import replacing
+from mdi.spec.cluster import nearest_existing
 
 _TOP = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
 _BLOCK = {

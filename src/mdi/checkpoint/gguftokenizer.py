@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 
 from mdi.checkpoint.gguf import shown_field
 from mdi.errors import CheckpointError
-from mdi.whole_files import replacing
+from mdi.files import replacing
 
 logger = logging.getLogger("mdi")
 

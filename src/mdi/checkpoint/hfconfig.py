@@ -12,7 +12,7 @@ from typing import Any
 
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
-from mdi.settings_file import parse_json
+from mdi.spec.settings_file import parse_json
 
 Json = dict[str, Any]
 

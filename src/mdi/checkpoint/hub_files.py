@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.disk_space import check_disk
+from mdi.checkpoint.disk_space import check_disk
 from mdi.errors import DownloadError
 
 NOUNS = {"model": "model", "dataset": "data set"}  # by the hub's types of repositories

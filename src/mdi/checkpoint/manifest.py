@@ -17,9 +17,9 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.limits import excess
+from mdi.kernels.weight_formats import LAYOUTS
 from mdi.spec.decode import Name, Span, Text, Whole, decode, parsed, shown
-from mdi.weight_formats import LAYOUTS
+from mdi.spec.limits import excess
 
 FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"

@@ -26,7 +26,7 @@ from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import ALIGN_BYTES, Matrix, check_range, floats, largest_of, matrix_bytes, pack, unpack
-from mdi.weight_formats import EMBEDDING, LAYOUTS, is_packable
+from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, is_packable
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages

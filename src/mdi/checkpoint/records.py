@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from mdi.checkpoint.parts import PartInfo
 from mdi.errors import CheckpointError
-from mdi.settings_file import parse_json
-from mdi.whole_files import replacing
+from mdi.files import replacing
+from mdi.spec.settings_file import parse_json
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mdi.config import nearest_existing
 from mdi.errors import CheckpointError
+from mdi.spec.cluster import nearest_existing
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
 PAGE_BYTES = 4096  # what a header that has metadata is padded to

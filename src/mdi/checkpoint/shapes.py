@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
-from mdi.limits import excess
-from mdi.litgpt_module import litgpt_module
-from mdi.settings_file import check_counts, read_yaml
+from mdi.spec.limits import excess
+from mdi.spec.settings_file import check_counts, read_yaml
 
 BLOCKS = "transformer.h."
 
@@ -31,7 +31,7 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes:
     """Shape of every tensor, by its name.
 
     Args:
-        config: a whole litgpt Config as a plain dict; see mdi.limits for how large its numbers may be.
+        config: a whole litgpt Config as a plain dict; see mdi.spec.limits for how large its numbers may be.
 
     Raises:
         ValueError, KeyError, TypeError: litgpt cannot build such a model.

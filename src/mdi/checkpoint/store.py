@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import PartFile
+from mdi.checkpoint.disk_space import free_bytes
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.records import CheckedFiles, in_threads, stamp_of
-from mdi.disk_space import free_bytes
 from mdi.errors import CheckpointError
 from mdi.units import size
 

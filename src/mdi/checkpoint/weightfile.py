@@ -22,8 +22,8 @@ import numpy as np
 
 from mdi.checkpoint.parts import PIECE_BYTES
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
-from mdi.config import nearest_existing
 from mdi.errors import CheckpointError, MemoryShortError
+from mdi.spec.cluster import nearest_existing
 from mdi.units import size
 
 if TYPE_CHECKING:

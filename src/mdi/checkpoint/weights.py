@@ -19,7 +19,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
-from mdi.weight_formats import OWN_FORMAT
+from mdi.kernels.weight_formats import OWN_FORMAT
 
 if TYPE_CHECKING:
     import torch

@@ -22,10 +22,9 @@ from typing import Any, NoReturn
 
 import mdi
 from mdi.errors import MdiError, UsageError
-from mdi.log_lines import JSON, VARIABLE, form_of, formatter
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
-from mdi.terminal import LineFormatter, show_error
+from mdi.terminal import JSON, VARIABLE, LineFormatter, form_of, formatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
 COMMANDS = {

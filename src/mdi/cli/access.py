@@ -13,8 +13,8 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
-    from mdi.config import ClusterConfig, NodeConfig
-    from mdi.security.keys import KeyFile
+    from mdi.net.keys import KeyFile
+    from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 KEY_VARIABLE = "MDI_KEY_FILE"
 N_PORTS_TRIED = 32
@@ -22,7 +22,7 @@ N_PORTS_TRIED = 32
 
 def open_keys(options: Options) -> KeyFile | None:
     """The key file of --key, else of the environment, else None. Raises UsageError."""
-    from mdi.security.keys import KeyFile
+    from mdi.net.keys import KeyFile
 
     named = options.key or os.environ.get(KEY_VARIABLE) or None
     return None if named is None else KeyFile(Path(named).expanduser())

@@ -24,8 +24,8 @@ from mdi.spec.parser import Parser
 from mdi.terminal import show, show_error
 
 if TYPE_CHECKING:
-    from mdi.config import ClusterConfig
     from mdi.run.run import Run
+    from mdi.spec.cluster import ClusterConfig
 
 HELP = """\
 /new   forget what was said, begin a new chat
@@ -56,8 +56,8 @@ def run(options: Options) -> int:
     from mdi.cli.discover import Discovery
     from mdi.cli.output import write_trace_of
     from mdi.cli.session import nodes_of, run_options, sampling_params, show_seed, with_model, with_seed
-    from mdi.config import load_cluster, standalone
     from mdi.run.run import Run
+    from mdi.spec.cluster import load_cluster, standalone
 
     def find() -> ClusterConfig:
         if options.nodes_config is not None:

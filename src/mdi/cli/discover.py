@@ -14,13 +14,13 @@ from mdi.terminal import show
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mdi.config import ClusterConfig
-    from mdi.discovery.arrivals import Arrivals
-    from mdi.discovery.gather import FoundNode, Guests, Source
-    from mdi.discovery.relay import Relay
+    from mdi.control.arrivals import Arrivals
+    from mdi.control.gather import FoundNode, Guests, Source
+    from mdi.control.relay import Relay
+    from mdi.net.invitation import GuestNode
+    from mdi.net.keys import KeyFile
     from mdi.node.secondary import SecondaryNode
-    from mdi.security.invitation import GuestNode
-    from mdi.security.keys import KeyFile
+    from mdi.spec.cluster import ClusterConfig
 
 CONTROL_PORT, RING_PORT = 8088, 5088
 INVITED_WAIT_S = 900.0  # as long as a code is good
@@ -43,7 +43,7 @@ class Discovery:
         """
         from mdi.cli import default_nodes_config
         from mdi.cli.access import open_keys
-        from mdi.config import load_cluster
+        from mdi.spec.cluster import load_cluster
 
         options = self._options
         if options.nodes_config is None and (
@@ -55,9 +55,9 @@ class Discovery:
     def present_nodes(self) -> ClusterConfig:
         """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
         from mdi.cli.access import free_port, open_keys, own_address
-        from mdi.config import NodeConfig
-        from mdi.discovery.gather import Gathering, Guests, cluster_of
+        from mdi.control.gather import Gathering, Guests, cluster_of
         from mdi.errors import UsageError
+        from mdi.spec.cluster import NodeConfig
 
         options = self._options
         keys = open_keys(options)
@@ -86,7 +86,7 @@ class Discovery:
 
     def _listen(self, keys: KeyFile, addr: str, interfaces: Sequence[str], stack: ExitStack) -> list[Source]:
         """The same until the stack is closed. Raises UsageError."""
-        from mdi.discovery.mdns import Browser
+        from mdi.control.mdns import Browser
 
         browser = Browser(keys, interfaces)
         stack.callback(browser.close)
@@ -97,7 +97,7 @@ class Discovery:
 
     def _relay(self, addr: str, port: int, keys: KeyFile) -> Relay:
         """One relay per port."""
-        from mdi.discovery.relay import Relay
+        from mdi.control.relay import Relay
 
         if (addr, port) not in self._relays:
             relay = self._relays[addr, port] = Relay(addr, port, keys)
@@ -107,7 +107,7 @@ class Discovery:
     def arrivals(self, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
         """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
         from mdi.cli.access import ip_address, open_keys
-        from mdi.discovery.arrivals import Arrivals
+        from mdi.control.arrivals import Arrivals
 
         keys = None if self._options.fixed else open_keys(self._options)
         if keys is None:
@@ -147,7 +147,7 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
             yield
             return
         if options.dial is not None:
-            from mdi.discovery.dial_out import DialOut
+            from mdi.control.dial_out import DialOut
 
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
@@ -160,8 +160,8 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
 def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
     """Announce a node in its own network; returns what ends that. Without multicast, only logs."""
     from mdi.cli.access import ip_address
-    from mdi.discovery.announcement import Announcement
-    from mdi.discovery.mdns import Announcer
+    from mdi.control.announcement import Announcement
+    from mdi.control.mdns import Announcer
     from mdi.errors import UsageError
 
     config = node.config
@@ -186,8 +186,8 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
         return
     import mdi
     from mdi.control.server import ControlServer, StatusOnly
-    from mdi.security.invitation import Invitations
-    from mdi.security.keys import text_of
+    from mdi.net.invitation import Invitations
+    from mdi.net.keys import text_of
 
     class Waiting(StatusOnly):
         def status(self, run: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from mdi.spec.parser import Parser
 from mdi.terminal import show
 
 if TYPE_CHECKING:
-    from mdi.config import ClusterConfig
+    from mdi.spec.cluster import ClusterConfig
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     from mdi.cli import default_nodes_config
     from mdi.cli.access import with_keys
-    from mdi.config import load_cluster
+    from mdi.spec.cluster import load_cluster
 
     cluster = with_keys(options, load_cluster(options.nodes_config or default_nodes_config()))
     if options.ckpt is not None:
@@ -41,8 +41,8 @@ def run(options: Options) -> int:
         options = with_model(options)
         check_cut(options, cluster.n_stages)
 
-    from mdi.cache_dir import default_cache_dir
-    from mdi.examine.doctor import examine
+    from mdi.files import default_cache_dir
+    from mdi.host.doctor import examine
 
     report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir())
     show(json.dumps(report.to_json()) if options.json else str(report))

@@ -25,8 +25,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Options) -> int:
     from mdi.errors import UsageError
-    from mdi.tracing.explain import explain, format_explanation, summarize
-    from mdi.tracing.trace import read_trace
+    from mdi.run.explain import explain, format_explanation, summarize
+    from mdi.run.trace import read_trace
 
     trace = read_trace(options.file)
     summary = summarize(trace)

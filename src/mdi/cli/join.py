@@ -23,7 +23,7 @@ from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
-    from mdi.security.invitation import GuestNode
+    from mdi.net.invitation import GuestNode
 
 logger = logging.getLogger("mdi")
 
@@ -44,8 +44,8 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     from mdi.cli.access import default_key_file, free_port, ip_address, own_address, split_address
     from mdi.cli.secondary import serve
-    from mdi.config import NodeConfig
-    from mdi.security.invitation import GuestNode
+    from mdi.net.invitation import GuestNode
+    from mdi.spec.cluster import NodeConfig
 
     key = (options.key or default_key_file()).expanduser()
     if (options.where is None) != (options.code is None):
@@ -69,8 +69,8 @@ def run(options: Options) -> int:
 def fetch(addr: str, port: int, code: str, path: Path, node: GuestNode | None = None) -> None:
     """Get the keys of an invitation, and keep them in `path`, a new file. The host learns of `node`. Raises MdiError."""
     from mdi.control.join import ask_to_join
-    from mdi.security.invitation import Guest
-    from mdi.security.keys import parse_keys, write_keys
+    from mdi.net.invitation import Guest
+    from mdi.net.keys import parse_keys, write_keys
 
     guest = Guest(code, node)
     if path.exists():  # it may be the only copy; the code stays good

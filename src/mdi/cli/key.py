@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.security.keys import N_KEYS_LIMIT, KeyFile, new_secret, write_keys
+    from mdi.net.keys import N_KEYS_LIMIT, KeyFile, new_secret, write_keys
 
     path = options.file.expanduser()
     if options.invite:
@@ -58,8 +58,8 @@ def invite(keys: Any, listen: str | None) -> int:
     import mdi
     from mdi.cli.access import own_address, split_address
     from mdi.control.server import ControlServer, StatusOnly
-    from mdi.security.invitation import VALID_S, Invitation
-    from mdi.security.keys import text_of
+    from mdi.net.invitation import VALID_S, Invitation
+    from mdi.net.keys import text_of
 
     class Inviting(StatusOnly):
         def status(self, run: str | None) -> dict[str, Any]:

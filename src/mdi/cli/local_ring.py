@@ -67,7 +67,7 @@ def run_ring(options: Options, make_ring: type[LocalRing], family: Callable[[], 
 
 
 def _show_processes(ring: LocalRing) -> None:
-    from mdi.machine.neighbours import fair_threads
+    from mdi.host.neighbours import fair_threads
 
     nodes = (*ring.cluster.nodes, *ring.cluster.spares)
     processes = "1 process" if len(nodes) == 1 else f"{len(nodes)} processes"
@@ -83,9 +83,9 @@ def _compare(options: Options, ring: RunMetrics, family: Callable[[], ModelFamil
     from mdi.cli import heed_interrupts
     from mdi.cli.session import nodes_of
     from mdi.cli.starter import generate_on
-    from mdi.config import standalone
-    from mdi.machine.neighbours import fair_threads
+    from mdi.host.neighbours import fair_threads
     from mdi.run.report import format_comparison
+    from mdi.spec.cluster import standalone
 
     # These say how a ring is laid out.
     options = replace(options, layers=None, placement=None, chunk=None, n_frames=None)

@@ -26,9 +26,9 @@ def run(options: Options) -> int:
     from mdi.cli.discover import Discovery
     from mdi.cli.output import print_json
     from mdi.columns import table
-    from mdi.discovery.gather import Gathering
+    from mdi.control.gather import Gathering
     from mdi.errors import UsageError
-    from mdi.security.keys import KeyFile
+    from mdi.net.keys import KeyFile
     from mdi.terminal import show
 
     keys = open_keys(options)

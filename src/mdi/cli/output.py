@@ -20,7 +20,7 @@ logger = logging.getLogger("mdi")
 
 def write_trace_of(node: Run, path: Path) -> None:
     """The file of --trace, once the run has ended."""
-    from mdi.tracing.trace import write_trace
+    from mdi.run.trace import write_trace
 
     trace = node.trace()
     if trace is not None:

@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.config import DTYPES
 from mdi.errors import PlacementError, UsageError
-from mdi.settings_file import TEXT_LIMIT_BYTES, read_limited
+from mdi.spec.cluster import DTYPES
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
+from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
 from mdi.terminal import show
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ def _read(path: Path) -> str:
 
 def _live(options: Options) -> ClusterProfile:
     """Profiles that the nodes of a nodes file measure of themselves."""
-    from mdi.cache_dir import default_cache_dir
     from mdi.cli.access import with_keys
-    from mdi.config import load_cluster
+    from mdi.files import default_cache_dir
+    from mdi.spec.cluster import load_cluster
 
     assert options.nodes_config is not None
     cluster = with_keys(options, load_cluster(options.nodes_config))
@@ -162,8 +162,8 @@ def _live(options: Options) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
 
     from mdi.checkpoint.manifest import config_hash
-    from mdi.machine.neighbours import threads_beside
-    from mdi.machine.threads import choose_threads
+    from mdi.host.neighbours import threads_beside
+    from mdi.host.threads import choose_threads
     from mdi.placement.planning import Model, measure_live
 
     config = _config(options, None)
@@ -257,8 +257,8 @@ def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
 def _named(name: str) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from mdi.checkpoint.litgpt_module import litgpt_module
     from mdi.checkpoint.shapes import full_config
-    from mdi.litgpt_module import litgpt_module
 
     litgpt = litgpt_module("config")
     name_to_config = litgpt.name_to_config

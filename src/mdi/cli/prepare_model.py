@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cli import called
-from mdi.config import DTYPES
 from mdi.errors import UsageError
+from mdi.kernels.weight_formats import PACKED
+from mdi.spec.cluster import DTYPES
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 from mdi.units import size
-from mdi.weight_formats import PACKED
 
 if TYPE_CHECKING:
     from mdi.checkpoint.weights import WeightSource
@@ -169,7 +169,7 @@ def _find(options: Options) -> Path:
     """The model's directory; downloaded, if MODEL is a name on the hub."""
     from mdi.checkpoint.folder import is_repo_id
     from mdi.cli import default_ckpt_folder
-    from mdi.config import nearest_existing
+    from mdi.spec.cluster import nearest_existing
 
     local = Path(options.model).expanduser()
     if local.is_dir():

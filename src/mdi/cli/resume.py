@@ -24,7 +24,7 @@ logger = logging.getLogger("mdi")
 
 
 def run_folder(options: Options) -> Path:
-    from mdi.cache_dir import default_cache_dir
+    from mdi.files import default_cache_dir
 
     return options.run_dir if options.run_dir is not None else default_cache_dir() / "runs"
 

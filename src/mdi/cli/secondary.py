@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from mdi.checkpoint.weights import WeightSource
-    from mdi.config import NodeConfig
+    from mdi.net.keys import KeyFile
     from mdi.node.secondary import SecondaryNode
-    from mdi.security.keys import KeyFile
+    from mdi.spec.cluster import NodeConfig
     from mdi.stages.model_family import ModelFamily
 
 
@@ -48,7 +48,7 @@ def add_node_options(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.config import load_nodes, load_secondary
+    from mdi.spec.cluster import load_nodes, load_secondary
 
     path, index = place_of(options)
     return serve(options, load_secondary(path, index), nodes=load_nodes(path))
@@ -114,14 +114,14 @@ def _made_node(
     keys: KeyFile | None,
 ) -> tuple[SecondaryNode, WeightSource | None]:  # fmt: skip
     """The node that the flags describe, with the weights on this machine, if any. UsageError, CheckpointError."""
-    from mdi.cache_dir import default_cache_dir
     from mdi.cli.session import found_ckpt, weight_memory
+    from mdi.files import default_cache_dir
 
     path = options.chunk or (found_ckpt(options.ckpt) if options.ckpt is not None else None)
     memory, cores = weight_memory(options), options.cores or config.cores
 
-    from mdi.machine.neighbours import threads_beside
-    from mdi.machine.threads import choose_threads
+    from mdi.host.neighbours import threads_beside
+    from mdi.host.threads import choose_threads
     from mdi.node.secondary import SecondaryNode
     from mdi.stages.model_family import ModelFamily
 

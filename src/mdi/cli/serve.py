@@ -26,10 +26,10 @@ from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Opti
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
-    from mdi.config import ClusterConfig
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
     from mdi.serve.process import ApiProcess
+    from mdi.spec.cluster import ClusterConfig
 
 CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
@@ -85,13 +85,13 @@ def run(options: Options) -> int:
 def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
+    from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
     from mdi.serve.backend import Backend
     from mdi.serve.catalog import Catalog
     from mdi.serve.host import ModelHost
     from mdi.serve.questions import handlers
     from mdi.serve.snapshot import Snapshots
-    from mdi.tracing.recorder import SERVE_SPANS
 
     nodes = _nodes(options)
     if not options.n_spans:  # the page shows how long frames take on each link
@@ -134,8 +134,8 @@ def _after(options: Options) -> Callable[[Run], None] | None:
 def _nodes(options: Options) -> NodeSource:
     from mdi.cli.discover import Discovery
     from mdi.cli.session import nodes_of, processes_of
-    from mdi.config import load_cluster, standalone
     from mdi.node.local import LocalRing
+    from mdi.spec.cluster import load_cluster, standalone
 
     if options.nodes is not None:
         return processes_of(options, options.nodes, LocalRing, options.cores, is_revived=True)

@@ -48,7 +48,7 @@ def serve_settings(options: Options) -> ServeSettings:
 
 def _keys(options: Options) -> tuple[ApiKey, ...]:
     """Of the flags, the file and the environment."""
-    from mdi.security.keys import check_private
+    from mdi.net.keys import check_private
 
     lines = [*options.api_key]
     if not lines and options.api_key_file is None and os.environ.get(KEY_VARIABLE):

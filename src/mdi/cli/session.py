@@ -15,10 +15,10 @@ from mdi.spec.options import Options
 
 if TYPE_CHECKING:
     from mdi.cli.discover import Discovery
-    from mdi.config import ClusterConfig, WeightMemory
     from mdi.engine.sequence import SamplingParams
     from mdi.node.local import LocalRing
     from mdi.run.nodes import NodeSource
+    from mdi.spec.cluster import ClusterConfig, WeightMemory
     from mdi.stages.window_options import WindowOptions
 
 logger = logging.getLogger("mdi")
@@ -74,7 +74,7 @@ def found_ckpt(name: Path) -> Path:
 
 def check_chunk(chunk: Path | None) -> None:
     """Raises UsageError if --chunk names no file; the name that chunks had before, with .pth, will do."""
-    from mdi.config import nearest_existing
+    from mdi.spec.cluster import nearest_existing
 
     if chunk is None or chunk.is_file() or chunk.with_suffix(".safetensors").is_file():
         return
@@ -149,7 +149,7 @@ def asked_window(options: Options) -> WindowOptions | None:
 
 def weight_memory(options: Options) -> WeightMemory:
     """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
-    from mdi.config import WeightMemory
+    from mdi.spec.cluster import WeightMemory
     from mdi.stages.window_options import WindowMemory
 
     window = asked_window(options)
@@ -172,8 +172,8 @@ def chosen_placement(flag: str | None) -> str | None:
 
 def run_options(options: Options) -> Options:
     """The options of a starter, completed by what follows from flags and environment. Raises UsageError."""
-    from mdi.cache_dir import default_cache_dir
-    from mdi.tracing.recorder import N_SPANS
+    from mdi.engine.recorder import N_SPANS
+    from mdi.files import default_cache_dir
 
     return replace(
         options, placement=chosen_placement(options.placement), cache_dir=default_cache_dir(),

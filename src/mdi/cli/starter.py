@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mdi.cli.resume import Journaling
-    from mdi.config import ClusterConfig
     from mdi.engine.sequence import SamplingParams
     from mdi.metrics import RunMetrics
     from mdi.run.journal import JournalText
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
+    from mdi.spec.cluster import ClusterConfig
     from mdi.stages.model_family import ModelFamily
 
 
@@ -109,8 +109,8 @@ def generate(
     from mdi.cli.output import report
     from mdi.cli.session import run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.errors import MdiError
-    from mdi.prompts import read_prompts
     from mdi.run.run import Run
+    from mdi.spec.prompts import read_prompts
 
     options = with_seed(options)
     known = None if journaling is None else journaling.texts

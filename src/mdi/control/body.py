@@ -9,7 +9,7 @@ import cherrypy
 
 from mdi.control.gate import Asker
 from mdi.errors import ControlError
-from mdi.settings_file import parse_json
+from mdi.spec.settings_file import parse_json
 
 JSON_LIMIT_BYTES = 4 << 20
 

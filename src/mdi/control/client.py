@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlencode
 
-from mdi.config import NodeConfig
 from mdi.control.exchange import ExchangeError, HttpAnswer, exchange
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.control.signing import (
@@ -21,7 +20,8 @@ from mdi.control.signing import (
     sign_request,
 )
 from mdi.errors import AccessError, ControlError
-from mdi.security.keys import KeyFile
+from mdi.net.keys import KeyFile
+from mdi.spec.cluster import NodeConfig
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0

@@ -20,7 +20,7 @@ from mdi.control.signing import (
     sign_answer,
 )
 from mdi.errors import AccessError, ControlError
-from mdi.security.keys import KeyFile
+from mdi.net.keys import KeyFile
 
 QUIET_S = 60.0  # strangers are reported once in this time
 PUBLIC = ("name", "version", "state")

@@ -9,9 +9,9 @@ from mdi.block_ranges import block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.limits import excess
 from mdi.net.wire import SILENCE_S
 from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of, shown, spans_rise
+from mdi.spec.limits import excess
 from mdi.spec.options import Frames, Length, Requested, Silence
 
 T = TypeVar("T")

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import mdi
-from mdi.config import NodeConfig
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.net.keys import KeyFile
 from mdi.net.listener import RingListener, open_socket
-from mdi.security.keys import KeyFile
+from mdi.spec.cluster import NodeConfig
 
 
 class _BeforeRun(StatusOnly):

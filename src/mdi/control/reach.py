@@ -11,15 +11,15 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
 from mdi.net.hello import Fault, Hello
+from mdi.net.keys import KeyFile
 from mdi.net.meeting import meet
 from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
-from mdi.security.keys import KeyFile
+from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import Number, Text, decode, shown
 
 DEADLINE_S = 5.0

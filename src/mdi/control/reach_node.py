@@ -8,11 +8,10 @@ import time
 from typing import Any
 
 import mdi
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION
 from mdi.errors import ControlError, NodeLostError, RingError
-from mdi.periodic import Periodic
 from mdi.units import duration
 
 BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence

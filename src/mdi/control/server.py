@@ -27,7 +27,7 @@ from mdi.control.join import JOIN_LIMIT_BYTES, Host
 from mdi.control.messages import ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.web_pages import check_sender
 from mdi.errors import AccessError, ControlError, MdiError, UsageError
-from mdi.security.keys import KeyFile
+from mdi.net.keys import KeyFile
 
 ECHO_LIMIT_BYTES = 4 << 20
 HEADER_LIMIT_BYTES = 64 << 10

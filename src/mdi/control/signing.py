@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mdi.security.keys import key_of, mac
+from mdi.net.keys import key_of, mac
 
 NONCE_HEADER = "Mdi-Nonce"
 SIGNATURE_HEADER = "Mdi-Signature"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from mdi.engine.sequence import Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
+from mdi.kernels.slices import Slice, Slices
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType
-from mdi.slices import Slice, Slices
 
 COMPUTE, FILL, PASS = "compute", "fill", "pass"  # the parts that a node can have in replays, see SecondaryLoop
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from mdi.errors import WireError
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
+from mdi.kernels.slices import Slices, SliceTable
 from mdi.net.wire import BLOCK_INT8, ROW_FLOAT16, Frame, PayloadType
-from mdi.slices import Slices, SliceTable
 
 if TYPE_CHECKING:
     import torch

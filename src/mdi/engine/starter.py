@@ -29,9 +29,9 @@ from mdi.engine.sequence import (
 )
 from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
+from mdi.kernels.slices import Slice, Slices, SliceTable
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
-from mdi.slices import Slice, Slices, SliceTable
 
 # Rows whose tokens are dropped: of a sequence that has ended, and of one that ends because its constraint failed.
 _DROPPED, _UNMATCHED = Row(SamplingParams(temperature=0), 0), Row(SamplingParams(temperature=0), 0)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.errors import RingEndedError, WireError
+from mdi.kernels.slices import Slices
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame
-from mdi.slices import Slices
 
 
 class Caches(Protocol):

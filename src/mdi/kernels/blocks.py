@@ -23,8 +23,8 @@ from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
-from mdi.slices import Slices, SliceTable
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.slices import Slices, SliceTable
+from mdi.kernels.weight_formats import LAYOUTS
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}

@@ -33,7 +33,7 @@ import numpy as np
 from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.kernels.memory_nodes import spread
-from mdi.weight_formats import LAYOUTS, PANEL, Layout
+from mdi.kernels.weight_formats import LAYOUTS, PANEL, Layout
 
 _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mdi.cache_dir import default_cache_dir
 from mdi.errors import KernelError, UsageError
+from mdi.files import default_cache_dir
 from mdi.kernels import build
 
 ANY_NAME = "_mdi_kernels-*.so"

@@ -11,8 +11,8 @@ import torch
 
 from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.pages import PageTable
+from mdi.kernels.slices import Slices
 from mdi.model.cache import Memory, Selection, TorchCaches
-from mdi.slices import Slices
 
 # Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and
 # the gathered memory is small.

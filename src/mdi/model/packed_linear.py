@@ -18,7 +18,7 @@ from mdi.errors import CheckpointError
 from mdi.kernels.blocks import Context, Linear, MdiModel
 from mdi.kernels.layout import Matrix, codes_of, floats, unpack
 from mdi.kernels.library import load
-from mdi.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
 
 Weights = Mapping[str, torch.Tensor | Matrix | np.ndarray]
 

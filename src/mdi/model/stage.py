@@ -19,12 +19,12 @@ from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 from mdi.cancel import Cancel
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels.page_sizes import cache_classes
+from mdi.kernels.slices import Slices
 from mdi.model.attention import cached
 from mdi.model.batch import Batch
 from mdi.model.cache import CACHE_TYPE_OF, TorchCaches
 from mdi.model.packed_linear import Weights, install, is_packed, layers_for
 from mdi.model.tiles import keep_rows_apart
-from mdi.slices import Slices
 
 # Of modules, measured: of a block without experts, of one expert.
 BLOCK_BYTES = 40_000

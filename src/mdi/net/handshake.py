@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from mdi.cancel import Cancel
+from mdi.cancel import REPORT_S, Cancel
 from mdi.errors import AccessError, MdiError, NodeLostError, RingError, WireError
 from mdi.net.hello import Fault, Hello
 from mdi.net.link import JOIN_S, PING_INTERVAL_S
@@ -25,7 +25,6 @@ from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Allocate, Frame, FrameCodec, FrameType, Limits, read_frame, send_frame
-from mdi.periodic import REPORT_S
 
 CONNECT_S = 8.0
 ANSWER_S = 30.0

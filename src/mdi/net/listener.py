@@ -17,9 +17,11 @@ import time
 from dataclasses import dataclass, field
 
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
+from mdi.net.challenge import answer_to
 from mdi.net.connection import Returning
 from mdi.net.drops import DropLog
 from mdi.net.hello import Fault, Hello
+from mdi.net.keys import KeyFile
 from mdi.net.link import JOIN_S
 from mdi.net.wire import (
     HANDSHAKE_LIMITS,
@@ -32,8 +34,6 @@ from mdi.net.wire import (
     send_frame,
     tune,
 )
-from mdi.security.challenge import answer_to
-from mdi.security.keys import KeyFile
 
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 
 from mdi.errors import AccessError, WireError
+from mdi.net.challenge import Caller
 from mdi.net.hello import Fault
+from mdi.net.keys import KeyFile
 from mdi.net.wire import (
     HANDSHAKE,
     HANDSHAKE_LIMITS,
@@ -17,8 +19,6 @@ from mdi.net.wire import (
     send_frame,
     tune,
 )
-from mdi.security.challenge import Caller
-from mdi.security.keys import KeyFile
 
 SAME_KEY = "start both nodes with the same file: --key FILE"
 

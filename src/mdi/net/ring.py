@@ -14,9 +14,9 @@ from typing import Protocol
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.connection import Reconnect
 from mdi.net.hello import Fault, Hello
+from mdi.net.keys import KeyFile
 from mdi.net.link import STUCK, Channel, Link, LinkObserver
 from mdi.net.wire import SILENCE_S, Allocate, Frame, FrameCodec, FrameType, Limits
-from mdi.security.keys import KeyFile
 
 FLUSH_S = 2.0
 

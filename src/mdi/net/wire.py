@@ -42,9 +42,9 @@ from enum import IntEnum
 from typing import Any
 
 from mdi.errors import WireError
-from mdi.security.session import TAG_BYTES, SealedSession
-from mdi.slices import NO_SLICES, RECORD, SliceTable
-from mdi.slices import Slice as Slice
+from mdi.kernels.slices import NO_SLICES, RECORD, SliceTable
+from mdi.kernels.slices import Slice as Slice
+from mdi.net.sealing import TAG_BYTES, SealedSession
 
 SILENCE_S = 6.0  # a neighbour that is silent for so long counts as dead, unless the run has another limit
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
@@ -283,7 +283,7 @@ class FrameCodec:
 
 
 class SealedCodec(FrameCodec):
-    """The frames of a connection whose two sides have met (`mdi.security.challenge`); see the module for the bytes."""
+    """The frames of a connection whose two sides have met (`mdi.net.challenge`); see the module for the bytes."""
 
     def __init__(self, session: SealedSession, limits: Limits) -> None:
         super().__init__(limits)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mdi.control.messages import InitRequest
 from mdi.control_groups import n_cores
-from mdi.machine.threads import n_threads
+from mdi.host.threads import n_threads
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from typing import Any
 
 import psutil
 
-from mdi.config import ClusterConfig, load_cluster
 from mdi.errors import NodeLostError, UsageError
-from mdi.machine.neighbours import fair_threads
+from mdi.host.neighbours import fair_threads
+from mdi.spec.cluster import ClusterConfig, load_cluster
 
 PREFIX, LOCK = "mdi-ring-", "in-use"  # of a temporary folder, and the file in it that is locked
 END_S = 5.0
@@ -32,6 +33,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # between two starts of a child that en
 # Below those that systems give out by themselves: from 32768 on in Linux, from 49152 on elsewhere.
 _PORTS = range(20_000, 32_000)
 _number = itertools.count(int(os.getpid() * 0.618034 % 1 * len(_PORTS)))  # processes that begin together are far apart
+_marks: deque[int] = deque(maxlen=64)  # until the process ends, or has asked for so many more
 
 logger = logging.getLogger("mdi")
 
@@ -278,13 +280,25 @@ def cores_of_node(cores: Sequence[int], index: int, n_nodes: int) -> Sequence[in
 
 
 def free_ports(n: int) -> list[int]:
-    """`n` different ports that are free on loopback at this moment. Nobody gets one of them without naming it."""
+    """`n` different ports that are free on loopback at this moment. Nobody gets one of them without naming it.
+
+    A UDP socket on the same number, which nothing here uses, tells other processes that ask that it is given out.
+    """
     found: list[int] = []
     while len(found) < n:
         port = _PORTS[next(_number) % len(_PORTS)]
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            found.append(port)
+        mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            mark.bind(("127.0.0.1", port))
+            with socket.socket() as sock:
+                sock.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+            continue
+        found.append(port)
+        if len(_marks) == _marks.maxlen:
+            socket.close(_marks.popleft())
+        _marks.append(mark.detach())
     return found
 
 

@@ -15,12 +15,12 @@ from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import WeightMemory
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
-from mdi.machine.computing import Computing, choose_computing
-from mdi.machine.device import check_format, choose_device, choose_dtype, why_torch
-from mdi.machine.torch_use import load_torch
+from mdi.host.computing import Computing, choose_computing
+from mdi.host.device import check_format, choose_device, choose_dtype, why_torch
+from mdi.host.torch_use import load_torch
+from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.kept_packed import KeptPacked

@@ -11,22 +11,21 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from mdi.cache_dir import default_cache_dir
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.engine.rows import ArrayRows
 from mdi.engine.worker import StarterFrameStage, StarterRows
-from mdi.machine.computing import Computing
+from mdi.files import default_cache_dir
+from mdi.host.computing import Computing
 from mdi.metrics import ShareMetrics
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, TcpRing
 from mdi.node.group_member import may_look_busily, run_check, share_metrics
 from mdi.node.part_sending import PartSource
 from mdi.node.starter_weights import StarterWeights
-from mdi.periodic import Periodic
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import StageSpec
 from mdi.stages.cache_budget import CacheReport

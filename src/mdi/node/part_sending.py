@@ -11,11 +11,11 @@ from typing import Protocol
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.store import COMING
-from mdi.config import NodeConfig
 from mdi.control.client import PART_ANSWER_S, ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.errors import ControlError, NodeLostError
-from mdi.security.keys import KeyFile
+from mdi.net.keys import KeyFile
+from mdi.spec.cluster import NodeConfig
 
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 AGAIN_S = 0.2  # before a part that another node sends is tried again

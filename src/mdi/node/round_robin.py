@@ -15,7 +15,7 @@ from typing import Any
 from mdi.cancel import Cancel
 from mdi.engine.worker import SecondaryLoop
 from mdi.errors import ControlError, MdiError, RingEndedError
-from mdi.machine.threads import compute_with
+from mdi.host.threads import compute_with
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
 

@@ -20,14 +20,14 @@ import psutil
 import mdi
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import NodeConfig, WeightMemory
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError
+from mdi.host.device import devices, load_kernels
 from mdi.kernels import library
-from mdi.machine.device import devices, load_kernels
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
+from mdi.net.keys import KeyFile
 from mdi.net.link import STUCK, STUCK_S
 from mdi.net.listener import RingListener, open_socket
 from mdi.node.forming import HAND_OVER_S
@@ -39,8 +39,8 @@ from mdi.node.secondary_status import InTime, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.worker import RingWorker
 from mdi.placement.profiler import Profiler
-from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
-from mdi.security.keys import KeyFile
+from mdi.spec.cluster import NodeConfig, WeightMemory
+from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.cache_budget import share_in

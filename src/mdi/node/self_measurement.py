@@ -10,13 +10,13 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
 from mdi.errors import CheckpointError, ControlError, MemoryShortError
-from mdi.machine.threads import computing_threads, n_threads
+from mdi.host.threads import computing_threads, n_threads
+from mdi.net.keys import KeyFile
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import MainThreadTask, RoundRobin
 from mdi.node.runs import Runs
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject
-from mdi.security.keys import KeyFile
 from mdi.stages.store import StageStore
 
 PROFILE_S, PROBE_S = 170.0, 25.0

@@ -11,16 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mdi
-from mdi.cancel import Cancel
-from mdi.config import NodeConfig
+from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach_node import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
-from mdi.examine.diagnosis import port_remedy
+from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
-from mdi.periodic import Periodic
+from mdi.spec.cluster import NodeConfig
 from mdi.stages.cache_budget import CacheReport
 from mdi.units import duration, size
 

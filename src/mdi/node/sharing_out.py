@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mdi.block_ranges import default_split, ranges
-from mdi.config import ClusterConfig
 from mdi.errors import UsageError
-from mdi.machine.computing import Computing
+from mdi.host.computing import Computing
 from mdi.node.own_stage import OwnStage
 from mdi.node.starter_weights import StarterWeights
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.tensor.group import Group, Member

@@ -17,7 +17,7 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
-from mdi.weight_formats import OWN_FORMAT
+from mdi.kernels.weight_formats import OWN_FORMAT
 
 logger = logging.getLogger("mdi")
 

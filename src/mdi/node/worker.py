@@ -10,13 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import block_span
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
 from mdi.control.messages import InitRequest
+from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.engine.rows import ArrayRows
 from mdi.engine.worker import FrameRows, SecondaryLoop
 from mdi.errors import MdiError, NodeLostError, RingError
-from mdi.machine.threads import computing_threads
+from mdi.host.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
 from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
@@ -26,11 +27,9 @@ from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.group_member import GroupPart, share_metrics
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
-from mdi.periodic import Periodic
 from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.store import KEPT_S, HeldStage, StageStore
-from mdi.tracing.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.units import size
 
 if TYPE_CHECKING:

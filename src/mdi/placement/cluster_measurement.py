@@ -15,17 +15,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mdi.cancel import Cancel
-from mdi.config import ClusterConfig, NodeConfig
+from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import Route, try_node
 from mdi.control.reach_node import BUSY_S, reach_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
-from mdi.machine.neighbours import host_of
-from mdi.periodic import Periodic
+from mdi.host.neighbours import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every link is tried, so that other orders can be judged as well
 SIGN_S = 1.0  # between two questions whether a node that measures is still there

@@ -9,12 +9,12 @@ import numpy as np
 
 from mdi.checkpoint.packing import PartWeights
 from mdi.checkpoint.parts import part_of
+from mdi.host.threads import n_threads
 from mdi.kernels.blocks import Context, Head
-from mdi.machine.threads import n_threads
+from mdi.kernels.weight_formats import weight_format
 from mdi.placement.profiling import Bench
 from mdi.placement.random_weights import random_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.weight_formats import weight_format
 
 
 class KernelBench(Bench):

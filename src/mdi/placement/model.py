@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mdi.errors import UsageError
 from mdi.kernels.page_sizes import PAGE, n_pages
-from mdi.replay_memory import most_bytes
+from mdi.spec.limits import most_bytes
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes
-from mdi.config import DTYPES
+from mdi.host.device import why_not_kernels
 from mdi.kernels.page_sizes import cache_shape, windows_of
-from mdi.litgpt_module import litgpt_module
-from mdi.machine.device import why_not_kernels
+from mdi.kernels.weight_formats import EMBEDDING, WeightFormat, weight_format
 from mdi.placement.model import BlockShape, ModelShape
 from mdi.placement.profile import ClusterProfile, NodeProfile
-from mdi.weight_formats import EMBEDDING, WeightFormat, weight_format
+from mdi.spec.cluster import DTYPES
 
 if TYPE_CHECKING:
     from litgpt.config import Config
@@ -34,7 +34,7 @@ def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") 
 
     Args:
         config: a whole litgpt Config as a plain dict.
-        format: a name in `mdi.weight_formats`; the head is in it as well.
+        format: a name in `mdi.kernels.weight_formats`; the head is in it as well.
         kv_dtype: number type of caches; "auto" is the computing type.
 
     Raises:

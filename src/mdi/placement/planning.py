@@ -12,12 +12,12 @@ from typing import Any
 from mdi.block_ranges import span
 from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
-from mdi.config import ClusterConfig
 from mdi.control.messages import ProfileRequest
 from mdi.control.open_ports import open_ports
 from mdi.errors import CheckpointError
-from mdi.machine.computing import Computing, choose_computing
-from mdi.machine.device import choose_device
+from mdi.host.computing import Computing, choose_computing
+from mdi.host.device import choose_device
+from mdi.kernels.weight_formats import SMALLER
 from mdi.placement.cluster_measurement import ClusterMeasurement
 from mdi.placement.model import ModelShape, Workload
 from mdi.placement.model_shape import model_shape
@@ -25,8 +25,8 @@ from mdi.placement.plan import PlanReport, left_out_lines, plan
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import Requested
-from mdi.weight_formats import SMALLER
 
 logger = logging.getLogger("mdi")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Annotated, Any, TypeVar
 
-from mdi.config import N_NODES_LIMIT
 from mdi.errors import UsageError
+from mdi.spec.cluster import N_NODES_LIMIT
 from mdi.spec.decode import Meta, Name, Number, Positive, Text, Whole, decode, only_fields_of, parsed
 
 # Assumed link if nothing was measured near it: a switched gigabit network.

@@ -14,18 +14,17 @@ from typing import Any
 import psutil
 
 import mdi
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.store import BlockStore
-from mdi.config import read_json
 from mdi.control_groups import n_cores
 from mdi.errors import CheckpointError, MdiError
+from mdi.files import replacing
+from mdi.host.resources import cpu_model, device_free_bytes, machine_free_bytes, private_bytes
+from mdi.host.threads import computing_threads, n_threads
 from mdi.kernels import LAYOUT_VERSION, library
-from mdi.machine.resources import cpu_model, device_free_bytes, machine_free_bytes, private_bytes
-from mdi.machine.threads import computing_threads, n_threads
-from mdi.periodic import Periodic
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
-from mdi.whole_files import replacing
+from mdi.spec.cluster import read_json
 
 FILE = "profiles.json"
 N_KEPT = 64

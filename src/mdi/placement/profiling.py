@@ -22,13 +22,13 @@ import numpy as np
 from mdi.cancel import Cancel
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
+from mdi.host.computing import Computing
+from mdi.host.resources import device_free_bytes
+from mdi.host.threads import n_threads
 from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear, MdiModel
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
-from mdi.machine.computing import Computing
-from mdi.machine.resources import device_free_bytes
-from mdi.machine.threads import n_threads
-from mdi.slices import Slice
+from mdi.kernels.slices import Slice
 from mdi.units import size
 
 WIDTH = 1024  # numbers in a row

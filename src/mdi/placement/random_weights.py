@@ -8,7 +8,7 @@ import numpy as np
 
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack
-from mdi.weight_formats import EMBEDDING, PANEL
+from mdi.kernels.weight_formats import EMBEDDING, PANEL
 
 SIZE = 0.02  # of a weight
 

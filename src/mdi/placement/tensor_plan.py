@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mdi.errors import PlacementError
+from mdi.kernels.weight_formats import weight_format
 from mdi.placement.cost import CostModel, LinkSpeed, seconds
 from mdi.spec.options import DEFAULT_SUM
-from mdi.weight_formats import weight_format
 
 SUMS_PER_BLOCK = 2  # behind attention and behind the MLP; of blocks with parallel residuals one
 

@@ -13,14 +13,14 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import own_packing
-from mdi.config import ClusterConfig, NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import N_TEXTS
 from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
-from mdi.machine.computing import Computing, choose_computing
-from mdi.machine.device import check_format, choose_device, choose_dtype
-from mdi.machine.resources import device_free_bytes
-from mdi.machine.torch_use import load_torch
+from mdi.host.computing import Computing, choose_computing
+from mdi.host.device import check_format, choose_device, choose_dtype
+from mdi.host.resources import device_free_bytes
+from mdi.host.torch_use import load_torch
+from mdi.kernels.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 from mdi.node.sharing_out import Division, SharingOut, division_by_hand
 from mdi.node.starter_weights import StarterWeights
 from mdi.placement.cost import CostModel
@@ -34,14 +34,14 @@ from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.ports import StarterPorts
 from mdi.run.roll_call import free_nodes
 from mdi.run.texts import check_prompt, context_length
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.window_options import window_of
 from mdi.tensor.ring_stages import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
-from mdi.text import TextCodec
+from mdi.text.texts import TextCodec
 from mdi.units import duration
-from mdi.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
 
 ALL_NODES = "all nodes"
 

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mdi.cancel import Cancel
-from mdi.config import ClusterConfig, NodeConfig
+from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach_node import reach_node
 from mdi.engine.memory import CacheMemory
+from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
+from mdi.host.computing import Computing
 from mdi.kernels import library
-from mdi.machine.computing import Computing
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
@@ -38,17 +38,16 @@ from mdi.node.part_sending import Holders
 from mdi.node.runs import beside_extension
 from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.node.starter_weights import StarterWeights
-from mdi.periodic import Periodic
-from mdi.replay_memory import ROW_VALUE_BYTES, most_bytes
 from mdi.run.identity import numbers_of
 from mdi.run.policy import Form, Stage
+from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.cache_budget import share_extensions, share_out
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import StageStore
 from mdi.stages.window_options import extensions_of as window_extensions
 from mdi.stages.window_options import window_of
-from mdi.tracing.recorder import extensions_of
 
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered

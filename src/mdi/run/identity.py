@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mdi.machine.computing import Computing
-from mdi.machine.device import why_not_kernels
+from mdi.host.computing import Computing
+from mdi.host.device import why_not_kernels
 from mdi.node.starter_weights import StarterWeights
 from mdi.spec.options import StarterOptions
 

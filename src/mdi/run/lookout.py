@@ -11,7 +11,6 @@ from functools import partial
 from typing import Protocol
 
 from mdi.cancel import Cancel, CancelledError
-from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.placement.profile import NodeProfile
@@ -20,6 +19,7 @@ from mdi.run.form import Ring
 from mdi.run.nodes import Newcomers
 from mdi.run.policy import Answer, Better, Form, Stage
 from mdi.run.roll_call import GRACE_S, CallRoll, call_roll
+from mdi.spec.cluster import NodeConfig
 
 NOTICE_S = 0.25  # how often it is asked whether a node is about to leave
 LOOK_S = 5.0  # how often nodes are asked

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mdi.cancel import Cancel
-from mdi.config import NodeConfig
 from mdi.control.client import ControlClient
+from mdi.engine.recorder import Recorder
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
@@ -39,7 +39,7 @@ from mdi.run.policy import (
 )
 from mdi.run.records import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.run.roll_call import CallRoll, call_roll
-from mdi.tracing.recorder import Recorder
+from mdi.spec.cluster import NodeConfig
 
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
 JOIN_S = 10.0

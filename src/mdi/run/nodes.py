@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mdi.config import ClusterConfig, NodeConfig
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 if TYPE_CHECKING:
-    from mdi.discovery.arrivals import Arrivals
+    from mdi.control.arrivals import Arrivals
     from mdi.node.local import LocalRing
 
 # Nodes that were found during a run, by the numbers of their processes.
@@ -48,8 +48,8 @@ class NodeSource:
         """The nodes; this process computes with its share of its machine from now on. Raises MdiError."""
         cluster = self._find()
         starter = cluster.starter
-        from mdi.machine.neighbours import threads_beside
-        from mdi.machine.threads import choose_threads
+        from mdi.host.neighbours import threads_beside
+        from mdi.host.threads import choose_threads
 
         cores = starter.cores if self._cores is None else self._cores
         choose_threads(self._threads or starter.threads, cores, threads_beside(starter, cluster.nodes))

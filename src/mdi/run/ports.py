@@ -6,10 +6,10 @@ import threading
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mdi.config import ClusterConfig
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
 from mdi.net.listener import RingListener, open_socket
+from mdi.spec.cluster import ClusterConfig
 from mdi.stages.store import StageStore
 
 

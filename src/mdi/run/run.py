@@ -17,7 +17,6 @@ from typing import Any
 
 import mdi
 from mdi.cancel import Cancel
-from mdi.config import ClusterConfig
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, N_TEXTS
 from mdi.control.server import StatusOnly
@@ -26,7 +25,7 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
-from mdi.machine.neighbours import host_of
+from mdi.host.neighbours import host_of
 from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload
 from mdi.placement.model_shape import model_shape
@@ -44,11 +43,11 @@ from mdi.run.nodes import NodeSource
 from mdi.run.policy import Cut, Policy, Stage
 from mdi.run.ports import StarterPorts
 from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
-from mdi.run.trace import RunTrace
+from mdi.run.trace import RunTrace, Trace
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
-from mdi.tracing.trace import Trace
 
 N_RING_BITS = 20  # of a ring's id, the lowest ones, count the rings of its run; the others are the run's
 

@@ -16,7 +16,7 @@ from mdi.engine.sequence import FAILED, Event, Events, Request, SamplingParams, 
 from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
-from mdi.text import TextCodec, TextStream
+from mdi.text.texts import TextCodec, TextStream
 
 OnText = Callable[[str], None]
 # Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread.

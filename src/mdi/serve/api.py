@@ -19,12 +19,12 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mdi.log_lines import TIMED, VARIABLE, formatter
 from mdi.serve.api_state import ApiState
 from mdi.serve.app import make_app
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.serve_settings import DRAIN_S, ServeSettings
+from mdi.terminal import TIMED, VARIABLE, formatter
 
 SILENCE_S = 60.0  # a connection on which no request has begun since is closed
 STALL_S = 60.0  # a client that reads nothing of its answer for so long is gone

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel, CancelledError
-from mdi.config import ClusterConfig
 from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
@@ -31,6 +30,7 @@ from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
 from mdi.serve.process import Lines
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
 
 _MOST_EVENTS = 4096  # in one message

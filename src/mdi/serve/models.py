@@ -20,8 +20,8 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.templates import ChatTemplate, read_template
-from mdi.text import TextCodec
-from mdi.tokenizer_file import FileTokenizer, panics_as_errors
+from mdi.text.texts import TextCodec
+from mdi.text.tokenizer import FileTokenizer, panics_as_errors
 
 LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node

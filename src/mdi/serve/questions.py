@@ -11,15 +11,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mdi.control.reach import Reach, Route
+from mdi.engine.recorder import Activity
 from mdi.errors import MdiError, PlacementError
-from mdi.examine.diagnosis import NodeFinding, Report
-from mdi.examine.doctor import reach_nodes, starter_finding
+from mdi.host.diagnosis import NodeFinding, Report
+from mdi.host.doctor import reach_nodes, starter_finding
 from mdi.placement.model import ModelShape, Workload
 from mdi.placement.model_shape import model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.serve.snapshot import node_state
-from mdi.tracing.recorder import Activity
 from mdi.units import counted
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.parameters import CommonFields
 from mdi.serve.serve_settings import ApiKey
-from mdi.text import TextCodec, TextStream
+from mdi.text.texts import TextCodec, TextStream
 
 # What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -12,13 +12,12 @@ import psutil
 
 from mdi.block_ranges import block_span
 from mdi.control.fan_out import FanOut
+from mdi.engine.recorder import LIVE_SPANS, Span, unpack, ways_ns
 from mdi.errors import ControlError
-from mdi.machine.resources import device_free_bytes
+from mdi.host.resources import device_free_bytes
 from mdi.metrics import NodeMetrics
-from mdi.run.trace import timer_of
-from mdi.tracing.clocks import Reading, settled
-from mdi.tracing.explain import BUSY
-from mdi.tracing.recorder import LIVE_SPANS, Span, unpack, ways_ns
+from mdi.run.explain import BUSY
+from mdi.run.trace import Reading, settled, timer_of
 
 if TYPE_CHECKING:
     from mdi.control.client import ControlClient

@@ -19,7 +19,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.limited import Renderer
 from mdi.serve.limited_process import LimitedError, LimitedProcess
 from mdi.serve.parameters import checked_text
-from mdi.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
+from mdi.spec.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE_LIMIT = 1 << 18  # characters of a template

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from mdi.config import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
 from mdi.errors import UsageError
 from mdi.kernels.page_sizes import CACHE_TYPES, cache_type_named
+from mdi.kernels.weight_formats import AUTO, check_packed
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
-from mdi.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
-from mdi.replay_memory import REPLAY_BYTES
+from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
 from mdi.spec.decode import Meta, Text, one_of
+from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
-from mdi.weight_formats import AUTO, check_packed
+from mdi.spec.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
 
 KV_DTYPES = ("auto", *CACHE_TYPES)
 N_THREADS_LIMIT = 4096

@@ -12,12 +12,13 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import WeightMemory
 from mdi.errors import UsageError
+from mdi.host.computing import Computing
+from mdi.host.threads import n_threads
 from mdi.kernels.blocks import Weights
 from mdi.kernels.page_sizes import CHUNK_ROWS
-from mdi.machine.computing import Computing
-from mdi.machine.threads import n_threads
+from mdi.kernels.weight_formats import held_bytes
+from mdi.spec.cluster import WeightMemory
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.loading import WeightPlacer, kernel_weights, torch_weights
 from mdi.stages.window import open_window
@@ -25,7 +26,6 @@ from mdi.stages.window_budget import RunMemory, work_bytes
 from mdi.stages.window_options import WindowOptions, window_of
 from mdi.tensor.group import Group
 from mdi.tensor.group_sum import GroupSum
-from mdi.weight_formats import held_bytes
 
 if TYPE_CHECKING:
     from mdi.stages.model_family import ModelFamily

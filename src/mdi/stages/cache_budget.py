@@ -9,9 +9,9 @@ from typing import Annotated, Any, Protocol
 from mdi.block_ranges import block_span
 from mdi.engine.memory import NodeCaches
 from mdi.errors import ControlError, NoMemoryError
+from mdi.host.resources import device_free_bytes
 from mdi.kernels.page_sizes import CacheClass
 from mdi.kernels.pages import CachePages
-from mdi.machine.resources import device_free_bytes
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.units import size
 

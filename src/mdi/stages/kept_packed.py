@@ -21,9 +21,9 @@ from mdi.checkpoint.records import read_kept, write_kept
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
+from mdi.files import replacing
 from mdi.kernels import LAYOUT_VERSION
 from mdi.units import size
-from mdi.whole_files import replacing
 
 FILE = "packed.json"
 LEAST_BYTES = 1 << 20  # a smaller part is packed sooner than a file is written

@@ -19,10 +19,10 @@ from mdi.kernels.blocks import Blocks, Context, Head, Weights, array_of, n_table
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
-from mdi.slices import Slices
+from mdi.kernels.slices import Slices
+from mdi.kernels.weight_formats import EMBEDDING
 from mdi.tensor.group_sum import GroupSum, SharedHead
 from mdi.tensor.shard_blocks import ShardBlocks
-from mdi.weight_formats import EMBEDDING
 
 HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
 

@@ -19,15 +19,15 @@ import numpy as np
 from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import WeightMemory
 from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
+from mdi.spec.cluster import WeightMemory
 
 if TYPE_CHECKING:
     import torch
 
-    from mdi.machine.computing import Computing
+    from mdi.host.computing import Computing
     from mdi.model.packed_linear import Weights
 
 POPULATE_BYTES = 64 << 20  # bytes that are loaded between two looks at whether it goes on

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
+from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
-from mdi.litgpt_module import litgpt_module
 from mdi.tensor.group import group_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mdi.engine.scheduler import Scheduler
     from mdi.model.stage import Stage
     from mdi.node.starter_weights import StarterWeights
-    from mdi.text import TextCodec
+    from mdi.text.texts import TextCodec
 
 
 class ModelFamily:
@@ -53,7 +53,7 @@ class ModelFamily:
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         """Raises CheckpointError, UsageError."""
-        from mdi.text import TextCodec
+        from mdi.text.texts import TextCodec
 
         return TextCodec.from_checkpoint(directory, prompt_style)
 

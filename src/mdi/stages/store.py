@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.weights import WeightSource
-from mdi.config import WeightMemory
 from mdi.engine.replay import SentRows
 from mdi.errors import MdiError, NoMemoryError
+from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
-from mdi.machine.resources import device_free_bytes
+from mdi.spec.cluster import WeightMemory
 from mdi.stages.building import StageSpec, build_stage
 from mdi.stages.cache_budget import CacheReport, check_capacity, report_caches
 from mdi.stages.kernel_stage import KernelStage, Resident

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from mdi.engine.rows import TensorRows
-from mdi.machine.computing import Computing
+from mdi.host.computing import Computing
+from mdi.kernels.slices import Slices
 from mdi.model.cache import TORCH_TYPES, TorchCaches
 from mdi.model.packed_linear import Weights
 from mdi.model.stage import Stage
-from mdi.slices import Slices
 from mdi.stages.kernel_stage import WeightUse
 
 

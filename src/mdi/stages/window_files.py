@@ -13,7 +13,7 @@ import numpy as np
 
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, matrix_bytes
-from mdi.weight_formats import PANEL
+from mdi.kernels.weight_formats import PANEL
 
 PAGE_BYTES = 4096  # what direct reads are aligned to: offset, length and memory
 _DIRECT = getattr(os, "O_DIRECT", 0)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from mdi.config import WeightMemory
 from mdi.errors import ControlError, UsageError
+from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta, decode
 from mdi.spec.options import Units
 

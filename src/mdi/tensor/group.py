@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from mdi.checkpoint.packing import Packing
-from mdi.config import N_NODES_LIMIT, PortOrAny
 from mdi.errors import ControlError
+from mdi.kernels.weight_formats import LAYOUTS
+from mdi.spec.cluster import N_NODES_LIMIT, PortOrAny
 from mdi.spec.decode import Meta, Text, Whole, decode, one_of
 from mdi.spec.options import SUM_CHOICES
 from mdi.tensor.numbers import REDUCE_DTYPES
 from mdi.tensor.shares import Share, Shares, why_not_shared_out
-from mdi.weight_formats import LAYOUTS
 
 EXTENSION = "tensor"
 N_RANKS_LIMIT = 256

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from mdi.errors import NodeLostError, WireError
 from mdi.net.connection import Connection, Reconnect
-from mdi.security.session import TAG_BYTES, SealedSession
+from mdi.net.sealing import TAG_BYTES, SealedSession
 
 HEAD = struct.Struct("<II")  # number of the message between these two nodes, bytes that follow
 N_IN_VAIN = 20  # connections, one after the other, that brought neither side a message

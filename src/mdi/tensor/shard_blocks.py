@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from mdi.kernels.blocks import PIECES, Blocks, Context, MdiFrame, MdiNorm, Tensors
-from mdi.slices import Slices
+from mdi.kernels.slices import Slices
 from mdi.tensor.shares import Share
 
 Ready = Callable[[int, int], contextlib.AbstractContextManager[None]]

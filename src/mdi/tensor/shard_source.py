@@ -20,9 +20,9 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
+from mdi.kernels.weight_formats import LAYOUTS
 from mdi.tensor.pieces import Piece, piece_of
 from mdi.tensor.shares import Share
-from mdi.weight_formats import LAYOUTS
 
 SHARD_KEY = "shard"
 

@@ -71,7 +71,7 @@ struct MdiStage {
   int64_t* n_finished;  // counts the blocks that `forward` has finished, for other threads; may be null
 };
 
-// Rows of one sequence: positions start, start + 1, ... The record that frames carry on the wire (slices.py), 4-byte aligned.
+// Rows of one sequence: positions start, start + 1, ... The record that frames carry on the wire (kernels/slices.py), 4-byte aligned.
 struct MdiSlice {
   uint32_t seq_id[2];
   int32_t start, n_rows, n_logits;

@@ -1,0 +1,212 @@
+"""Finds nodes for a starter: those that announce themselves or connect to --dial-port, and prove that they have the key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mdi.control.announcement import Announcement
+from mdi.control.client import ControlClient
+from mdi.control.connection_workers import is_here
+from mdi.control.fan_out import FanOut
+from mdi.control.messages import COMPILING
+from mdi.control.reach_node import compiling
+from mdi.errors import ControlError
+from mdi.net.invitation import GuestNode
+from mdi.net.keys import KeyFile
+from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.units import counted, duration
+
+SETTLE_S = 3.0  # without a new node, if the number of nodes is not given
+TOLD_S = 10.0  # until it says whom it waits for, and again when that is something else
+POLL_S = 0.2  # several sources have to be looked at, and nodes that did not answer are asked again
+AGAIN_S = 2.0  # until a node that did not answer is asked again
+ASK_S = 5.0
+
+# Why a node that is named does not answer, and what to do; the keys are those of mdi.control.reach.PROBLEMS.
+_APART = (
+    "let TCP {0.port} and {0.ring_port} through its firewall; if the network keeps its machines apart, connect it with "
+    "`mdi join --dial` and --dial-port here"
+)
+_ADVICE = {
+    "refused": "it is still starting, or `mdi join` has ended there",
+    "timeout": _APART,
+    "unreachable": _APART,
+    "silent": "the process there hangs: look at its output",
+    "key": "it has another key: let it join again",
+}
+
+Source = Callable[[], Iterable[Announcement]]
+
+
+@dataclass(frozen=True)
+class FoundNode:
+    """A node of the cluster, and its status."""
+
+    announcement: Announcement
+    status: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.announcement.name} at {self.announcement.addr}:{self.announcement.port}"
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.status.get("state") == COMPILING
+
+    def config(self, name: str) -> NodeConfig:
+        """As an entry of a nodes file."""
+        found = self.announcement
+        return NodeConfig(name, found.addr, found.port, found.ring_port)
+
+
+class Guests:
+    """Nodes that have fetched the key from here and said where they will be: a source that needs no multicast."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Announcement] = []
+
+    def add(self, node: GuestNode, addr: str) -> None:
+        """A node, at the address that it gave, or else at the one that its request came from: a router may have changed it."""
+        for each in dict.fromkeys((node.addr,) if is_here(addr) else (node.addr, addr)):
+            self._nodes.append(Announcement(node.name, each, node.port, node.ring_port, "", "", ""))
+
+    def nodes(self) -> list[Announcement]:
+        """Without the numbers of their processes, which they do not know yet."""
+        return list(self._nodes)
+
+
+class Gathering:
+    """Asks the nodes that the sources name, and keeps those that answer with the key.
+
+    Args:
+        on_come: called once for each node, and again when it has compiled its kernels.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], keys: KeyFile, on_come: Callable[[FoundNode], None] = lambda node: None
+    ) -> None:
+        self._sources, self._keys, self._on_come = sources, keys, on_come
+        self._found: dict[str, FoundNode] = {}  # by process, or by address where a source does not know the process
+        self._doubles: dict[str, str] = {}  # known by another way: their processes
+        self._asked_at: dict[str, float] = {}
+        self._unheard: dict[str, str] = {}  # those that do not answer, and why
+
+    @property
+    def nodes(self) -> list[FoundNode]:
+        return sorted(self._found.values(), key=lambda node: (node.announcement.name, node.label))
+
+    def look(self) -> bool:
+        """Ask new nodes, and forget those that are gone. Returns whether a node came."""
+        there = {found.process or found.where: found for source in self._sources for found in source()}
+        for key in self._found.keys() - there.keys():
+            del self._found[key]
+        processes = {node.announcement.process for node in self._found.values()}
+        self._doubles = {key: process for key, process in self._doubles.items() if process in processes}
+        self._unheard = {key: why for key, why in list(self._unheard.items()) if key in there}
+        now = time.monotonic()
+        new = {
+            key: found
+            for key, found in there.items()
+            if self._is_asked(key) and now - self._asked_at.get(key, -AGAIN_S) >= AGAIN_S
+        }
+        self._asked_at.update(dict.fromkeys(new, now))
+        asked = FanOut({key: partial(self._status_of, key, found) for key, found in new.items()})
+        asked.join(ASK_S)
+        before = len(self._found)
+        for key, status in list(asked.results.items()):
+            if status is not None:
+                self._take(key, FoundNode(replace(new[key], process=str(status["process"])), status))
+        return len(self._found) > before
+
+    def _is_asked(self, key: str) -> bool:
+        """Not those that are known; but a node that compiles its kernels will be done with that."""
+        return self._found[key].is_compiling if key in self._found else key not in self._doubles
+
+    def _take(self, key: str, node: FoundNode) -> None:
+        self._unheard.pop(key, None)
+        before, process = self._found.get(key), node.announcement.process
+        if before is None and any(one.announcement.process == process for one in self._found.values()):
+            self._doubles[key] = process
+            return
+        self._found[key] = node
+        if before is None or not node.is_compiling:
+            self._on_come(node)
+
+    def wait(
+        self, n_nodes: int | None, wait_s: float, meanwhile: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> list[FoundNode]:  # fmt: skip
+        """The nodes, once `n_nodes` are there; or, for None, once no more have come for a while.
+
+        Args:
+            meanwhile: called again and again, to renew a code, say; its exceptions pass through.
+            tell: called with lines about nodes that have not come.
+
+        Raises:
+            ControlError: that many did not come in time.
+        """
+        begin = last = told_at = time.monotonic()
+        told: list[str] = []
+        while True:
+            meanwhile()
+            now = time.monotonic()
+            if self.look():
+                last = now
+            if n_nodes is not None and len(self._found) >= n_nodes:
+                return self.nodes[:n_nodes]
+            if n_nodes is None and self._found and now - last >= SETTLE_S:
+                return self.nodes
+            if n_nodes is not None and now - told_at >= TOLD_S:
+                told_at, before, told = now, told, self._waiting_for(n_nodes)
+                for line in told if told != before else ():
+                    tell(line)
+            if now - begin >= wait_s:
+                raise ControlError(self._too_few(n_nodes, wait_s))
+            time.sleep(POLL_S)
+
+    def within(self, wait_s: float) -> list[FoundNode]:
+        """The nodes that have been found when the time is over."""
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
+            self.look()
+            time.sleep(POLL_S)
+        return self.nodes
+
+    def _waiting_for(self, n_nodes: int) -> list[str]:
+        """Whom it waits for, and what to check there. This node counts, too."""
+        lines = [
+            f"{1 + len(self._found)} of {1 + n_nodes} nodes are there; check on the others that `mdi join` runs, and that "
+            "they are in the same network as this machine"
+        ]
+        lines += [compiling(node.label, node.status) for node in self.nodes if node.is_compiling]
+        return lines + list(self._unheard.values())
+
+    def _too_few(self, n_nodes: int | None, wait_s: float) -> str:
+        there = ", ".join(node.label for node in self.nodes) or "none"
+        unheard = "".join(f"; {line}" for line in list(self._unheard.values()))
+        wanted = "no node" if n_nodes is None else f"not {counted(n_nodes, 'node')}"
+        return (
+            f"{wanted} of this key came within {duration(wait_s)} (there: {there}{unheard}): run `mdi join` on each board, or "
+            "name the nodes in a file (--nodes-config)"
+        )
+
+    def _status_of(self, key: str, found: Announcement) -> dict[str, Any] | None:
+        """The node's status; None if it is not the one that is announced."""
+        node = NodeConfig(found.name, found.addr, found.port, found.ring_port)
+        try:
+            status = ControlClient(node, self._keys).status(timeout_s=ASK_S)
+        except ControlError as e:
+            advice = _ADVICE.get(e.problem, "")
+            self._unheard[key] = f"{e}: {advice.format(found)}" if advice else str(e)
+            return None
+        process = status.get("process")
+        return status if isinstance(process, str) and process and found.process in ("", process) else None
+
+
+def cluster_of(nodes: Sequence[FoundNode], starter: NodeConfig, keys: KeyFile) -> ClusterConfig:
+    """The nodes as a nodes file would list them."""
+    return ClusterConfig(starter, tuple(node.config(f"secondary{i}") for i, node in enumerate(nodes)), keys)

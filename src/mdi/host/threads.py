@@ -1,0 +1,104 @@
+"""The number of CPU threads of this node, for the kernels and for torch if it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mdi.errors import UsageError
+from mdi.host.neighbours import fair_threads
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # with which a user chooses for all programs
+
+
+class _Threads(threading.local):
+    here: int | None = None  # of `computing_threads`, on this thread
+
+
+_of_thread = _Threads()
+of_process: int | None = None
+
+
+def n_threads() -> int:
+    """Threads that this node computes with, as far as the calling thread is concerned."""
+    return _of_thread.here or of_process or _named() or fair_threads(())
+
+
+def _named() -> int | None:
+    """The value of the environment."""
+    for name in THREAD_VARIABLES:
+        with contextlib.suppress(ValueError):
+            if (n := int(os.environ.get(name, "0").split(",")[0])) > 0:
+                return n
+    return None
+
+
+def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Sequence[int | None] = ()) -> None:
+    """Compute with `n` threads, on `cores`; and let the ring's threads in quickly while Python computes.
+
+    Without a number of threads: as many as cores; without those, what OMP_NUM_THREADS or MKL_NUM_THREADS say; else this
+    node's share of its machine.
+
+    Args:
+        beside: threads of the other nodes on this machine, see `mdi.host.neighbours`.
+
+    Raises:
+        UsageError: a core that this process does not have, or a system that cannot pin.
+    """
+    global of_process
+    if cores is not None:
+        pin_to_cores(cores)
+        n = n or len(cores)
+    of_process = n or _named() or fair_threads(beside)
+    # With the default of 5 ms, a ring thread would wait so long for the interpreter each time.
+    sys.setswitchinterval(0.0005)
+    tell_torch()
+
+
+@contextlib.contextmanager
+def computing_threads(n: int | None) -> Iterator[None]:
+    """Within this context, the calling thread computes with so many threads; None changes nothing."""
+    before = _of_thread.here
+    compute_with(n or before)
+    try:
+        yield
+    finally:
+        compute_with(before)
+
+
+def compute_with(n: int | None) -> None:
+    """From now on, the calling thread computes with so many threads; None is the process's number."""
+    _of_thread.here = n
+    tell_torch()
+
+
+def tell_torch() -> None:
+    """Have torch, where it is loaded, compute with as many; it keeps a number for each thread of the process."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.get_num_threads()  # at the first call on a thread, torch takes over what another one set last
+        torch.set_num_threads(n_threads())
+
+
+def pin_to_cores(cores: Sequence[int]) -> None:
+    """Keep this process on `cores`: the threads that there are, and those that they start; UsageError if that cannot be."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"this system ({sys.platform}) cannot restrict a process to some cores: leave --cores out")
+    allowed = os.sched_getaffinity(0)
+    strange = sorted(set(cores) - allowed)
+    if strange:
+        raise UsageError(
+            f"this process cannot run on core {strange[0]} (--cores, or `cores` in the nodes file); it may use "
+            f"{', '.join(map(str, sorted(allowed)))}"
+        )
+    tasks = Path("/proc/self/task")
+    threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []
+    os.sched_setaffinity(0, cores)
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, cores)

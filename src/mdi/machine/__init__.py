@@ -1,1 +1,0 @@
-"""This machine: its memory, cores and devices."""

@@ -1,0 +1,153 @@
+"""The tokenizer of a checkpoint, read without litgpt and torch. Gives the ids of litgpt's Tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mdi.errors import CheckpointError
+from mdi.spec.cluster import nearest_existing
+
+NAMES = ("tokenizer.json", "tokenizer.model")
+
+
+class Ids(list[int]):
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """CheckpointError instead of a panic in the library, as by a regular expression of the file that would take for ever."""
+    try:
+        yield
+    except BaseException as e:  # a panic is no Exception, and its class has no name that could be imported
+        if type(e).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(e).split())[:200]
+        raise CheckpointError(f"the model's tokenizer cannot cut this text up into tokens: {reason}") from None
+
+
+class FileTokenizer:
+    """The part of litgpt's Tokenizer that `TextCodec` uses, with the same ids.
+
+    Args:
+        directory: of the checkpoint.
+        facts: see TextCodec.facts.
+
+    Attributes:
+        processor: the library's object that has read the file.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+        self.backend: str = facts["backend"]
+        self.bos_id: int | None = facts["bos_id"]
+        self.eos_id: int | None = facts["eos_id"]
+        self.use_bos: bool = facts["use_bos"]
+        self.processor: Any
+        if self.backend == "huggingface":
+            from tokenizers import Tokenizer
+
+            self.processor = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            # Settings left over from training would cut or fill up prompts in silence.
+            self.processor.no_truncation()
+            self.processor.no_padding()
+        else:
+            from sentencepiece import SentencePieceProcessor
+
+            self.processor = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+    def encode(self, text: str) -> Ids:
+        ids = self.ids_of(text)
+        if self.use_bos and self.bos_id is not None:
+            if ids[:1] != [self.bos_id]:
+                ids = [self.bos_id, *ids]
+        elif self.bos_id is not None and ids[:1] == [self.bos_id]:
+            ids = ids[1:]
+        if self.eos_id is not None and ids[-1:] == [self.eos_id]:
+            ids = ids[:-1]
+        return Ids(ids)
+
+    def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
+        """As the library gives them."""
+        if self.backend == "huggingface":
+            with panics_as_errors():
+                return list(self.processor.encode(text, add_special_tokens=adds_special).ids)
+        return list(self.processor.encode(text))
+
+    def token_to_id(self, token: str) -> int:
+        """Raises ValueError if the token does not exist."""
+        is_huggingface = self.backend == "huggingface"
+        found = self.processor.token_to_id(token) if is_huggingface else self.processor.piece_to_id(token)
+        if found is None:
+            raise ValueError(f"there is no token {token!r}")
+        return int(found)
+
+
+def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> FileTokenizer:
+    """The tokenizer of a checkpoint, with the settings in its other files.
+
+    Args:
+        config, generation: content of tokenizer_config.json and generation_config.json; {} if missing.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    name = next((n for n in NAMES if (directory / n).is_file()), None)
+    if name is None:
+        found = (
+            "nothing of the kind" if directory.is_dir() else f"no such directory; {nearest_existing(directory)} exists"
+        )
+        raise CheckpointError(f"no tokenizer in {directory}: expected {' or '.join(NAMES)}, found {found}")
+    backend = "huggingface" if name == NAMES[0] else "sentencepiece"
+    unknown = {"backend": backend, "bos_id": None, "eos_id": None, "use_bos": False}
+    try:
+        tokenizer = FileTokenizer(directory, unknown)
+        _find_special_ids(tokenizer, config, generation)
+    except Exception as e:  # tokenizers raises bare Exception
+        raise CheckpointError(f"the tokenizer {directory / name} cannot be used: {' '.join(str(e).split())}") from e
+    has_own = backend == "huggingface" and "add_bos_token" not in config and tokenizer.bos_id is not None
+    # A tokenizer that adds the id itself is a better source than names.
+    is_first = has_own and tokenizer.processor.encode("").ids[:1] == [tokenizer.bos_id]
+    tokenizer.use_bos = (_is_bos_wanted(directory, config) or is_first) and tokenizer.bos_id is not None
+    return tokenizer
+
+
+def _find_special_ids(tokenizer: FileTokenizer, config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    if tokenizer.backend == "sentencepiece":  # which says -1 for "none"
+        ids = (tokenizer.processor.bos_id(), tokenizer.processor.eos_id())
+        tokenizer.bos_id, tokenizer.eos_id = (i if i >= 0 else None for i in ids)
+        return
+    found: list[int | None] = []
+    for which in ("bos", "eos"):
+        token = config.get(f"{which}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        found.append(
+            tokenizer.token_to_id(token) if token is not None else _first_id(generation.get(f"{which}_token_id"))
+        )
+    tokenizer.bos_id, tokenizer.eos_id = found
+
+
+def _first_id(value: Any) -> int | None:
+    """Of a field that may be absent, a number or a list of numbers."""
+    return next(iter(id_list(value)), None)
+
+
+def id_list(value: Any) -> list[int]:
+    """The ids of a field that may be absent, a number or a list of numbers."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
+
+
+def _is_bos_wanted(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether texts begin with the beginning-of-text id, by litgpt's rules; without a tokenizer_config.json they do not."""
+    if not config and not (directory / "tokenizer_config.json").is_file():
+        return False
+    if directory.stem.startswith(("Meta-Llama-3", "Llama-3")):
+        return True
+    if directory.stem.startswith("SmolLM2") and directory.name.endswith("Instruct"):
+        return True
+    return bool(config.get("add_bos_token", config.get("tokenizer_class") == "LlamaTokenizer"))
