@@ -94,8 +94,8 @@ def test_a_node_without_a_number_takes_its_share(monkeypatch: pytest.MonkeyPatch
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     choose_threads(None)
-    choose_threads(None, beside=[None, None])
-    choose_threads(5, beside=[None])
+    choose_threads(None, others=[None, None])
+    choose_threads(5, others=[None])
     assert chosen == [8, 2, 5]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     choose_threads(None)

@@ -113,11 +113,11 @@ def find_compiler() -> Compiler:
             "there is no C++ compiler: install one (Debian, Ubuntu: sudo apt install g++; Fedora: sudo dnf install gcc-c++; "
             "macOS: xcode-select --install)"
         )
-    asked = _run([*command, "-v"])
-    target = re.search(r"^Target: ([^-\s]+)", asked.stderr, re.MULTILINE)
-    if asked.returncode or not target:
-        raise KernelError(f"the C++ compiler {shlex.join(command)} does not work: {_first_error(asked)}")
-    return Compiler(tuple(command), asked.stderr, _architecture(target[1]))
+    answer = _run([*command, "-v"])
+    target = re.search(r"^Target: ([^-\s]+)", answer.stderr, re.MULTILINE)
+    if answer.returncode or not target:
+        raise KernelError(f"the C++ compiler {shlex.join(command)} does not work: {_first_error(answer)}")
+    return Compiler(tuple(command), answer.stderr, _architecture(target[1]))
 
 
 def this_machine() -> str:
