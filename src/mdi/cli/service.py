@@ -68,10 +68,12 @@ class Service:
             arguments: of `mdi join`, for the service.
         """
         status, why = self._systemctl("daemon-reload")
+        if status != 0 and self.is_system:
+            raise UsageError(f"systemd does not answer, so nothing was installed: {why or status}")
         if status != 0:
             raise UsageError(
-                f"systemd's {'system' if self.is_system else 'user'} manager does not answer ({why or status}); install a "
-                f"service of the system instead: {by_root(arguments)}"
+                f"your user has no systemd of its own ({why or status}); a service of the system does the same: "
+                f"{by_root(arguments)}"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.path, UsageError) as file:
@@ -115,7 +117,9 @@ def find_service() -> Service:
     """The service of whoever runs this. Raises UsageError on systems without systemd."""
     if sys.platform in _OTHERS or not hasattr(os, "geteuid"):
         kind = _OTHERS.get(sys.platform, f"services of {sys.platform}")
-        raise UsageError(f"{kind} are not supported: only systemd's are; run `mdi join` from your system's own service manager")
+        raise UsageError(
+            f"{kind} are not supported: only systemd's are; run `mdi join` from your system's own service manager"
+        )
     if shutil.which("systemctl") is None:
         raise UsageError("this system has no systemctl: only systemd's services are supported")
     if os.geteuid() == 0:
