@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         "a damaged run is missing from the list",
         "describe_runs",
-        "told = str(e)",
+        "line = str(e)",
         "continue",
         "tests/test_journal.py::test_a_damaged_run_is_not_removed_by_trying_to_resume_it",
     ),
