@@ -196,7 +196,13 @@ MUTANTS = [
         "[]",
         "tests/test_cli.py::test_console_command",
     ),
-    Mutant("a comma too many is not told", "spec/cluster:read_json", "if is_after_comma", "if False", "tests/test_config.py"),
+    Mutant(
+        "a comma too many is not told",
+        "spec/cluster:read_json",
+        "if is_after_comma",
+        "if False",
+        "tests/test_config.py",
+    ),
     Mutant(
         "a web page in place of config.json is not told",
         "read_hf_config",
