@@ -34,7 +34,7 @@ from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
-from mdi.placement.planning import told_blocks
+from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Bench, Speeds, Subject
@@ -217,7 +217,7 @@ def test_what_is_given_is_not_measured(
                 starter.open()
                 found = [stop - start for start, stop in starter.model.weights.blocks]
                 assert counts is None or found == counts
-                told = told_blocks(starter.names, starter.model.weights.blocks)
+                told = format_blocks(starter.names, starter.model.weights.blocks)
                 assert f"blocks {told}, {how}" in caplog.messages
             finally:
                 starter.close()

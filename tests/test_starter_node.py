@@ -113,7 +113,7 @@ def test_whatever_ends_the_engine_ends_every_wait(
         starter.read()
     assert error.__name__ in str(e.value) and "no more of it" in str(e.value)
     reader.read()
-    assert (mine.finish_reason, other.finish_reason, mine.is_over, other.is_over) == (None, None, True, True)
+    assert (mine.finish_reason, other.finish_reason, mine.has_ended, other.has_ended) == (None, None, True, True)
     assert starter.failed
     with pytest.raises(EngineError):
         starter.submit("The ring", encode("The ring"), params)

@@ -84,7 +84,7 @@ class Together:
         return gathered.view(self._n, -1, *gathered.shape[1:]).transpose(1, 2)
 
     def mask(self, dtype: torch.dtype, n_groups: int, n_repeat: int) -> torch.Tensor:
-        """What is added to the scores: nothing up to a sequence's own position, minus infinity beyond.
+        """Numbers to add to the scores: nothing up to a sequence's own position, minus infinity beyond.
 
         Returns:
             (n, G, n_repeat, positions of each), the same object for every block.
@@ -158,7 +158,7 @@ class Batch:
         return self._parts[cache_class]
 
     def alone(self, rows: Rows, cache_class: int) -> Alone:
-        """What these rows see."""
+        """The keys that these rows see."""
         key = rows.first_row, cache_class
         if key not in self._alone:
             table, window = rows.tables[cache_class], self.caches.classes[cache_class].window
@@ -182,7 +182,7 @@ class Batch:
         return self.memory.of(f"half {half} as {dtype}", found.shape, dtype).copy_(found)
 
     def mask(self, part: Alone, window: int | None, n_repeat: int) -> torch.Tensor | None:
-        """Which keys each row may see; None if all may see all.
+        """The keys that each row may see; None if all may see all.
 
         Args:
             window: how many positions back a row sees, itself included; None is all of them.

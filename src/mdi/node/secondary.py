@@ -133,7 +133,7 @@ class SecondaryNode:
         return self.listener.port
 
     def run(self) -> None:
-        """Compute for one ring or several, until `close`, or until told to leave and the last ring is over."""
+        """Compute for one ring or several, until `close`, or until the node is to leave and the last ring has ended."""
         try:
             self.turns.run()
         except BaseException:  # Ctrl-C and SIGTERM
@@ -192,14 +192,14 @@ class SecondaryNode:
             worker.abort(Fault(self.config.name, reason, self.config.name, "left"))
 
     def _leave_if_idle(self) -> None:
-        """Called after the end of each ring, and when the node was told to leave."""
+        """Called after the end of each ring, and when the node is to leave."""
         if self.is_leaving and not self.runs.active:
             self.turns.close()
 
     # What the control server calls, from its threads
 
     def status(self, run: str | None) -> dict[str, Any]:
-        """What takes long to find out is left out: whoever asks takes a node that does not answer for a dead one."""
+        """The status of a run or of the node. Nothing slow is in it: a node that does not answer counts as dead."""
         device, latest = self._weights.device, self.stages.latest
         found = self._run_status(run)
         is_compiling = self._kernels.is_alive()  # asked last, so that nothing is left out if the state is not COMPILING
@@ -229,7 +229,7 @@ class SecondaryNode:
         }
 
     def _run_status(self, run: str | None) -> dict[str, Any]:
-        """What a starter must know: `/init` answers it, and nothing that takes long to find out."""
+        """The fields that a starter needs, as `/init` answers them; nothing slow is among them."""
         own = self.runs.find(run)
         if own is not None and not own.has_ended.is_set():
             own.cancel.touch()

@@ -178,7 +178,7 @@ class SecondarySetup:
         return dict(self._ask_missing())
 
     def _missing_in(self, status: dict[str, Any]) -> list[tuple[PartSpec, int]]:
-        """What a node says that it lacks. Raises ControlError if that cannot be read."""
+        """The parts that a node reports missing. Raises ControlError if that cannot be read."""
         specs = {part.sha256: part for part in self._request.parts}
         try:
             parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in status["missing"]]

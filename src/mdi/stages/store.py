@@ -248,7 +248,7 @@ class StageStore:
                 stage = self._build(
                     spec, next_source, held.loaded, supply.family, supply.memory, supply.cache_dir, cancel
                 )
-            logger.debug("%s", spec.computing.told(spec.name, *spec.blocks))
+            logger.debug("%s", spec.computing.describe(spec.name, *spec.blocks))
             try:
                 self._prepare(held, stage)
             except BaseException:
