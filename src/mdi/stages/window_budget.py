@@ -1,5 +1,4 @@
-"""The user's choices for a window, and the window that fits into a limit of memory: which units stay, and which share slots.
-"""
+"""The user's choices for a window, and the window that fits into a limit of memory."""
 
 from __future__ import annotations
 
