@@ -1,8 +1,8 @@
 """Weights from which a secondary can build stages: its own, and received parts.
 
 Parts that were packed for the kernels are kept on disk (`KeptPacked`), so that the next start maps them instead of packing.
-They are in the node's store of parts under the sha256 of their own bytes, which equal those of prepare_model.py --quantize. A small
-file beside them says which one was made from which plain part.
+They are in the node's store of parts under the sha256 of their own bytes, which equal those of prepare_model.py --quantize.
+A small file beside them says which one was made from which plain part.
 """
 
 from __future__ import annotations
