@@ -191,8 +191,8 @@ def _capacity_problems(finding: NodeFinding) -> list[Problem]:
         if have is None:
             continue
         if finding.needed_bytes and have < finding.needed_bytes:
-            told = f"has {size(have)} of {what} free, but {size(finding.needed_bytes)} of weights would come"
-            found.append(Problem(finding.node.name, told, advice))
+            message = f"has {size(have)} of {what} free, but {size(finding.needed_bytes)} of weights would come"
+            found.append(Problem(finding.node.name, message, advice))
         elif have < least:
             found.append(Problem(finding.node.name, f"has only {size(have)} of {what} free", advice))
     return found

@@ -41,7 +41,7 @@ logger = logging.getLogger("mdi")
 
 
 class PartSource(Protocol):
-    """What a node needs: parts of StarterWeights, or shares of them."""
+    """The weights that a node needs: parts of StarterWeights, or shares of them."""
 
     def spec(self, part: str) -> PartSpec: ...
 
@@ -189,7 +189,7 @@ def until(
 
 
 def from_offset(pieces: Iterable[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
-    """What comes after the first `skip` bytes."""
+    """The chunks without their first `skip` bytes."""
     for piece in pieces:
         if skip >= len(piece):
             skip -= len(piece)

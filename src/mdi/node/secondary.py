@@ -44,9 +44,8 @@ from mdi.spec.cluster import NodeConfig, WeightMemory
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
-from mdi.stages.cache_budget import share_in
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, share_in
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
@@ -136,7 +135,7 @@ class SecondaryNode:
         return self.listener.port
 
     def run(self) -> None:
-        """Compute for one ring or several, until `close`, or until told to leave and the last ring is over."""
+        """Compute for one ring or several, until `close`, or until the node is to leave and the last ring has ended."""
         try:
             self.turns.run()
         except BaseException:  # Ctrl-C and SIGTERM
@@ -197,14 +196,14 @@ class SecondaryNode:
             worker.abort(Fault(self.config.name, reason, self.config.name, "left"))
 
     def _leave_if_idle(self) -> None:
-        """Called after the end of each ring, and when the node was told to leave."""
+        """Called after the end of each ring, and when the node is to leave."""
         if self.is_leaving and not self.runs.active:
             self.turns.close()
 
     # Called by the servers of both ports, in their threads
 
     def status(self, run: str | None) -> dict[str, Any]:
-        """What takes long to find out is left out: whoever asks takes a node that does not answer for a dead one."""
+        """The status of a run or of the node. Nothing slow is in it: a node that does not answer counts as dead."""
         device, latest = self._weights.device, self.stages.latest
         found = self._run_status(run)
         is_compiling = self._kernels.is_alive()  # asked last, so that nothing is left out if the state is not COMPILING
@@ -234,7 +233,7 @@ class SecondaryNode:
         }
 
     def _run_status(self, run: str | None) -> dict[str, Any]:
-        """What a starter must know: `/init` answers it, and nothing that takes long to find out."""
+        """The fields that a starter needs, as `/init` answers them; nothing slow is among them."""
         own = self.runs.find(run)
         if own is not None and not own.has_ended.is_set():
             own.cancel.touch()

@@ -27,7 +27,7 @@ class InTime:
         self._asked: dict[str, tuple[threading.Thread, list[Any]]] = {}
 
     def ask(self, what: str, find: Callable[[], T]) -> T | None:
-        """What `find` returns, or None if it cannot be read or takes longer than PATIENCE_S. `what` is asked once at a time."""
+        """Call `find`, once at a time for each `what`; None if it fails or takes longer than PATIENCE_S."""
         with self._lock:
             thread, found = self._asked.get(what, (None, []))
             if thread is None:

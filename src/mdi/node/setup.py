@@ -19,7 +19,7 @@ from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
 from mdi.spec.cluster import NodeConfig
-from mdi.stages.cache_budget import CacheReport
+from mdi.stages.store import CacheReport
 from mdi.units import duration, size
 
 AGAIN_S = 0.1  # before a node that is busy is asked again
@@ -190,7 +190,7 @@ class SecondarySetup:
             self._changed.notify_all()
 
     def _missing_in(self, status: dict[str, Any]) -> list[tuple[PartSpec, int]]:
-        """What a node says that it lacks. Raises ControlError if that cannot be read."""
+        """The parts that a node reports missing. Raises ControlError if that cannot be read."""
         specs = {part.sha256: part for part in self._request.parts}
         try:
             parts = [(specs[entry["sha256"]], int(entry["have_bytes"])) for entry in status["missing"]]

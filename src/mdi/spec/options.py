@@ -135,7 +135,7 @@ class ParallelOptions:
 
     Attributes:
         parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
-        algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
+        algorithm, reduce_dtype: see tensor.sums.
     """
 
     mode: Annotated[str, Option(
@@ -308,6 +308,10 @@ class Options(StarterOptions):
     code: Annotated[str | None, Option("code of the invitation", ("code",), metavar="CODE", nargs="?")] = None
     port_in: Annotated[int, Option("ring port, or the next free one (%(default)s)")] = 5088
     no_start: Annotated[bool, Option("fetch the key and end")] = False
+    install_service: Annotated[bool, Option(
+        "make this node a service of systemd, with these flags: it starts now, and after each reboot"
+    )] = False
+    uninstall_service: Annotated[bool, Option("end that service and remove it")] = False
 
     # Texts
     prompt: Annotated[tuple[str, ...], Option(
