@@ -9,13 +9,13 @@ other would let a few silent strangers keep the starter out.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import socket
 import threading
 import time
 from typing import Any
 
+from mdi.control.web_pages import is_here
 from mdi.net.message import DeadlineSocket
 
 N_CONNECTIONS = 96
@@ -125,13 +125,3 @@ class ConnectionWorkers:
             return None
         unheard = [w for w in self._workers if not w.is_heard]
         return next((w for w in unheard if w.addr != self._owner), unheard[0] if unheard else new)
-
-
-def is_here(addr: str) -> bool:
-    """Whether an address is a loopback one."""
-    try:
-        found = ipaddress.ip_address(addr.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback

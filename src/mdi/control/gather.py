@@ -10,7 +10,7 @@ from typing import Any
 
 from mdi.control.announcement import Announcement
 from mdi.control.client import ControlClient
-from mdi.control.connection_workers import is_here
+from mdi.control.web_pages import is_here
 from mdi.control.fan_out import FanOut
 from mdi.control.messages import COMPILING
 from mdi.control.reach_node import compiling

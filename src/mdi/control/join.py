@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import Any
 
 from mdi.control.exchange import exchange
 from mdi.errors import AccessError, ControlError
 from mdi.net.message import ExchangeError
-
-CONNECT_S = 4.0
-ANSWER_S = 6.0
-JOIN_LIMIT_BYTES = 1024
-
-
-class Host(Protocol):
-    """A side that can be joined: an Invitation."""
-
-    def answer(self, request: Any, addr: str) -> dict[str, str]:
-        """What the guest at an address gets; raises AccessError."""
-
 
 def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
     """The answer of the node there; ControlError if there is none, or it says no."""

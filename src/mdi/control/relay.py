@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mdi.control.announcement import NAME_LIMIT, Announcement
-from mdi.control.connection_workers import is_here
+from mdi.control.web_pages import is_here
 from mdi.control.tunnel import MEET_S, PING_S, Tunnel, close, join, wake
 from mdi.errors import AccessError, MdiError, WireError
 from mdi.net.keys import KeyFile

@@ -22,7 +22,6 @@ from cheroot.server import HTTPConnection
 from mdi.control.body import BodyBrokenError, read_json
 from mdi.control.connection_workers import REQUEST_S, ConnectionWorkers
 from mdi.control.gate import Gate, public_status
-from mdi.control.join import JOIN_LIMIT_BYTES, Host
 from mdi.control.messages import CONTROL_VERSION, InitRequest
 from mdi.control.web_pages import check_sender
 from mdi.errors import ControlError, MdiError, UsageError
@@ -31,10 +30,18 @@ from mdi.net.message import DeadlineSocket, status_of
 
 MOVED = ("parts", "profile", "probe", "forward", "echo")  # which older nodes call
 HEADER_LIMIT_BYTES = 64 << 10
+JOIN_LIMIT_BYTES = 1024
 BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
 END_S = 2  # for answers that are on their way
 
 logger = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """A side that can be joined: an Invitation."""
+
+    def answer(self, request: Any, addr: str) -> dict[str, str]:
+        """What the guest at an address gets; raises AccessError."""
 
 
 class Node(Protocol):
