@@ -1,7 +1,7 @@
 """The commands: `mdi <command>`, and the launchers in src/ that are one command each.
 
 Only the parsing of arguments happens here; torch and litgpt are imported by a command's `run`, so that `--help` is quick
-and a missing library is told in one line.
+and a missing library is reported in one line.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Discovery:
         guests = self._guests(keys)
         with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
             logger.info("looking for nodes of this key on %s ...", addr)
-            gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", told(node)))
+            gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
             nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
         cluster = cluster_of(nodes, starter, keys)
         for node, config in zip(nodes, cluster.secondaries, strict=True):
@@ -215,7 +215,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
         server.close()
 
 
-def told(node: FoundNode) -> str:
+def describe(node: FoundNode) -> str:
     """A line about a node that has come."""
     from mdi.control.reach_node import compiling
 

@@ -104,7 +104,7 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     """A note that the checkpoint has chunks with another cut, which override this plan."""
     from mdi.errors import MdiError
     from mdi.node.starter_weights import StarterWeights
-    from mdi.placement.planning import told_blocks
+    from mdi.placement.planning import format_blocks
 
     n_nodes = len(report.nodes) + len(report.placement.left_out)
     if options.ckpt is None or options.layers is not None or n_nodes == 1:
@@ -122,8 +122,8 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     if options.placement == "even":  # which leaves chunks as they are
         flag = "--layers " + ",".join(str(stop - start) for start, stop in planned)
     return [
-        f"the checkpoint has chunks for {n_nodes} nodes ({told_blocks(names, weights.blocks)}), and starter.py takes their cut "
-        f"unless it is given {flag}"
+        f"the checkpoint has chunks for {n_nodes} nodes ({format_blocks(names, weights.blocks)}), and starter.py takes their "
+        f"cut unless it is given {flag}"
     ]
 
 
@@ -162,13 +162,13 @@ def _live(options: Options) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
 
     from mdi.checkpoint.manifest import config_hash
-    from mdi.host.neighbours import threads_beside
+    from mdi.host.neighbours import threads_of_others
     from mdi.host.threads import choose_threads
     from mdi.placement.planning import Model, measure_live
 
     config = _config(options, None)
     model = Model(config["name"] or "", config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
-    choose_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
+    choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
     asked = Requested(
         dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize, kv_dtype=options.kv_dtype
     )

@@ -3,7 +3,7 @@
 It needs Python and a C++ compiler (gcc or clang), no more: the setup script runs it before anything is installed.
 
 One file of `csrc`, `isa_<name>.cpp`, belongs to one instruction set; all others but `selftest.cpp` are compiled for every
-machine. They are told which of the former are there by a macro each: MDI_HAS_AVX512 and so on.
+machine. A macro for each of the former says that it is there: MDI_HAS_AVX512 and so on.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ def find_compiler() -> Compiler:
             "there is no C++ compiler: install one (Debian, Ubuntu: sudo apt install g++; Fedora: sudo dnf install gcc-c++; "
             "macOS: xcode-select --install)"
         )
-    told = _run([*command, "-v"])
-    target = re.search(r"^Target: ([^-\s]+)", told.stderr, re.MULTILINE)
-    if told.returncode or not target:
-        raise KernelError(f"the C++ compiler {shlex.join(command)} does not work: {_first_error(told)}")
-    return Compiler(tuple(command), told.stderr, _architecture(target[1]))
+    answer = _run([*command, "-v"])
+    target = re.search(r"^Target: ([^-\s]+)", answer.stderr, re.MULTILINE)
+    if answer.returncode or not target:
+        raise KernelError(f"the C++ compiler {shlex.join(command)} does not work: {_first_error(answer)}")
+    return Compiler(tuple(command), answer.stderr, _architecture(target[1]))
 
 
 def this_machine() -> str:

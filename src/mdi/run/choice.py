@@ -28,7 +28,7 @@ from mdi.placement.model import Workload
 from mdi.placement.model_shape import model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
-from mdi.placement.planning import Model, choose, profile_cluster, told_blocks
+from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.ports import StarterPorts
@@ -37,8 +37,8 @@ from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_options import window_of
-from mdi.tensor.ring_stages import RingStage, stages_of
+from mdi.stages.window_budget import window_of
+from mdi.tensor.group import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
 from mdi.units import duration
@@ -197,7 +197,7 @@ class Choice:
                 weights.cut_anew((weights.n_layer,))  # it was cut for nodes that were lost
             elif self.cluster.secondaries:
                 how = "as --layers says" if options.layers else "as its chunks are" if is_cut else "shared out evenly"
-                logger.info("blocks %s, %s", told_blocks(self.names, weights.blocks), how)
+                logger.info("blocks %s, %s", format_blocks(self.names, weights.blocks), how)
             return
         first_that_fits(formats, lambda form: self._place_in(form, work, cancel))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from mdi.cancel import Cancel, CancelledError
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.errors import ControlError
@@ -35,13 +35,11 @@ def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dic
     timeout_s = METRICS_DEADLINE_S if patient else 1.5
     measured: dict[str, Any] = {}
     try:
-        deadline = time.monotonic() + timeout_s
-        while patient and time.monotonic() < deadline:
-            status = client.status(run, timeout_s)
-            if status["state"] != "RUNNING":
-                measured = status.get("metrics") or {}
-                break
-            threading.Event().wait(0.05)
+        with contextlib.suppress(CancelledError):  # it does not notice the end in time
+            for status in client.watch(run, None, Cancel(timeout_s)) if patient else ():
+                if status["state"] != "RUNNING":
+                    measured = status.get("metrics") or {}
+                    break
         if leave or not patient:
             client.stop(run, leave, timeout_s)
     except ControlError as e:

@@ -270,7 +270,7 @@ class RingLoop:
         return None
 
     def _end_ahead(self, is_used: bool) -> None:
-        """What was loaded ahead is part of a ring, or is not needed."""
+        """Keep what was loaded ahead if a ring uses it, else free it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close() if is_used else ahead.give_up()

@@ -48,11 +48,11 @@ class NodeSource:
         """The nodes; this process computes with its share of its machine from now on. Raises MdiError."""
         cluster = self._find()
         starter = cluster.starter
-        from mdi.host.neighbours import threads_beside
+        from mdi.host.neighbours import threads_of_others
         from mdi.host.threads import choose_threads
 
         cores = starter.cores if self._cores is None else self._cores
-        choose_threads(self._threads or starter.threads, cores, threads_beside(starter, cluster.nodes))
+        choose_threads(self._threads or starter.threads, cores, threads_of_others(starter, cluster.nodes))
         return cluster
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from typing import Any, Protocol
 
+from mdi.control.asked import EchoOnly, MessageServer
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
 from mdi.net.listener import RingListener, open_socket
@@ -24,13 +25,14 @@ class RunStatus(Protocol):
     def check_echo(self) -> None: ...
 
 
-class StarterPorts(StatusOnly):
+class StarterPorts(StatusOnly, EchoOnly):
     """Opened by the first run. A ring of one node has no ring port, and no control port if its number is 0."""
 
     def __init__(self) -> None:
         self.caches = StageStore()
         self.control: ControlServer | None = None
         self.listener: RingListener | None = None
+        self._messages: MessageServer | None = None
         self._runs: list[RunStatus] = []
         self._opening = threading.Lock()
 
@@ -44,6 +46,7 @@ class StarterPorts(StatusOnly):
             if self.listener is None and cluster.secondaries:
                 sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
                 self.listener = RingListener(sock, node.name, cluster.keys)
+                self._messages = MessageServer(self, self.listener)
 
     def over(self, cluster: ClusterConfig) -> ClusterConfig:
         """A cluster of several nodes with the ports that this one really has."""
@@ -69,6 +72,8 @@ class StarterPorts(StatusOnly):
         """Harmless if repeated."""
         if self.control is not None:
             self.control.close()
+        if self._messages is not None:
+            self._messages.close()
         if self.listener is not None:
             self.listener.close()
         self.control = self.listener = None
