@@ -31,8 +31,7 @@ from mdi.placement.plan import PlanReport
 from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
-from mdi.run.ports import StarterPorts
-from mdi.run.roll_call import free_nodes
+from mdi.run.nodes import StarterPorts, free_nodes
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions

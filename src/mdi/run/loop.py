@@ -23,6 +23,7 @@ from mdi.net.hello import Fault
 from mdi.node.forming import HAND_OVER_S
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
 from mdi.run.lookout import Leaving
+from mdi.run.nodes import CallRoll, call_roll
 from mdi.run.policy import (
     BROUGHT_DOWN,
     Answered,
@@ -37,8 +38,7 @@ from mdi.run.policy import (
     Wait,
     takers,
 )
-from mdi.run.records import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
-from mdi.run.roll_call import CallRoll, call_roll
+from mdi.run.report import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.spec.cluster import NodeConfig
 
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation

@@ -33,15 +33,13 @@ from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
 from mdi.run.choice import Choice, model_of
 from mdi.run.cut import MovingCut
-from mdi.run.ending import dismiss
 from mdi.run.form import Basis, Former, Ring, Watched
 from mdi.run.identity import identity_of
 from mdi.run.lookout import Joins, Lookout
 from mdi.run.loop import RingLoop
-from mdi.run.measurements import differing, measured_here, metrics_of_run
-from mdi.run.nodes import NodeSource
+from mdi.run.nodes import NodeSource, StarterPorts, dismiss
 from mdi.run.policy import Cut, Policy, Stage
-from mdi.run.ports import StarterPorts
+from mdi.run.report import differing, measured_here, metrics_of_run
 from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace, Trace
 from mdi.spec.cluster import ClusterConfig

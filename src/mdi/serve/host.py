@@ -24,8 +24,7 @@ from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
-from mdi.run.nodes import Newcomers, NodeSource
-from mdi.run.ports import StarterPorts
+from mdi.run.nodes import Newcomers, NodeSource, StarterPorts
 from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
