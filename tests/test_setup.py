@@ -57,12 +57,18 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def outcome(node: Loading, weights: Any = None) -> MdiError | None:
     server = ControlServer(node, "127.0.0.1", 0, "secondary0")
-    setup = SecondarySetup(ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, weights, 5.0)
+    cancel = Cancel(DEADLINE_S)
+    setup = SecondarySetup(
+        ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, weights, 5.0, cancel
+    )
     try:
-        assert setup.wait(DEADLINE_S), "it waits for ever"
-        return setup.error
+        setup.wait()
+        return None
+    except MdiError as e:
+        assert e is setup.error, "it waits for ever"
+        return e
     finally:
-        setup.cancel()
+        cancel.cancel()
         setup.join(DEADLINE_S)
         server.close()
 

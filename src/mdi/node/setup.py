@@ -48,6 +48,7 @@ class SecondarySetup:
         request: its task.
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
+        cancel: of the set-up of all nodes: its end ends this one, and a failure of this one cancels it.
         is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
         holders: other nodes that may have parts.
 
@@ -58,8 +59,8 @@ class SecondarySetup:
     """
 
     def __init__(
-        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, is_known: bool = False,
-        holders: Holders | None = None,
+        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, cancel: Cancel,
+        is_known: bool = False, holders: Holders | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._request = request
@@ -70,7 +71,7 @@ class SecondarySetup:
         self._answer: dict[str, Any] = {}  # its last status
         self.is_ready_at_once = False
         self._done = threading.Event()
-        self._cancel = Cancel()
+        self._cancel = cancel
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
@@ -85,12 +86,12 @@ class SecondarySetup:
     def name(self) -> str:
         return self._client.node.name
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the node is ready, or has failed (see `error`), by now."""
-        return self._done.wait(timeout_s)
-
-    def cancel(self) -> None:
-        self._cancel.cancel(RingError("the set-up was interrupted"))
+    def wait(self) -> None:
+        """Until the node is ready. Raises the error that ended the set-up of all nodes."""
+        with self._cancel.waking(self._done.set):
+            while not self._done.wait(self._cancel.left_s(SIGN_S)):
+                self._cancel.check()
+        self._cancel.check()
 
     def join(self, timeout_s: float) -> None:
         for thread in (self._setup, self._watch):
@@ -117,10 +118,9 @@ class SecondarySetup:
             self._done.set()
 
     def _fail(self, error: MdiError) -> None:
-        if self.error is None and not self._cancel.is_cancelled:
+        self._cancel.cancel(error)
+        if self._cancel.error is error:  # the first of all nodes
             self.error = error
-        self.cancel()
-        self._done.set()
 
     def _reach(self) -> None:
         """Wait until the node answers."""
@@ -241,7 +241,7 @@ class SecondarySetup:
         Renews the lease: a node that is ready must not count its starter as dead while the others still load.
         """
         report = Periodic()
-        with contextlib.suppress(RingError):  # it was interrupted
+        with contextlib.suppress(MdiError):  # it was cancelled
             while True:
                 self._cancel.wait(SIGN_S)
                 try:

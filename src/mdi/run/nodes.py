@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.errors import ControlError
+from mdi.errors import ControlError, NodeLostError
 from mdi.net.listener import RingListener, open_socket
 from mdi.run.policy import Answer, Roll
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -25,12 +27,74 @@ if TYPE_CHECKING:
     from mdi.control.arrivals import Arrivals
     from mdi.node.local import LocalRing
 
+LOOK_S = 0.1  # how often processes of this machine are looked at
+
 # Nodes that were found during a run, by the numbers of their processes.
 Newcomers = Callable[[], Mapping[str, NodeConfig]]
 
 
 def nobody() -> Mapping[str, NodeConfig]:
     return {}
+
+
+class Losses:
+    """Ended processes of nodes, while a ring is sought. Each ends the present attempt or, if that does not notice, the next.
+
+    Args:
+        cancel: of the run.
+    """
+
+    def __init__(self, cancel: Cancel) -> None:
+        self._cancel = cancel
+        self._lock = threading.Lock()
+        self._errors: deque[NodeLostError] = deque()
+        self._attempt: Cancel | None = None
+
+    def add(self, error: NodeLostError) -> None:
+        """From any thread."""
+        with self._lock:
+            self._errors.append(error)
+            attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel(error)
+
+    @contextmanager
+    def attempt(self) -> Iterator[Cancel]:
+        """Within: a child of the run's `Cancel` that a loss ends, too."""
+        with self._cancel.child() as attempt:
+            with self._lock:
+                self._attempt, error = attempt, self._errors[0] if self._errors else None
+            if error is not None:
+                attempt.cancel(error)
+            try:
+                yield attempt
+            except BaseException:
+                with self._lock, suppress(ValueError):  # a loss is reported once
+                    self._errors.remove(attempt.error)  # type: ignore[arg-type]
+                raise
+            finally:
+                self._attempt = None
+
+
+@contextmanager
+def watching(look: Callable[[], None], losses: Losses) -> Iterator[None]:
+    """Within: a thread looks again and again, and adds the NodeLostErrors that `look` raises."""
+    has_ended = threading.Event()
+
+    def run() -> None:
+        while not has_ended.wait(LOOK_S):
+            try:
+                look()
+            except NodeLostError as e:
+                losses.add(e)
+
+    thread = threading.Thread(target=run, name="node-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 class NodeSource:
@@ -67,8 +131,12 @@ class NodeSource:
         choose_threads(self._threads or starter.threads, cores, threads_of_others(starter, cluster.nodes))
         return cluster
 
+    def watched(self, losses: Losses) -> AbstractContextManager[None]:
+        """Within: ended processes of nodes are added, as far as this one started them."""
+        return nullcontext()
+
     def check(self) -> None:
-        """Called again and again, while a run gets ready at least. Raises NodeLostError if that has become pointless."""
+        """Start ended processes again, or raise NodeLostError, once for each; does nothing for nodes that others started."""
 
     def close(self) -> None:
         """End the started processes; harmless if repeated."""
@@ -90,7 +158,7 @@ class OwnProcesses(NodeSource):
     Args:
         make: the ring, not started yet.
         begun: called with a started ring; its nodes as the starter sees them.
-        is_revived: `check` starts an ended process again, and the others continue; else `check` raises.
+        is_revived: `check` starts an ended process again, and the others continue; else it raises NodeLostError.
     """
 
     def __init__(
@@ -114,13 +182,20 @@ class OwnProcesses(NodeSource):
         elif self._ring is not None:
             self._ring.check()
 
+    def watched(self, losses: Losses) -> AbstractContextManager[None]:
+        return watching(self.check, losses)
+
     def close(self) -> None:
         self._ring = None
         self._stack.close()
 
 
 class GivenNodes(NodeSource):
-    """A cluster that is known; this process keeps the threads that it has; `look` is called instead of `check`."""
+    """A cluster that is known; this process keeps the threads that it has.
+
+    Args:
+        look: raises NodeLostError, once for each, if a node has ended; called by a thread while a ring is sought.
+    """
 
     def __init__(
         self, cluster: ClusterConfig, newcomers: Newcomers = nobody, look: Callable[[], None] = lambda: None
@@ -136,8 +211,8 @@ class GivenNodes(NodeSource):
     def cluster(self) -> ClusterConfig:
         return self._find()
 
-    def check(self) -> None:
-        self._look()
+    def watched(self, losses: Losses) -> AbstractContextManager[None]:
+        return watching(self._look, losses)
 
 
 class RunStatus(Protocol):
