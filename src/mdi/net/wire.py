@@ -106,7 +106,7 @@ DTYPE_CODES = {payload_type.name: code for code, payload_type in DTYPES.items()}
 
 # What a run's rows travel as; "auto" is what each stage computes in. All nodes of a ring must agree (net.hello).
 WIRE_DTYPES = ("auto", "fp16", "int8")
-REDUCE_DTYPES = ("float32", *WIRE_DTYPES[1:])  # of partial sums, see tensor.numbers
+REDUCE_DTYPES = ("float32", *WIRE_DTYPES[1:])  # of partial sums, see tensor.sums
 
 
 @dataclass(frozen=True)

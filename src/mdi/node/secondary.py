@@ -43,9 +43,8 @@ from mdi.spec.cluster import NodeConfig, WeightMemory
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
-from mdi.stages.cache_budget import share_in
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, share_in
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds

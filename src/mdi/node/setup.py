@@ -20,7 +20,7 @@ from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
 from mdi.spec.cluster import NodeConfig
-from mdi.stages.cache_budget import CacheReport
+from mdi.stages.store import CacheReport
 from mdi.units import duration, size
 
 # A node that has everything is ready in a few hundredths of a second, and texts may be waiting for it; one that loads for

@@ -27,9 +27,8 @@ from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.group_member import GroupPart, share_metrics
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
-from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage
-from mdi.stages.store import KEPT_S, HeldStage, StageStore
+from mdi.stages.store import KEPT_S, CacheReport, HeldStage, StageStore
 from mdi.units import size
 
 if TYPE_CHECKING:

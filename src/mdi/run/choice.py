@@ -36,8 +36,8 @@ from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_options import window_of
-from mdi.tensor.ring_stages import RingStage, stages_of
+from mdi.stages.window_budget import window_of
+from mdi.tensor.group import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
 from mdi.units import duration

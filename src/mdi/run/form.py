@@ -43,11 +43,10 @@ from mdi.run.policy import Form, Stage
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import Requested, StarterOptions
-from mdi.stages.cache_budget import share_extensions, share_out
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import StageStore
-from mdi.stages.window_options import extensions_of as window_extensions
-from mdi.stages.window_options import window_of
+from mdi.stages.store import StageStore, share_extensions, share_out
+from mdi.stages.window_budget import extensions_of as window_extensions
+from mdi.stages.window_budget import window_of
 
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
