@@ -24,7 +24,6 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, UsageError
 from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
-from mdi.node.setup import growing_pauses
 from mdi.node.worker import RingWorker
 from mdi.run.form import Loaded
 from mdi.run.lookout import Leaving, Lookout
@@ -368,14 +367,6 @@ def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
 
 
 # Asking a node that loads
-
-
-def test_a_node_that_loads_for_minutes_is_asked_less_often() -> None:
-    pauses, asked = growing_pauses(), []
-    while sum(asked) < 60:
-        asked.append(next(pauses))
-    assert asked[0] == 0.03 and asked == sorted(asked) and max(asked) == 0.5
-    assert len(asked) < 150 < 60 / 0.03
 
 
 # Models of a server

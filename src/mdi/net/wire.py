@@ -58,6 +58,8 @@ class FrameType(IntEnum):
     PING = 5  # sign of life of one link, in both directions, never passed on
     CHALLENGE = 6  # before the HELLO, where nodes have a cluster key, and its answer
     NOTICE = 7  # a node will leave; passed on in both directions, before queued frames, up to the starter
+    MESSAGE = 8  # a question outside of rings, and its answers, see net.message
+    DATA = 9  # bytes that belong to a MESSAGE
 
 
 @dataclass(frozen=True)

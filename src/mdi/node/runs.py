@@ -41,10 +41,14 @@ class Runs:
             for run in ended[:-N_REMEMBERED]:
                 del self.rings[run]
 
-    def find(self, run: str | None) -> RingWorker | None:
-        """The latest ring of a run that has not ended; else the last one, one that had begun if there is one."""
+    def find(self, run: str | None, epoch: str | None = None) -> RingWorker | None:
+        """The latest ring of a run that has not ended; else the last one, one that had begun if there is one.
+
+        Args:
+            epoch: of the ring, if it must be a certain one.
+        """
         with self._lock:
-            rings = self.rings.get(run or "", [])
+            rings = [one for one in self.rings.get(run or "", []) if epoch in (None, one.request.epoch)]
             active = [one for one in rings if not one.has_ended.is_set()]
             return next(reversed(active or [one for one in rings if one.has_begun] or rings), None)
 

@@ -13,7 +13,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, CancelledError
+from mdi.control.asked import EchoOnly, MessageServer
 from mdi.control.client import ControlClient
 from mdi.control.fan_out import FanOut
 from mdi.control.server import ControlServer, StatusOnly
@@ -226,13 +227,14 @@ class RunStatus(Protocol):
     def check_echo(self) -> None: ...
 
 
-class StarterPorts(StatusOnly):
+class StarterPorts(StatusOnly, EchoOnly):
     """Opened by the first run. A ring of one node has no ring port, and no control port if its number is 0."""
 
     def __init__(self) -> None:
         self.caches = StageStore()
         self.control: ControlServer | None = None
         self.listener: RingListener | None = None
+        self._messages: MessageServer | None = None
         self._runs: list[RunStatus] = []
         self._opening = threading.Lock()
 
@@ -246,6 +248,7 @@ class StarterPorts(StatusOnly):
             if self.listener is None and cluster.secondaries:
                 sock = open_socket(node.listen_addr, node.port_in, "starter's inference port_in")
                 self.listener = RingListener(sock, node.name, cluster.keys)
+                self._messages = MessageServer(self, self.listener)
 
     def over(self, cluster: ClusterConfig) -> ClusterConfig:
         """A cluster of several nodes with the ports that this one really has."""
@@ -271,6 +274,8 @@ class StarterPorts(StatusOnly):
         """Harmless if repeated."""
         if self.control is not None:
             self.control.close()
+        if self._messages is not None:
+            self._messages.close()
         if self.listener is not None:
             self.listener.close()
         self.control = self.listener = None
@@ -341,13 +346,11 @@ def _dismiss(client: ControlClient, run: str, leave: bool, patient: bool) -> dic
     timeout_s = METRICS_DEADLINE_S if patient else 1.5
     measured: dict[str, Any] = {}
     try:
-        deadline = time.monotonic() + timeout_s
-        while patient and time.monotonic() < deadline:
-            status = client.status(run, timeout_s)
-            if status["state"] != "RUNNING":
-                measured = status.get("metrics") or {}
-                break
-            threading.Event().wait(0.05)
+        with suppress(CancelledError):  # it does not notice the end in time
+            for status in client.watch(run, None, Cancel(timeout_s)) if patient else ():
+                if status["state"] != "RUNNING":
+                    measured = status.get("metrics") or {}
+                    break
         if leave or not patient:
             client.stop(run, leave, timeout_s)
     except ControlError as e:
