@@ -159,7 +159,7 @@ def test_nodes_without_torch_can_be_imported() -> None:
     [
         (("mdi.serve.api", "mdi.serve.page"), OF_CLIENTS),
         (
-            ("mdi.serve.host", "mdi.serve.backend", "mdi.serve.process", "mdi.serve.questions", "mdi.serve.snapshot"),
+            ("mdi.serve.host", "mdi.serve.backend", "mdi.serve.process", "mdi.serve.backend", "mdi.serve.snapshot"),
             OF_NODES,
         ),
         (

@@ -132,7 +132,7 @@ def test_an_answer_to_another_guest_with_the_same_code_does_not_open() -> None:
     "body", [b"", b"[]", b"{}", b"null", b'{"public": 1, "proof": 2}', b'{"public": "00", "proof": ""}']
 )
 def test_what_is_no_request_is_refused(body: bytes, port: int, invitation: Invitation) -> None:
-    found = exchange("POST", "127.0.0.1", port, "/join", body, len(body), DEADLINE_S, DEADLINE_S)
+    found = exchange("POST", "127.0.0.1", port, "/join", body, DEADLINE_S, DEADLINE_S)
     assert found.status in (400, 401) and not invitation.used.is_set()
     assert "Traceback" not in json.loads(found.body)["error"]
 
@@ -162,7 +162,7 @@ def test_the_key_of_another_cluster_is_kept(port: int, invitation: Invitation, t
 def test_nobody_is_invited_by_a_node_of_a_run(keys: KeyFile) -> None:
     server = ControlServer(Inviting(), "127.0.0.1", 0, "secondary0", keys)
     try:
-        assert exchange("POST", "127.0.0.1", server.port, "/join", b"{}", 2, DEADLINE_S, DEADLINE_S).status == 404
+        assert exchange("POST", "127.0.0.1", server.port, "/join", b"{}", DEADLINE_S, DEADLINE_S).status == 404
     finally:
         server.close()
 

@@ -87,10 +87,9 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     from mdi.cli import ignore_interrupts
     from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
-    from mdi.serve.backend import Backend
+    from mdi.serve.backend import Backend, handlers
     from mdi.serve.catalog import Catalog
     from mdi.serve.host import ModelHost
-    from mdi.serve.questions import handlers
     from mdi.serve.snapshot import Snapshots
 
     nodes = _nodes(options)

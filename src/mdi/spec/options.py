@@ -135,7 +135,7 @@ class ParallelOptions:
 
     Attributes:
         parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
-        algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
+        algorithm, reduce_dtype: see tensor.sums.
     """
 
     mode: Annotated[str, Option(

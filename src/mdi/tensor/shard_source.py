@@ -21,8 +21,7 @@ from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.tensor.pieces import Piece, piece_of
-from mdi.tensor.shares import Share
+from mdi.tensor.shares import Piece, Share, piece_of
 
 SHARD_KEY = "shard"
 
