@@ -54,7 +54,7 @@ def find_folder(name: Path, home: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if the folder has no checkpoint in LitGPT's or Hugging Face's form, no chunks, and no note of a GGUF file."""
+    """Raises UsageError if the folder has no checkpoint in LitGPT's or Hugging Face's form, no chunks, no note of a GGUF file."""
     if not is_usable(folder):
         raise UsageError(no_checkpoint(folder))
 
@@ -72,7 +72,7 @@ def is_readable_hf(folder: Path) -> bool:
 
 
 def model_name(folder: Path) -> str:
-    """The name of the model in a folder: the folder's own; in the hub's cache, models--org--name/snapshots/abc, the one there."""
+    """The name of the model in a folder: the folder's own, or that of the hub's cache (models--org--name/snapshots/abc)."""
     folder = folder.absolute()
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
         return folder.parent.parent.name.rsplit("--", 1)[-1]

@@ -99,7 +99,7 @@ def open_source(path: str | Path) -> WeightSource:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """litgpt's Config of a checkpoint's folder as a plain dict, whether its weights are there or not. Raises CheckpointError."""
+    """litgpt's Config of a checkpoint's folder as a plain dict; the weights need not be there. Raises CheckpointError."""
     if (path / CONFIG_FILE).is_file():
         return read_config(path / CONFIG_FILE)
     if (path / "config.json").is_file():
