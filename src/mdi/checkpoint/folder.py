@@ -54,7 +54,7 @@ def find_folder(name: Path, home: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if the folder has no checkpoint in LitGPT's or Hugging Face's form, no chunks, no note of a GGUF file."""
+    """Raises UsageError if there is no checkpoint in LitGPT's or Hugging Face's form, no chunk, and no note of a GGUF file."""
     if not is_usable(folder):
         raise UsageError(no_checkpoint(folder))
 
