@@ -15,8 +15,8 @@ import mdi.control.client
 import mdi.control.connection_workers
 from mdi.control.client import ControlClient
 from mdi.control.connection_workers import N_CONNECTIONS, N_OF_OWNER, N_PER_ADDRESS, ConnectionWorkers
-from mdi.control.deadline import DeadlineSocket
 from mdi.control.server import ControlServer, StatusOnly
+from mdi.net.message import DeadlineSocket
 from mdi.spec.cluster import NodeConfig
 
 DEADLINE_S = 30.0

@@ -22,11 +22,11 @@ from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import FrameCodec
 from mdi.spec.options import SUMS
 from mdi.tensor import joining
-from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group, Member
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shares import Shares
+from mdi.tensor.sums import AllReduce
 from tensor_groups import on_all
 from waiting import until
 

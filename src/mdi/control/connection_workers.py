@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from mdi.control.deadline import DeadlineSocket
+from mdi.net.message import DeadlineSocket
 
 N_CONNECTIONS = 96
 N_OF_OWNER = 32  # places more, for the address of the run's starter

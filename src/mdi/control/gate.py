@@ -13,7 +13,6 @@ from mdi.control.signing import (
     BODY_HEADER,
     NONCE_HEADER,
     SIGNATURE_HEADER,
-    UNHASHED,
     NoncesGiven,
     body_hash,
     key_of_request,
@@ -73,10 +72,8 @@ class Gate:
         signature, nonce = headers.get(SIGNATURE_HEADER, ""), headers.get(NONCE_HEADER, "")
         if not signature:
             return None
-        body, length = headers.get(BODY_HEADER, UNHASHED), headers.get("Content-Length", "0")
-        if not length.isascii() or not length.isdigit() or len(length) > 18:
-            raise self.refusal(addr)
-        secret = key_of_request(signature, self._keys.keys, method, target, int(length), body, nonce)
+        body = headers.get(BODY_HEADER, "")
+        secret = key_of_request(signature, self._keys.keys, method, target, body, nonce)
         if secret is None:
             raise self.refusal(addr, f"it has another cluster key than {self._name}")
         if not self._nonces.is_fresh(nonce) or not self._nonces.use(nonce):

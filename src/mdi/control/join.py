@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-from mdi.control.exchange import ExchangeError, exchange
+from mdi.control.exchange import exchange
 from mdi.errors import AccessError, ControlError
+from mdi.net.message import ExchangeError
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0
@@ -24,7 +25,7 @@ def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
     """The answer of the node there; ControlError if there is none, or it says no."""
     body, where = json.dumps(request).encode(), f"{addr}:{port}"
     try:
-        found = exchange("POST", addr, port, "/join", body, len(body), CONNECT_S, ANSWER_S)
+        found = exchange("POST", addr, port, "/join", body, CONNECT_S, ANSWER_S)
         answer = json.loads(found.body)
     except ExchangeError as e:
         raise ControlError(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mdi
+from mdi.control.asked import EchoOnly, MessageServer
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.net.keys import KeyFile
@@ -34,6 +35,7 @@ def open_ports(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tup
     """Listen on the starter's control and ring port; gives both ports. UsageError if one cannot be listened on."""
     sock = open_socket(starter.listen_addr, starter.port_in, "starter's inference port_in")
     listener = RingListener(sock, starter.name, keys)
+    messages = MessageServer(EchoOnly(), listener)
     try:
         control = ControlServer(_BeforeRun(starter.name), starter.listen_addr, starter.port, starter.name, keys)
         try:
@@ -41,4 +43,5 @@ def open_ports(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tup
         finally:
             control.close()
     finally:
+        messages.close()
         listener.close()

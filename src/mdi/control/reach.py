@@ -8,23 +8,22 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mdi.control.client import ControlClient
-from mdi.control.exchange import problem_of
 from mdi.control.messages import ProbeRequest
 from mdi.errors import AccessError, ControlError, WireError
 from mdi.net.hello import Fault, Hello
 from mdi.net.keys import KeyFile
 from mdi.net.meeting import meet
+from mdi.net.message import problem_of
 from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import Number, Text, decode, shown
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
-ECHO_S = 10.0
 ENOUGH_S = 0.2  # a transfer of this time is long enough to measure the bandwidth
 
 PROBLEMS = {
@@ -128,9 +127,9 @@ def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFil
         return Route(Reach(e.problem or "stranger", str(e)), greet(request.addr, request.port_in, "", deadline_s, keys))
     clock = status.get("clock_s")
     skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
-    if request.measure:
-        control = Reach("", "", control.round_trip_s, bandwidth(client))
     ring = greet(request.addr, request.port_in, str(status.get("name", "")), deadline_s, keys)
+    if request.measure and ring.is_ok:
+        ring = replace(ring, bytes_s=bandwidth(client))
     return Route(control, ring, status, skew)
 
 
@@ -209,5 +208,5 @@ def bandwidth(client: ControlClient) -> float:
 
 def _echo_s(client: ControlClient, n_bytes: int) -> float:
     begin = time.perf_counter()
-    client.echo(n_bytes, ECHO_S)
+    client.echo(n_bytes)
     return time.perf_counter() - begin

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from mdi.control.announcement import NAME_LIMIT, Announcement
 from mdi.control.connection_workers import is_here
-from mdi.control.deadline import DeadlineSocket
 from mdi.control.tunnel import MEET_S, PING_S, Tunnel, close, join, wake
 from mdi.errors import AccessError, MdiError, WireError
 from mdi.net.keys import KeyFile
 from mdi.net.listener import open_socket
+from mdi.net.message import DeadlineSocket
 
 N_NODES, N_WAITING, N_MEETING = 256, 64, 64
 N_PER_ADDRESS = 16  # connections to one node from one address elsewhere: the node cannot tell them apart

@@ -19,17 +19,17 @@ import cherrypy
 from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
-from mdi.control.body import BodyBrokenError, content_length, number_of, read_body, read_json
+from mdi.control.body import BodyBrokenError, read_json
 from mdi.control.connection_workers import REQUEST_S, ConnectionWorkers
-from mdi.control.deadline import DeadlineSocket
 from mdi.control.gate import Gate, public_status
 from mdi.control.join import JOIN_LIMIT_BYTES, Host
-from mdi.control.messages import ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
+from mdi.control.messages import CONTROL_VERSION, InitRequest
 from mdi.control.web_pages import check_sender
-from mdi.errors import AccessError, ControlError, MdiError, UsageError
+from mdi.errors import ControlError, MdiError, UsageError
 from mdi.net.keys import KeyFile
+from mdi.net.message import DeadlineSocket, status_of
 
-ECHO_LIMIT_BYTES = 4 << 20
+MOVED = ("parts", "profile", "probe", "forward", "echo")  # which older nodes call
 HEADER_LIMIT_BYTES = 64 << 10
 BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
 END_S = 2  # for answers that are on their way
@@ -46,48 +46,18 @@ class Node(Protocol):
     def init(self, request: InitRequest) -> dict[str, Any]:
         """Take part in a run; the answer names the missing parts."""
 
-    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        """Take the bytes of a part from `offset` on; `read(n)` gives up to n of the `n_bytes` that are coming."""
-
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         """End the run; with `leave`, the process as well; with `ring`, an epoch, only that ring."""
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """Measure itself; returns when that is done."""
-
-    def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        """Try to reach another node, and report the result."""
-
-    def forward(self, request: ForwardRequest) -> None:
-        """Send a part to another node; done when that node has it."""
-
-    def check_echo(self) -> None:
-        """Raises ControlError if bytes that measure a link would disturb a run."""
-
 
 class StatusOnly:
-    """Base for a node that only answers `GET /` and `PUT /echo`: the starter."""
+    """Base for a node that only answers `GET /`: the starter."""
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         raise ControlError("this node is a starter: it configures others", 409, code="role")
 
-    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        raise ControlError("this node is a starter: it takes no weights", 409, code="role")
-
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         raise ControlError("this node is a starter: stop it there", 409, code="role")
-
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it measures itself", 409, code="role")
-
-    def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it asks others", 409, code="role")
-
-    def forward(self, request: ForwardRequest) -> None:
-        raise ControlError("this node is a starter: it sends parts itself", 409, code="role")
-
-    def check_echo(self) -> None:
-        pass
 
 
 def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) -> Callable[..., bytes]:
@@ -108,9 +78,7 @@ def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) ->
             _check_arguments(signature, args, kwargs)
             result = handler(*args, **kwargs)
         except MdiError as e:
-            found = e.status if isinstance(e, ControlError) else None
-            default = 401 if isinstance(e, AccessError) else 400 if isinstance(e, UsageError) else 500
-            cherrypy.response.status = found or default
+            cherrypy.response.status = status_of(e)
             result = {"error": str(e), "code": e.code}
         except BodyBrokenError:
             cherrypy.response.status = 400
@@ -151,11 +119,6 @@ class _Pages:
         self.index = cherrypy.expose(_answer(self._index, gate, is_public=True))
         self.init = cherrypy.expose(_answer(self._init, gate))
         self.stop = cherrypy.expose(_answer(self._stop, gate))
-        self.parts = cherrypy.expose(_answer(self._parts, gate))
-        self.profile = cherrypy.expose(_answer(self._profile, gate))
-        self.probe = cherrypy.expose(_answer(self._probe, gate))
-        self.forward = cherrypy.expose(_answer(self._forward, gate))
-        self.echo = cherrypy.expose(_answer(self._echo, gate))
         self.join = cherrypy.expose(_answer(self._join, gate, is_public=True))
         self.default = cherrypy.expose(_answer(self._default, gate))
 
@@ -183,46 +146,6 @@ class _Pages:
         self._node.stop(body["run"], body.get("leave") is True, ring)
         return {}
 
-    def _parts(self, sha256: str = "", *, run: str = "", offset: str = "0") -> dict[str, Any]:
-        _allow("PUT")
-        start = number_of(offset)
-        if start is None:
-            raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
-
-        def read(n: int) -> bytes:
-            self._workers.heard()  # the node wants this part
-            return read_body(n)
-
-        self._node.receive_part(run, sha256, start, content_length(), read)
-        return {}
-
-    def _profile(self) -> dict[str, Any]:
-        _allow("POST")
-        return self._node.profile(ProfileRequest.from_json(self._read_json()))
-
-    def _probe(self) -> dict[str, Any]:
-        _allow("POST")
-        return self._node.probe(ProbeRequest.from_json(self._read_json()))
-
-    def _forward(self) -> dict[str, Any]:
-        _allow("POST")
-        self._node.forward(ForwardRequest.from_json(self._read_json()))
-        return {}
-
-    def _echo(self) -> dict[str, Any]:
-        """Bytes that only measure the way here: read and forgotten."""
-        _allow("PUT")
-        n_bytes = content_length()
-        if n_bytes > ECHO_LIMIT_BYTES:
-            raise ControlError(f"a body of {n_bytes} bytes; at most {ECHO_LIMIT_BYTES} are accepted here", 413)
-        self._node.check_echo()
-        n_left = n_bytes
-        while n_left and (piece := read_body(min(n_left, 1 << 16))):
-            n_left -= len(piece)
-        if n_left:
-            raise ControlError("the body was cut off", 400)
-        return {"n_bytes": n_bytes}
-
     def _join(self) -> dict[str, str]:
         """An invited board gets the key; the caller does not have it yet."""
         _allow("POST")
@@ -236,11 +159,14 @@ class _Pages:
         return body
 
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
-        raise ControlError(
-            "no such address; there are GET /, POST /init, PUT /parts/<sha256>, PUT /stop, POST /profile, POST /probe, "
-            "POST /forward, PUT /echo",
-            404,
-        )
+        if args and args[0] in MOVED:
+            raise ControlError(
+                f"/{args[0]} is not asked over HTTP any more, but with a message on the ring's port, since version 8 of the "
+                f"control protocol (this node has version {CONTROL_VERSION}): install the same version of MDI-LLM on both",
+                404,
+                code="version",
+            )
+        raise ControlError("no such address; there are GET /, POST /init, PUT /stop, POST /join", 404)
 
 
 def _plain_error(status: str, message: str, traceback: str, version: str) -> bytes:

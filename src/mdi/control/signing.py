@@ -1,8 +1,7 @@
 """Signs control requests and answers of nodes with a cluster key. Each signature is valid once.
 
 A node gives out nonces, with every answer and to anybody, and takes each once, for a while by its own clock: boards have no
-others. The starter signs method, address, length and hash of the body, and the nonce; the node signs its answer to it. Stdlib
-only.
+others. The starter signs method, address, hash of the body, and the nonce; the node signs its answer to it. Stdlib only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from mdi.net.keys import key_of, mac
 NONCE_HEADER = "Mdi-Nonce"
 SIGNATURE_HEADER = "Mdi-Signature"
 BODY_HEADER = "Mdi-Body"
-UNHASHED = "-"  # instead of the body's hash, if the address has it (weights) or the body is not read (echo)
 NONCE_S = 120.0  # as long as a node takes a nonce that it gave out
 N_NONCES_KEPT = 4
 
@@ -29,15 +27,15 @@ def body_hash(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def sign_request(secret: bytes, method: str, target: str, n_bytes: int, body: str, nonce: str) -> str:
-    return mac(secret, "mdi request", *_fields(method, target, n_bytes, body, nonce)).hex()
+def sign_request(secret: bytes, method: str, target: str, body: str, nonce: str) -> str:
+    return mac(secret, "mdi request", *_fields(method, target, body, nonce)).hex()
 
 
 def key_of_request(
-    found: str, keys: tuple[bytes, ...], method: str, target: str, n_bytes: int, body: str, nonce: str
+    found: str, keys: tuple[bytes, ...], method: str, target: str, body: str, nonce: str
 ) -> bytes | None:
     """The key that signed the request; None if it is none of these."""
-    return key_of(_unhex(found), keys, "mdi request", *_fields(method, target, n_bytes, body, nonce))
+    return key_of(_unhex(found), keys, "mdi request", *_fields(method, target, body, nonce))
 
 
 def sign_answer(secret: bytes, request: str, status: int, body: bytes, next_nonce: str) -> str:
@@ -110,8 +108,8 @@ class NoncesKept:
                 return nonce
 
 
-def _fields(method: str, target: str, n_bytes: int, body: str, nonce: str) -> tuple[bytes, ...]:
-    return tuple(field.encode() for field in (method, target, str(n_bytes), body, nonce))
+def _fields(method: str, target: str, body: str, nonce: str) -> tuple[bytes, ...]:
+    return tuple(field.encode() for field in (method, target, body, nonce))
 
 
 def _unhex(text: str) -> bytes:

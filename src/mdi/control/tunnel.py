@@ -9,9 +9,9 @@ import socket
 import threading
 from typing import Any
 
-from mdi.control.deadline import DeadlineSocket
 from mdi.errors import WireError
 from mdi.net.challenge import CHALLENGE_BYTES, Caller, answer_to
+from mdi.net.message import DeadlineSocket
 from mdi.net.sealing import TAG_BYTES, SealedSession
 from mdi.net.wire import tune
 

@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
@@ -38,6 +39,10 @@ from mdi.net.wire import (
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64
 ACCEPT_AGAIN_S = 0.5  # after an error: what could not be accepted stays there, and would keep this thread busy
+
+OnMessage = Callable[
+    [socket.socket, FrameCodec, Frame, str], None
+]  # its last argument is the caller's address and port
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +143,9 @@ class RingListener:
         keys: of the cluster. If there are some, a caller without one of them is dropped before its HELLO is read.
         hello_s: how long a caller may be silent before it has sent its HELLO.
         accept_again_s: pause after a connection that the system could not accept.
+
+    Attributes:
+        on_message: gets each connection whose first frame is a MESSAGE, and must not block; without, they are refused.
     """
 
     def __init__(
@@ -153,6 +161,7 @@ class RingListener:
         self._name = name
         self.keys = keys
         self._drops = DropLog(name)
+        self.on_message: OnMessage | None = None
         self._sock.setblocking(False)
         self._lock = threading.Lock()
         self._expected: list[Expectation] = []
@@ -306,6 +315,8 @@ class RingListener:
         self._drop(pending, str(error), is_reported)
 
     def _admit(self, pending: _Pending, frame: Frame) -> None:
+        if frame.type is FrameType.MESSAGE and self.on_message is not None:
+            return self.on_message(self._let_in(pending), pending.codec, frame, pending.peer)
         if frame.type is not FrameType.HELLO:
             raise WireError(f"a {frame.type.name} frame where a HELLO was expected")
         hello = Hello.from_bytes(frame.payload)

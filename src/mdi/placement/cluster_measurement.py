@@ -225,6 +225,6 @@ class ClusterMeasurement:
                 *(source.name, target.name, target.addr, target.port_in, route.ring.problem),
             )
             return LinkProfile(source.name, target.name, BROKEN_S, 1.0)
-        if not route.control.bytes_s:
+        if not route.ring.bytes_s:
             return None
-        return LinkProfile(source.name, target.name, route.control.round_trip_s, route.control.bytes_s)
+        return LinkProfile(source.name, target.name, route.control.round_trip_s, route.ring.bytes_s)
