@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
+from mdi.cancel import Cancel, CancelledError
 from mdi.control import gather
 from mdi.control.announcement import Announcement
 from mdi.control.gather import FoundNode, Gathering, Guests, cluster_of
@@ -134,7 +135,7 @@ def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
 def test_it_says_whom_it_waits_for_and_only_what_is_new(
     keys: KeyFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gather, "TOLD_S", 0.0)
+    monkeypatch.setattr(gather, "REPORT_S", 0.0)
     lines: list[str] = []
     guests = Guests(tmp_path / "nodes")
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -172,3 +173,25 @@ def test_a_file_that_cannot_be_written_refuses_no_board(tmp_path: Path) -> None:
     guests = Guests(tmp_path / "missing" / "nodes")
     guests.add(GuestNode("n", "192.0.2.1", 8088, 5088), "192.0.2.1")
     assert [found.addr for found in guests.nodes()] == ["192.0.2.1"]
+
+
+def test_looking_for_nodes_ends_with_the_command(keys: KeyFile) -> None:
+    """The token of the command ends the wait, long before the time is up."""
+    cancel = Cancel()
+    looked: list[int] = []
+
+    def source() -> list[Announcement]:
+        looked.append(1)
+        if len(looked) == 2:
+            cancel.cancel()
+        return []
+
+    for wait in (
+        lambda: Gathering([source], keys).wait(1, 600.0, cancel=cancel),
+        lambda: Gathering([source], keys).within(600.0, cancel),
+    ):
+        looked.clear()
+        cancel = Cancel()
+        with pytest.raises(CancelledError):
+            wait()
+        assert len(looked) == 2

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.control.announcement import Announcement
 from mdi.control.client import ControlClient
 from mdi.control.connection_workers import is_here
@@ -28,7 +29,7 @@ from mdi.spec.settings_file import read_limited
 from mdi.units import counted, duration
 
 SETTLE_S = 3.0  # without a new node, if the number of nodes is not given
-TOLD_S = 10.0  # until it says whom it waits for, and again when that is something else
+REPORT_S = 10.0  # until it says whom it waits for, and again when that is something else
 POLL_S = 0.2  # several sources have to be looked at, and nodes that did not answer are asked again
 AGAIN_S = 2.0  # until a node that did not answer is asked again
 ASK_S = 5.0
@@ -171,19 +172,21 @@ class Gathering:
 
     def wait(
         self, n_nodes: int | None, wait_s: float, meanwhile: Callable[[], None] = lambda: None,
-        tell: Callable[[str], None] = lambda line: None,
+        tell: Callable[[str], None] = lambda line: None, cancel: Cancel | None = None,
     ) -> list[FoundNode]:  # fmt: skip
         """The nodes, once `n_nodes` are there; or, for None, once no more have come for a while.
 
         Args:
             meanwhile: called again and again, to renew a code, say; its exceptions pass through.
             tell: called with lines about nodes that have not come.
+            cancel: ends the waiting, with its error.
 
         Raises:
             ControlError: that many did not come in time.
         """
-        begin = last = told_at = time.monotonic()
-        told: list[str] = []
+        cancel = cancel or Cancel()
+        begin = last = reported_at = time.monotonic()
+        reported: list[str] = []
         while True:
             meanwhile()
             now = time.monotonic()
@@ -193,20 +196,20 @@ class Gathering:
                 return self.nodes[:n_nodes]
             if n_nodes is None and self._found and now - last >= SETTLE_S:
                 return self.nodes
-            if n_nodes is not None and now - told_at >= TOLD_S:
-                told_at, before, told = now, told, self._waiting_for(n_nodes)
-                for line in told if told != before else ():
+            if n_nodes is not None and now - reported_at >= REPORT_S:
+                reported_at, before, reported = now, reported, self._waiting_for(n_nodes)
+                for line in reported if reported != before else ():
                     tell(line)
             if now - begin >= wait_s:
                 raise ControlError(self._too_few(n_nodes, wait_s))
-            time.sleep(POLL_S)
+            cancel.wait(POLL_S)
 
-    def within(self, wait_s: float) -> list[FoundNode]:
-        """The nodes that have been found when the time is over."""
+    def within(self, wait_s: float, cancel: Cancel) -> list[FoundNode]:
+        """The nodes that have been found after this time."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end:
             self.look()
-            time.sleep(POLL_S)
+            cancel.wait(POLL_S)
         return self.nodes
 
     def _waiting_for(self, n_nodes: int) -> list[str]:
