@@ -175,10 +175,10 @@ def test_a_file_that_cannot_be_written_refuses_no_board(tmp_path: Path) -> None:
     assert [found.addr for found in guests.nodes()] == ["192.0.2.1"]
 
 
-def test_looking_for_nodes_ends_with_the_command(keys: KeyFile) -> None:
-    """The token of the command ends the wait, long before the time is up."""
-    cancel = Cancel()
-    looked: list[int] = []
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_looking_for_nodes_ends_with_the_command(keys: KeyFile, is_counted: bool) -> None:
+    """Long before the time is up."""
+    cancel, looked = Cancel(), list[int]()
 
     def source() -> list[Announcement]:
         looked.append(1)
@@ -186,12 +186,7 @@ def test_looking_for_nodes_ends_with_the_command(keys: KeyFile) -> None:
             cancel.cancel()
         return []
 
-    for wait in (
-        lambda: Gathering([source], keys).wait(1, 600.0, cancel=cancel),
-        lambda: Gathering([source], keys).within(600.0, cancel),
-    ):
-        looked.clear()
-        cancel = Cancel()
-        with pytest.raises(CancelledError):
-            wait()
-        assert len(looked) == 2
+    gathering = Gathering([source], keys)
+    with pytest.raises(CancelledError):
+        gathering.wait(1, 600.0, cancel=cancel) if is_counted else gathering.within(600.0, cancel)
+    assert len(looked) == 2
