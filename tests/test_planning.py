@@ -24,7 +24,7 @@ from mdi.cli import launch
 from mdi.cli.session import chosen_placement
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing

@@ -13,9 +13,8 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.cancel import Cancel, CancelledError
-from mdi.control import gather
-from mdi.control.announcement import Announcement
-from mdi.control.gather import FoundNode, Gathering, Guests, cluster_of
+from mdi.control import discovery as gather
+from mdi.control.discovery import Announcement, FoundNode, Gathering, Guests, cluster_of
 from mdi.control.messages import COMPILING
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
@@ -175,18 +174,25 @@ def test_a_file_that_cannot_be_written_refuses_no_board(tmp_path: Path) -> None:
     assert [found.addr for found in guests.nodes()] == ["192.0.2.1"]
 
 
-@pytest.mark.parametrize("is_counted", [True, False])
-def test_looking_for_nodes_ends_with_the_command(keys: KeyFile, is_counted: bool) -> None:
-    """Long before the time is up."""
-    cancel, looked = Cancel(), list[int]()
+@pytest.mark.parametrize("wait", [Gathering.wait, Gathering.within], ids=["for nodes", "for a time"])
+def test_a_search_ends_with_its_cancel(tmp_path: Path, wait: Any) -> None:
+    cancel, looked = Cancel(), threading.Event()
 
     def source() -> list[Announcement]:
-        looked.append(1)
-        if len(looked) == 2:
-            cancel.cancel()
+        looked.set()
         return []
 
-    gathering = Gathering([source], keys)
-    with pytest.raises(CancelledError):
-        gathering.wait(1, 600.0, cancel=cancel) if is_counted else gathering.within(600.0, cancel)
-    assert len(looked) == 2
+    gathering, ended = Gathering([source], key_file(tmp_path / "cluster.key")), []
+
+    def search() -> None:
+        arguments = (2, 10**6) if wait is Gathering.wait else (10**6,)
+        with pytest.raises(CancelledError):
+            wait(gathering, *arguments, cancel=cancel)
+        ended.append(True)
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    assert looked.wait(30)
+    cancel.cancel()
+    thread.join(30)
+    assert ended and not thread.is_alive()

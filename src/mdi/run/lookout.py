@@ -11,8 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from mdi.cancel import Cancel, CancelledError
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
 from mdi.placement.profile import NodeProfile
 from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Ring
