@@ -20,13 +20,13 @@ from mdi.run.journal import (
     Journal,
     JournalText,
     RunRecord,
+    describe_runs,
     find_run,
     is_locked,
     new_run,
     read_record,
     remove_run,
     runs_in,
-    told_runs,
 )
 
 DEADLINE_S = 60.0
@@ -56,7 +56,7 @@ def test_what_was_written_is_read(path: Path) -> None:
     found = read_record(written(path))
     assert (found.flags, found.identity) == (record().flags, "a" * 64)
     assert found.texts == [JournalText("Who?", [1, 2], [10, 11, 12], "length"), JournalText("Ä\n", [3], [20])]
-    assert not found.is_over and found.n_bytes == path.stat().st_size
+    assert not found.has_ended and found.n_bytes == path.stat().st_size
 
 
 def test_only_the_user_can_read_it(path: Path) -> None:
@@ -82,7 +82,7 @@ def test_every_damaged_end_is_cut_off(path: Path) -> None:
         path.write_bytes(data[:n_bytes])
         journal, found = Journal.reopen(path)
         assert found.n_bytes == data[:n_bytes].rfind(b"\n") + 1 == path.stat().st_size
-        assert len(found.texts) == 2 and not found.is_over
+        assert len(found.texts) == 2 and not found.has_ended
         journal.close()
     for place in range(data[:-1].rindex(b"\n") + 1, len(data)):
         path.write_bytes(flipped(data, place))
@@ -133,8 +133,8 @@ def test_damage_before_good_records_is_refused_and_left_alone(path: Path) -> Non
 
 
 def test_a_run_without_texts_is_not_over() -> None:
-    assert not RunRecord({}, "").is_over
-    assert RunRecord({}, "", [JournalText("a", [1], [2], "eos")]).is_over
+    assert not RunRecord({}, "").has_ended
+    assert RunRecord({}, "", [JournalText("a", [1], [2], "eos")]).has_ended
 
 
 def test_a_damaged_run_is_not_removed_by_trying_to_resume_it(
@@ -157,7 +157,7 @@ def test_a_run_goes_on_in_the_same_file(path: Path) -> None:
     journal.add(1, [21], "eos")
     journal.close()
     found = read_record(path)
-    assert found.texts[1] == JournalText("Ä\n", [3], [20, 21], "eos") and found.is_over
+    assert found.texts[1] == JournalText("Ä\n", [3], [20, 21], "eos") and found.has_ended
 
 
 def test_what_is_no_journal_is_refused(path: Path) -> None:
@@ -251,7 +251,7 @@ def test_runs_are_found_listed_and_removed(tmp_path: Path) -> None:
         names.append(path.parent.name)
     assert [run.name for run in runs_in(tmp_path)] == [names[2]], "the others were too old when the next one began"
     assert find_run(tmp_path, "last") == find_run(tmp_path, names[2]) == find_run(tmp_path, str(tmp_path / names[2]))
-    assert told_runs(tmp_path) == [f"{names[2]}  tiny: 1 of 2 texts ended, 4 tokens"]
+    assert describe_runs(tmp_path) == [f"{names[2]}  tiny: 1 of 2 texts ended, 4 tokens"]
     with pytest.raises(UsageError) as e:
         find_run(tmp_path, "another")
     assert names[2] in str(e.value)

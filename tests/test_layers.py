@@ -159,11 +159,11 @@ def test_nodes_without_torch_can_be_imported() -> None:
     [
         (("mdi.serve.api", "mdi.serve.page"), OF_CLIENTS),
         (
-            ("mdi.serve.host", "mdi.serve.backend", "mdi.serve.process", "mdi.serve.questions", "mdi.serve.snapshot"),
+            ("mdi.serve.host", "mdi.serve.backend", "mdi.serve.process", "mdi.serve.backend", "mdi.serve.snapshot"),
             OF_NODES,
         ),
         (
-            ("mdi.node.secondary", "mdi.node.local", "mdi.run.run", "mdi.control.gather", "mdi.host.doctor"),
+            ("mdi.node.secondary", "mdi.node.local", "mdi.run.run", "mdi.control.discovery", "mdi.host.doctor"),
             OF_NODES,
         ),
     ],

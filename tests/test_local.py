@@ -18,7 +18,7 @@ import mdi.node.local
 import mdi.node.setup
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
-from mdi.control.reach_node import reach_node
+from mdi.control.reach import reach_node
 from mdi.errors import NodeLostError
 from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LOCK, PREFIX, LocalRing, Pause, RingFolder, sweep
 from mdi.spec.cluster import NodeConfig
@@ -97,11 +97,11 @@ def test_a_child_that_ends_is_started_again(folder: Path) -> None:
 def test_pauses_grow_and_are_forgotten_after_a_long_life() -> None:
     pause, now, starts = Pause(), 1000.0, []
     for _ in range(2000):
-        if pause.is_over(now):
+        if pause.may_start(now):
             starts.append(now)
         now += 0.1
     assert [round(b - a) for a, b in zip(starts, starts[1:], strict=False)] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert pause.is_over(now + 3 * LAST_PAUSE_S) and pause.length_s == 2 * FIRST_PAUSE_S
+    assert pause.may_start(now + 3 * LAST_PAUSE_S) and pause.length_s == 2 * FIRST_PAUSE_S
 
 
 def test_a_folder_of_a_killed_ring_is_removed_and_no_other(folder: Path) -> None:

@@ -15,7 +15,7 @@ from mdi.cli import WAIT_POLICY, launch
 from mdi.control_groups import n_cores
 from mdi.host import neighbours as machine
 from mdi.host import threads
-from mdi.host.neighbours import fair_threads, threads_beside
+from mdi.host.neighbours import fair_threads, threads_of_others
 from mdi.host.threads import THREAD_VARIABLES, choose_threads
 from mdi.spec.cluster import NodeConfig, load_nodes
 
@@ -94,8 +94,8 @@ def test_a_node_without_a_number_takes_its_share(monkeypatch: pytest.MonkeyPatch
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     choose_threads(None)
-    choose_threads(None, beside=[None, None])
-    choose_threads(5, beside=[None])
+    choose_threads(None, others=[None, None])
+    choose_threads(5, others=[None])
     assert chosen == [8, 2, 5]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     choose_threads(None)
@@ -111,9 +111,9 @@ def test_who_else_computes_on_a_machine() -> None:
         node("secondary2", "192.168.1.11"),
         node("secondary3", cores=(4, 5, 6)),
     ]
-    assert threads_beside(nodes[0], nodes) == [None, 3]
-    assert threads_beside(nodes[1], nodes) == [2, 3]
-    assert threads_beside(nodes[3], nodes) == threads_beside(nodes[0], ()) == []
+    assert threads_of_others(nodes[0], nodes) == [None, 3]
+    assert threads_of_others(nodes[1], nodes) == [2, 3]
+    assert threads_of_others(nodes[3], nodes) == threads_of_others(nodes[0], ()) == []
 
 
 def test_the_nodes_of_a_file() -> None:

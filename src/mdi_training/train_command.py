@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: expected at least 1", code="value")
     processes = Processes.from_environment()
-    choose_threads(args.threads, beside=[None] * (processes.local_count - 1))
+    choose_threads(args.threads, others=[None] * (processes.local_count - 1))
     load_torch("training")
     device = pick_device(processes.device_for(args.device or best_device()))
     with joined(processes, device), StopRequest(processes.is_first) as stop:

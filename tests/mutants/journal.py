@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run without texts counts as finished",
-        "RunRecord.is_over",
+        "RunRecord.has_ended",
         "bool(self.texts) and ",
         "",
         "tests/test_journal.py::test_a_run_without_texts_is_not_over",
@@ -56,8 +56,8 @@ MUTANTS = [
     ),
     Mutant(
         "a damaged run is missing from the list",
-        "told_runs",
-        "told = str(e)",
+        "describe_runs",
+        "line = str(e)",
         "continue",
         "tests/test_journal.py::test_a_damaged_run_is_not_removed_by_trying_to_resume_it",
     ),

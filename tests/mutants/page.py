@@ -127,28 +127,28 @@ MUTANTS = [
     # Fields and counts of the API
     Mutant(
         "fields without a value are refused",
-        "serve.parameters:read_fields",
+        "serve.request:read_fields",
         "value is not None",
         "True",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
     ),
     Mutant(
         "all unknown fields are compared",
-        "serve.parameters:check_spelling",
+        "serve.request:check_spelling",
         "MOST_COMPARED",
         "None",
         f"{FAULTS}::test_only_some_unknown_fields_are_compared_because_it_takes_long",
     ),
     Mutant(
         "fields of other servers are refused",
-        "serve.parameters:ALIKE",
+        "serve.request:ALIKE",
         "0.85",
         "0.8",
         f"{FAULTS}::test_fields_of_other_servers_are_ignored",
     ),
     Mutant(
         "misspelt fields are ignored",
-        "serve.parameters:read_fields",
+        "serve.request:read_fields",
         "check_spelling(kind, given)",
         "None",
         f"{FAULTS}::test_a_misspelt_field_is_named",
@@ -196,7 +196,13 @@ MUTANTS = [
         "[]",
         "tests/test_cli.py::test_console_command",
     ),
-    Mutant("a comma too many is not told", "spec/cluster:read_json", "if is_after_comma", "if False", "tests/test_config.py"),
+    Mutant(
+        "a comma too many is not told",
+        "spec/cluster:read_json",
+        "if is_after_comma",
+        "if False",
+        "tests/test_config.py",
+    ),
     Mutant(
         "a web page in place of config.json is not told",
         "read_hf_config",

@@ -15,8 +15,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.serve.backend import handlers
 from mdi.serve.prometheus import ring_metrics
-from mdi.serve.questions import handlers
 from mdi.serve.snapshot import Snapshots
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries

@@ -14,13 +14,11 @@ from mdi.engine.starter import StarterEngine
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import NodeSource
 from mdi.serve.api_state import ApiState
-from mdi.serve.backend import Backend
+from mdi.serve.backend import Backend, handlers
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import ModelHost
-from mdi.serve.process import Lines
-from mdi.serve.questions import handlers
-from mdi.serve.serve_settings import ServeSettings
+from mdi.serve.process import Lines, ServeSettings
 from mdi.serve.snapshot import Snapshots
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of

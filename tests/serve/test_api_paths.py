@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from mdi.serve.api import PATHS, make_app
 from mdi.serve.api_state import ApiState
-from mdi.serve.app import PATHS, make_app
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
-from mdi.serve.serve_settings import ServeSettings
+from mdi.serve.process import ServeSettings
 
 
 class Asked:

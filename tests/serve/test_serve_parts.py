@@ -20,9 +20,8 @@ from mdi.serve.api_state import Admission
 from mdi.serve.chat import Chat, ChatAnswer, parse_tools
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, ServedTokenizer
-from mdi.serve.parameters import RequestFields, common_fields, read_fields
 from mdi.serve.process import module_environment
-from mdi.serve.request_texts import TextPiece, encoded
+from mdi.serve.request import RequestFields, TextPiece, common_fields, encoded, read_fields
 from mdi.text.tokenizer import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"

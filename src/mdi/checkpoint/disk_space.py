@@ -24,5 +24,5 @@ def check_disk(folder: Path, n_bytes: float, what: str, error: type[MdiError], a
     """
     free = free_bytes(folder)
     if n_bytes > free:
-        told = f"{what} needs {size(n_bytes)} in {folder}, but only {size(free)} are free there"
-        raise error(f"{told}: {advice}" if advice else told, code="disk")
+        message = f"{what} needs {size(n_bytes)} in {folder}, but only {size(free)} are free there"
+        raise error(f"{message}: {advice}" if advice else message, code="disk")

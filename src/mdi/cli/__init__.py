@@ -1,7 +1,7 @@
 """The commands: `mdi <command>`, and the launchers in src/ that are one command each.
 
 Only the parsing of arguments happens here; torch and litgpt are imported by a command's `run`, so that `--help` is quick
-and a missing library is told in one line.
+and a missing library is reported in one line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import mdi
-from mdi.errors import MdiError, UsageError
+from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
 from mdi.terminal import JSON, VARIABLE, LineFormatter, form_of, formatter, show_error
@@ -161,7 +161,7 @@ def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | 
         raise error
     if missing is not None:
         print(
-            f"error: the library {missing!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}, "
             "or `make venv` and then .venv/bin/python",
             file=sys.stderr,
         )

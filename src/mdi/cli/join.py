@@ -5,6 +5,8 @@ examples:
       as the starter printed it on 192.168.1.10 (`mdi starter --key FILE --nodes 3`, or `mdi key FILE --invite`)
   mdi join
       the next time: this machine has the key, and a starter with it finds this node in the network
+  mdi join 192.168.1.10:8088 ABCD-EFGH-IJKL-MNOP --install-service
+      the same, as a service that comes back after a reboot (`mdi join --uninstall-service` removes it)
   mdi join --dial 203.0.113.5:8089
       behind a router: this node connects to the starter's machine (`mdi starter --dial-port 8089`), which then reaches it
 """
@@ -37,6 +39,7 @@ def add_arguments(parser: Parser) -> None:
         port={"help": "control port, or the next free one (%(default)s)", "default": 8088},
         addr={"help": "address to listen on (default: that of the route to the cluster)"},
     )  # fmt: skip
+    parser.options(None, "install_service", "uninstall_service", is_one=True)
     add_node_options(parser)
     parser.options(None, *COMMON)
 
@@ -44,9 +47,14 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Options) -> int:
     from mdi.cli.access import default_key_file, free_port, ip_address, own_address, split_address
     from mdi.cli.secondary import serve
+    from mdi.cli.service import arguments_of, find_service
     from mdi.net.invitation import GuestNode
     from mdi.spec.cluster import NodeConfig
 
+    service = find_service() if options.install_service or options.uninstall_service else None
+    if service is not None and options.uninstall_service:
+        service.uninstall()
+        return 0
     key = (options.key or default_key_file()).expanduser()
     if (options.where is None) != (options.code is None):
         raise UsageError("give the address and the code that `mdi key FILE --invite` printed, or nothing at all")
@@ -61,6 +69,10 @@ def run(options: Options) -> int:
         raise UsageError(f"{key} has no key yet: run `mdi key FILE --invite` on a node with one")
     if options.no_start:
         return 0
+    if service is not None:
+        kept = {"key": key, "port": port, "port_in": port_in, "where": None, "code": None, "install_service": None}
+        service.install(arguments_of(options, **kept))
+        return 0
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
     logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
     return serve(replace(options, key=key), NodeConfig(name, addr, port, port_in))
@@ -68,7 +80,7 @@ def run(options: Options) -> int:
 
 def fetch(addr: str, port: int, code: str, path: Path, node: GuestNode | None = None) -> None:
     """Get the keys of an invitation, and keep them in `path`, a new file. The host learns of `node`. Raises MdiError."""
-    from mdi.control.join import ask_to_join
+    from mdi.control.client import ask_to_join
     from mdi.net.invitation import Guest
     from mdi.net.keys import parse_keys, write_keys
 

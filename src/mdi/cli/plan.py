@@ -95,7 +95,7 @@ def _with_model(options: Options) -> Options:
     if options.ckpt is None:
         return options
     folder = found_ckpt(options.ckpt)
-    if not (folder / CONFIG_FILE).is_file():
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, "config.json")):
         raise UsageError(no_checkpoint(folder))
     return replace(options, ckpt=folder)
 
@@ -104,7 +104,7 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     """A note that the checkpoint has chunks with another cut, which override this plan."""
     from mdi.errors import MdiError
     from mdi.node.starter_weights import StarterWeights
-    from mdi.placement.planning import told_blocks
+    from mdi.placement.planning import format_blocks
 
     n_nodes = len(report.nodes) + len(report.placement.left_out)
     if options.ckpt is None or options.layers is not None or n_nodes == 1:
@@ -122,8 +122,8 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     if options.placement == "even":  # which leaves chunks as they are
         flag = "--layers " + ",".join(str(stop - start) for start, stop in planned)
     return [
-        f"the checkpoint has chunks for {n_nodes} nodes ({told_blocks(names, weights.blocks)}), and starter.py takes their cut "
-        f"unless it is given {flag}"
+        f"the checkpoint has chunks for {n_nodes} nodes ({format_blocks(names, weights.blocks)}), and starter.py takes their "
+        f"cut unless it is given {flag}"
     ]
 
 
@@ -162,13 +162,13 @@ def _live(options: Options) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
 
     from mdi.checkpoint.manifest import config_hash
-    from mdi.host.neighbours import threads_beside
+    from mdi.host.neighbours import threads_of_others
     from mdi.host.threads import choose_threads
     from mdi.placement.planning import Model, measure_live
 
     config = _config(options, None)
     model = Model(config["name"] or "", config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
-    choose_threads(cluster.starter.threads, cluster.starter.cores, threads_beside(cluster.starter, cluster.nodes))
+    choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
     asked = Requested(
         dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize, kv_dtype=options.kv_dtype
     )
@@ -177,10 +177,10 @@ def _live(options: Options) -> ClusterProfile:
 
 def _stored_dtype(ckpt: Path | None) -> str:
     """Number type of the stored weights; float32 if they are not here."""
-    from mdi.checkpoint.folder import GGUF_NOTE, WEIGHT_FILES
+    from mdi.checkpoint.folder import GGUF_NOTE, is_lit_dir, is_readable_hf
     from mdi.checkpoint.source import open_source
 
-    if ckpt is None or not any((ckpt / name).is_file() for name in (*WEIGHT_FILES, GGUF_NOTE)):
+    if ckpt is None or not (is_lit_dir(ckpt) or is_readable_hf(ckpt) or (ckpt / GGUF_NOTE).is_file()):
         return "float32"
     source = open_source(ckpt)
     source.close()
@@ -241,16 +241,17 @@ def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
 def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
     """The whole litgpt Config of the model that is meant."""
     from mdi.checkpoint.shapes import read_config
+    from mdi.checkpoint.source import settings_of
 
     if options.ckpt is not None:
-        return read_config(options.ckpt / "model_config.yaml")
+        return settings_of(options.ckpt)
     if options.config is None:
         if profile is None or not profile.model:
             raise UsageError("give the model: --ckpt DIRECTORY or --config NAME")
         return _named(profile.model)
     path = Path(options.config)
     if path.is_dir():
-        return read_config(path / "model_config.yaml")
+        return settings_of(path)
     return read_config(path) if path.is_file() else _named(options.config)
 
 

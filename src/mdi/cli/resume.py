@@ -61,7 +61,7 @@ class Journaling:
     def begin(self, options: Options, session: Run, prompts: list[str]) -> None:
         """From here on generated tokens are recorded. UsageError if the run began with something else."""
         from mdi.run.journal import Journal, JournalText, RunRecord, new_run
-        from mdi.run.records import MAY_DIFFER
+        from mdi.run.report import MAY_DIFFER
 
         if self._journal is None:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
@@ -100,16 +100,16 @@ class Journaling:
             return
         journal.close()
         with contextlib.suppress(UsageError):
-            if read_record(journal.path).is_over:
+            if read_record(journal.path).has_ended:
                 return remove_run(journal.path)
         logger.info("to continue this run: starter.py --resume %s", journal.path.parent.name)
 
 
 def list_runs(options: Options) -> None:
-    from mdi.run.journal import told_runs
+    from mdi.run.journal import describe_runs
     from mdi.terminal import show
 
-    lines = told_runs(run_folder(options))
+    lines = describe_runs(run_folder(options))
     show("\n".join(lines) if lines else f"no run in {run_folder(options)} was interrupted")
 
 

@@ -76,7 +76,7 @@ def serve(
     family: Callable[[], ModelFamily] | None = None,
     nodes: Sequence[NodeConfig] = (),
 ) -> int:
-    """Run this node until it is told to end.
+    """Run this node until it is asked to end.
 
     Args:
         family: makes that of the models that it runs; None is litgpt's.
@@ -120,13 +120,13 @@ def _made_node(
     path = options.chunk or (found_ckpt(options.ckpt) if options.ckpt is not None else None)
     memory, cores = weight_memory(options), options.cores or config.cores
 
-    from mdi.host.neighbours import threads_beside
+    from mdi.host.neighbours import threads_of_others
     from mdi.host.threads import choose_threads
     from mdi.node.secondary import SecondaryNode
     from mdi.stages.model_family import ModelFamily
 
     asked = replace(Requested.of(options), threads=options.threads or config.threads or (len(cores) if cores else None))
-    choose_threads(options.threads or config.threads, cores, threads_beside(config, nodes))
+    choose_threads(options.threads or config.threads, cores, threads_of_others(config, nodes))
     model = ModelFamily() if family is None else family()
     weights = model.open_source(path) if path is not None else None
     cache_dir = options.cache_dir or default_cache_dir()

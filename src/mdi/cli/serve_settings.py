@@ -12,7 +12,7 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
-    from mdi.serve.serve_settings import ApiKey, ServeSettings
+    from mdi.serve.process import ApiKey, ServeSettings
 
 KEY_VARIABLE = "MDI_API_KEY"
 PRIORITY_LIMIT = 1000
@@ -20,7 +20,7 @@ PRIORITY_LIMIT = 1000
 
 def serve_settings(options: Options) -> ServeSettings:
     """Raises UsageError."""
-    from mdi.serve.serve_settings import ServeSettings
+    from mdi.serve.process import ServeSettings
 
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together")
@@ -67,7 +67,7 @@ def _keys(options: Options) -> tuple[ApiKey, ...]:
 
 
 def _key(number: int, line: str) -> ApiKey:
-    from mdi.serve.serve_settings import ApiKey, digest_of
+    from mdi.serve.process import ApiKey, digest_of
 
     parts = line.split()
     if not 1 <= len(parts) <= 3 or len(parts[0]) < 8:

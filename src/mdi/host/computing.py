@@ -52,7 +52,7 @@ class Computing:
             return f"kernels ({library.instruction_set()})"
         return f"torch: {self.why_torch}" if self.why_torch else "torch"
 
-    def told(self, name: str, start: int, stop: int) -> str:
+    def describe(self, name: str, start: int, stop: int) -> str:
         """A log line on what computes blocks [start, stop) of a node."""
         return f"{name}: {block_span(start, stop)} in {self.path}"
 

@@ -77,7 +77,7 @@ def devices() -> list[str]:
 
 
 def load_kernels() -> None:
-    """Compile the kernels if they are new, and look for GPUs: what may take long. Errors are told when a run needs them."""
+    """Compile the kernels if they are new, and look for GPUs; this may take long. Errors are reported when a run needs them."""
     with contextlib.suppress(MdiError):
         library.load()
     devices()

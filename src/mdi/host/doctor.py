@@ -9,11 +9,10 @@ from pathlib import Path
 
 import mdi
 from mdi.checkpoint.store import BlockStore
-from mdi.control.client import PROBE_ANSWER_S, ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import PROBE_ANSWER_S, ControlClient, FanOut
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
-from mdi.control.open_ports import open_ports
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
+from mdi.control.server import open_ports
 from mdi.errors import ControlError, UsageError
 from mdi.host.device import choose_device, devices
 from mdi.host.diagnosis import LinkFinding, NodeFinding, Problem, Report
@@ -107,7 +106,8 @@ def _way(
     if source == 0:
         known = next(finding.route for finding in nodes if finding.node.name == target.name)
         return LinkFinding(name, target, known, in_ring)
-    if not asked.status or asked.status.get("state") == "RUNNING" or "samples" in asked.status:
+    cannot_ask = not asked.status or not asked.route.ring.is_ok
+    if cannot_ask or asked.status.get("state") == "RUNNING" or "samples" in asked.status:
         return LinkFinding(name, target, NOTHING, in_ring)  # said elsewhere
     try:
         answer = ControlClient(asked.node, keys).probe(_request(target))
@@ -122,9 +122,9 @@ def _measured(links: list[LinkFinding], nodes: tuple[NodeFinding, ...], keys: Ke
     measured = []
     for link in links:
         route = link.route
-        if link.in_ring and route.control.is_ok:
+        if link.in_ring and route.ring.is_ok:
             rate = link_bandwidth(configs[link.source], link.target, keys)
-            route = replace(route, control=replace(route.control, bytes_s=rate))
+            route = replace(route, ring=replace(route.ring, bytes_s=rate))
         measured.append(replace(link, route=route))
     return measured
 
@@ -135,7 +135,7 @@ def link_bandwidth(source: NodeConfig, target: NodeConfig, keys: KeyFile | None 
         return bandwidth(ControlClient(target, keys))
     try:
         answer = ControlClient(source, keys).probe(_request(target, measure=True))
-        return Route.from_json(answer).control.bytes_s
+        return Route.from_json(answer).ring.bytes_s
     except ControlError:
         return 0.0
 

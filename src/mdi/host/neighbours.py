@@ -20,7 +20,7 @@ def host_of(addr: str) -> str:
     return "loopback" if found.startswith("127.") or found == "::1" else found
 
 
-def threads_beside(node: NodeConfig, nodes: Sequence[NodeConfig]) -> list[int | None]:
+def threads_of_others(node: NodeConfig, nodes: Sequence[NodeConfig]) -> list[int | None]:
     """Threads of the other nodes on this node's machine, None where the nodes file says nothing; nodes on GPUs do not count."""
     others = [other for other in nodes if other.name != node.name and (other.device or "auto") in ("auto", "cpu")]
     if not others:
@@ -33,18 +33,18 @@ def _threads_of(node: NodeConfig) -> int | None:
     return node.threads or (len(node.cores) if node.cores else None)
 
 
-def fair_threads(beside: Sequence[int | None], cores: float | None = None) -> int:
+def fair_threads(others: Sequence[int | None], cores: float | None = None) -> int:
     """Threads for a node that was not given a number: one for each whole core that it can have.
 
     A thread more than cores only makes the others wait, and under a quota stops all of them for the rest of the period. Of
     two threads on one core (hyper-threading) the second brings nothing.
 
     Args:
-        beside: threads of the other nodes of this machine; those without a number get as many as this one.
+        others: threads of the other nodes of this machine; those without a number get as many as this one.
         cores: that this process may use; None asks the system.
     """
-    left = (usable_cores() if cores is None else cores) - sum(n for n in beside if n is not None)
-    return max(1, int(left / (1 + sum(n is None for n in beside))))
+    left = (usable_cores() if cores is None else cores) - sum(n for n in others if n is not None)
+    return max(1, int(left / (1 + sum(n is None for n in others))))
 
 
 def usable_cores() -> float:

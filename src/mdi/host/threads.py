@@ -37,14 +37,14 @@ def _named() -> int | None:
     return None
 
 
-def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Sequence[int | None] = ()) -> None:
+def choose_threads(n: int | None, cores: Sequence[int] | None = None, others: Sequence[int | None] = ()) -> None:
     """Compute with `n` threads, on `cores`; and let the ring's threads in quickly while Python computes.
 
     Without a number of threads: as many as cores; without those, what OMP_NUM_THREADS or MKL_NUM_THREADS say; else this
     node's share of its machine.
 
     Args:
-        beside: threads of the other nodes on this machine, see `mdi.host.neighbours`.
+        others: threads of the other nodes on this machine, see `mdi.host.neighbours`.
 
     Raises:
         UsageError: a core that this process does not have, or a system that cannot pin.
@@ -53,7 +53,7 @@ def choose_threads(n: int | None, cores: Sequence[int] | None = None, beside: Se
     if cores is not None:
         pin_to_cores(cores)
         n = n or len(cores)
-    of_process = n or _named() or fair_threads(beside)
+    of_process = n or _named() or fair_threads(others)
     # With the default of 5 ms, a ring thread would wait so long for the interpreter each time.
     sys.setswitchinterval(0.0005)
     tell_torch()

@@ -3,7 +3,7 @@
 It needs Python and a C++ compiler (gcc or clang), no more: the setup script runs it before anything is installed.
 
 One file of `csrc`, `isa_<name>.cpp`, belongs to one instruction set; all others but `selftest.cpp` are compiled for every
-machine. They are told which of the former are there by a macro each: MDI_HAS_AVX512 and so on.
+machine. A macro for each of the former says that it is there: MDI_HAS_AVX512 and so on.
 """
 
 from __future__ import annotations

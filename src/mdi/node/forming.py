@@ -8,12 +8,12 @@ HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 
 
 def ring_limits(widest_row: int) -> Limits:
-    """What frames of a run may hold. The text of a STOP or ERROR has a byte per column: a narrow model must not refuse it."""
+    """Limits of a run's frames. The text of a STOP or ERROR has a byte per column: a narrow model must not refuse it."""
     return Limits(max_cols=max(widest_row, HANDSHAKE_LIMITS.max_cols))
 
 
 def receive_buffers(device: str) -> Allocate | None:
-    """What frames are received into on a node that computes on `device`; None is ordinary memory."""
+    """Memory that frames are received into, on a node that computes on `device`; None is ordinary memory."""
     if not device.startswith("cuda"):
         return None
     from mdi.engine.rows import pinned_buffer

@@ -163,7 +163,7 @@ class LocalRing:
         """Start children again that have ended: at once, but one that ends again and again after longer and longer pauses."""
         names = [node.name for node in (*self.cluster.secondaries, *self.cluster.spares)]
         for index, (name, child, pause) in enumerate(zip(names, self.children, self._pauses, strict=True)):
-            if child.poll() is None or not pause.is_over(time.monotonic()):
+            if child.poll() is None or not pause.may_start(time.monotonic()):
                 continue
             logger.warning("%s has ended by itself (status %s): it is started again", name, child.returncode)
             try:
@@ -185,7 +185,7 @@ class LocalRing:
         return {"nodes": {"starter": entries[0], "secondary": entries[1:]}}
 
     def command(self, path: Path, index: int) -> list[str]:
-        """What runs secondary `index`, from 0 on."""
+        """The command that runs secondary `index`, from 0 on."""
         return [sys.executable, "-m", "mdi.cli", "secondary", "--nodes-config", str(path), str(index)]
 
     def _nodes(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Pause:
     next_s: float = 0.0  # no start before
     length_s: float = FIRST_PAUSE_S
 
-    def is_over(self, now_s: float) -> bool:
+    def may_start(self, now_s: float) -> bool:
         """Whether the child may be started now; if so, it counts as started."""
         if now_s < self.next_s:
             return False

@@ -294,16 +294,16 @@ def _reasons(
     words = {RING: "as a ring", TENSOR: "with every block on all nodes", GROUPS: "as a ring of groups"}
     rates = [f"{rate:.3g} {words[mode]}" for mode, rate in speeds.items() if not isinstance(rate, PlacementError)]
     texts = "one text" if workload.n_sequences == 1 else f"{workload.n_sequences} texts"
-    told = [f"tokens/s for {texts}: {', '.join(rates)}"]
-    told += [f"{words[mode]} it does not fit: {e}" for mode, e in speeds.items() if isinstance(e, PlacementError)]
+    lines = [f"tokens/s for {texts}: {', '.join(rates)}"]
+    lines += [f"{words[mode]} it does not fit: {e}" for mode, e in speeds.items() if isinstance(e, PlacementError)]
     if best == GROUPS and grouping is not None:
-        told.append(
+        lines.append(
             f"links within a group take at most {duration(grouping.within_s)}, others at least {duration(grouping.between_s)}: "
             f"the stages are {', '.join(grouping.used)}"
         )
     elif tensor is not None:
-        told.append(
+        lines.append(
             f"{duration(tensor.sums_s)} of {duration(tensor.token_s)} a token with every block on all nodes are sums over "
             f"links of {duration(tensor.link.delay_s)} and {size(int(tensor.link.bytes_s))}/s"
         )
-    return told
+    return lines

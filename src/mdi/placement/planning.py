@@ -13,7 +13,7 @@ from mdi.block_ranges import span
 from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.errors import CheckpointError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device
@@ -128,7 +128,7 @@ def choose(profile: ClusterProfile, model: Model, method: str, workload: Workloa
         measured=shape,
         smaller=smaller_shapes(model.config, shape),
     )
-    for line in told(report):
+    for line in plan_lines(report):
         logger.info("%s", line)
     return report
 
@@ -139,14 +139,14 @@ def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 
-def told_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
+def format_blocks(names: Sequence[str], blocks: Sequence[tuple[int, int]]) -> str:
     """The blocks of each node, as "starter 0-3, secondary0 4-11"."""
     pairs = zip(names, blocks, strict=True)
     return ", ".join(f"{name} {span(start, stop)}" for name, (start, stop) in pairs)
 
 
-def told(report: PlanReport) -> list[str]:
+def plan_lines(report: PlanReport) -> list[str]:
     """Log lines about a plan at the beginning of a run."""
-    ranges = told_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
+    ranges = format_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
     lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
     return lines + left_out_lines(report.placement)

@@ -124,7 +124,7 @@ class Profiler:
     def measure(self, subject: Subject, cancel: Cancel) -> Speeds:
         report = Periodic()
 
-        def told(what: str, done: int, total: int) -> None:
+        def note(what: str, done: int, total: int) -> None:
             cancel.check()
             with self._lock:
                 self._progress = {"what": what, "done": done, "total": total}
@@ -138,7 +138,7 @@ class Profiler:
             subject.computing.format,
         )
         try:
-            return bench_of(subject, self.span_s, told, cancel).run(self._folder, subject.with_head)
+            return bench_of(subject, self.span_s, note, cancel).run(self._folder, subject.with_head)
         finally:
             with self._lock:
                 self._progress = None

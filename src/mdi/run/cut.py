@@ -14,7 +14,7 @@ from statistics import fmean
 from mdi.placement.cost import CostModel
 from mdi.placement.model import ModelShape, Workload
 from mdi.placement.profile import DEFAULT_BYTES_S, ClusterProfile, NodeProfile
-from mdi.run.policy import Form, Stage, cut_over
+from mdi.run.policy import Form, Stage, with_new_cut
 
 # Where nothing was measured: how fast weights are read from memory by computing, and from disk by loading.
 READ_BYTES_S = 5e9
@@ -131,7 +131,7 @@ def better_with(ring: Sequence[Stage], name: str, cut: MovingCut) -> Form | None
     best_s = float("inf")
     for place in range(1, len(ring) + 1):
         holders = [*ring[:place], Stage(name, 0, 0), *ring[place:]]
-        found = cut_over(holders, {}, cut)
+        found = with_new_cut(holders, {}, cut)
         if (
             found is not None
             and cut.round_s(found.stages, found.counts) * JOIN_GAIN <= now_s

@@ -238,7 +238,7 @@ def explain(summary: Summary) -> Explanation:
 
 
 def _limit(summary: Summary) -> Finding:
-    """What the ring waited for."""
+    """The cause that the ring waited for."""
     stage = max(summary.stages, key=lambda s: s.busy)
     way = max(summary.ways, key=lambda w: w.busy, default=None)
     if summary.idle >= IDLE:

@@ -73,7 +73,7 @@ class RunRecord:
     numbers: str = ""
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all texts have ended; a run without texts was never written whole."""
         return bool(self.texts) and all(text.finish_reason is not None for text in self.texts)
 
@@ -95,7 +95,7 @@ class Journal:
         self._ended: dict[int, str] = {}
         self._differs: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._is_told = False
+        self._is_reported = False
         self._closing = threading.Event()
         for record in records:
             self._append(record)
@@ -173,9 +173,9 @@ class Journal:
         except OSError as e:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._n_bytes)
-            if not self._is_told:
+            if not self._is_reported:
                 logger.warning("the journal cannot be written to %s: %s; the run goes on", self.path, e)
-                self._is_told = True
+                self._is_reported = True
             return
         self._n_bytes += len(data)
         self._lines.clear()
@@ -390,24 +390,24 @@ def find_run(folder: Path, name: str) -> Path:
     raise UsageError(f"there is no run {name!r} in {folder}; those that can be resumed: {known}")
 
 
-def told_runs(folder: Path) -> list[str]:
+def describe_runs(folder: Path) -> list[str]:
     """A line for each interrupted run: how far it came, or why it cannot be resumed."""
     lines = []
     for run in runs_in(folder):
         try:
-            told = _told(read_record(run.path))
+            line = _describe(read_record(run.path))
         except UsageError as e:
-            told = str(e)
-        lines.append(f"{run.name}  {told}")
+            line = str(e)
+        lines.append(f"{run.name}  {line}")
     return lines
 
 
-def _told(record: RunRecord) -> str:
-    n_over = sum(text.finish_reason is not None for text in record.texts)
+def _describe(record: RunRecord) -> str:
+    n_ended = sum(text.finish_reason is not None for text in record.texts)
     n_tokens = sum(len(text.ids) for text in record.texts)
     ckpt = record.flags.get("ckpt") or record.flags.get("chunk") or {}
     model = Path(str(ckpt.get("path", ""))).name if isinstance(ckpt, dict) else ""
-    return f"{model}: {n_over} of {len(record.texts)} texts ended, {n_tokens} tokens"
+    return f"{model}: {n_ended} of {len(record.texts)} texts ended, {n_tokens} tokens"
 
 
 def remove_run(path: Path) -> None:

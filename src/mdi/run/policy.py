@@ -105,7 +105,7 @@ class Answer:
     Attributes:
         process: a number that its process drew: another one than before means that it was started again.
         available_bytes: memory for weights and caches.
-        is_leaving: whether it was told to end, and waits until other nodes have its blocks.
+        is_leaving: whether it is to end, and waits until other nodes have its blocks.
     """
 
     name: str
@@ -213,10 +213,10 @@ def with_the_rest(
             holders.append(stage)
         elif free:
             holders.append(Stage(free.pop(0), stage.start, stage.stop))
-    return cut_over(holders, most, cut)
+    return with_new_cut(holders, most, cut)
 
 
-def cut_over(holders: Sequence[Stage], most: Mapping[str, int], cut: Cut) -> Form | None:
+def with_new_cut(holders: Sequence[Stage], most: Mapping[str, int], cut: Cut) -> Form | None:
     """These nodes with another cut."""
     counts = cut(holders, most)
     if counts is None:
@@ -318,7 +318,7 @@ class Search:
         unfit: nodes that said they cannot take part.
         gone: nodes whose processes have ended.
         is_judged: whether texts were suspected for it.
-        failed, left: nodes that reported their failure, and those of them that were told to end.
+        failed, left: nodes that reported their failure, and those of them that are to end.
         most: blocks that nodes have said they can hold at most.
         n_failures: rings that could not be formed.
         is_unknown: whether the node has never answered, so that it may have another address.

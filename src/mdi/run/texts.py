@@ -37,7 +37,7 @@ class Sample:
     Attributes:
         request: set once it has been submitted.
         finish_reason: None until it has ended, and when it could not be finished.
-        is_over: whether its last event has been taken.
+        has_ended: whether its last event has been taken.
         may_differ_from: as in SampleMetrics, by an earlier run.
     """
 
@@ -52,7 +52,7 @@ class Sample:
         self.token_times_s: list[float] = []
         self.finish_reason: str | None = None
         self.request: Request | None = None
-        self.is_over = False
+        self.has_ended = False
         self.may_differ_from: int | None = None
         self._stream = stream
         self._begin = begin
@@ -96,7 +96,7 @@ class Sample:
             self._show(self._stream.flush())
             reason = "stop" if self._stream.is_stopped else event.finish_reason
             self.finish_reason = None if reason == FAILED else reason
-            self.is_over = True
+            self.has_ended = True
             if self._on_text is not None:
                 self._on_text("")
 

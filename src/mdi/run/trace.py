@@ -202,7 +202,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _File:
-    """What `to_chrome` makes, as far as it is read."""
+    """A file that `to_chrome` made, as far as it is read."""
 
     traceEvents: tuple[_Event, ...]
     otherData: _About

@@ -56,3 +56,12 @@ class ApiError(MdiError):
 def invalid(param: str, message: str) -> ApiError:
     """A field that cannot be used."""
     return ApiError(400, f"{param}: {message}", "invalid_value", param)
+
+
+def checked_text(name: str, text: str) -> str:
+    """Raises ApiError if a text holds half of a pair of surrogates, which JSON can say and no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(name, "not valid Unicode: half of a surrogate pair") from None
+    return text

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
-from mdi.serve.limited_process import SchemaChecks
 from mdi.serve.models import Models
-from mdi.serve.serve_settings import ServeSettings
+from mdi.serve.process import ServeSettings
+from mdi.serve.templates import SchemaChecks
 
 LEAST_RETRY_S, MOST_RETRY_S = 1, 60
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mdi.serve.api_errors import invalid
-from mdi.serve.api_state import ApiState
-from mdi.serve.endpoint import EndpointJob, Exchange, stream_event
+from mdi.serve.endpoint import EndpointJob
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import RequestFields, TopLogprobs, checked_text, common_fields, read_fields
-from mdi.serve.request_texts import TextPiece, Usage, chat_logprobs, check_prompt, encoded, write_texts
+from mdi.serve.request import (
+    RequestFields,
+    TextPiece,
+    TopLogprobs,
+    chat_logprobs,
+    check_prompt,
+    checked_text,
+    common_fields,
+    encoded,
+    read_fields,
+)
 from mdi.serve.templates import PLAIN_STOPS
 
 MOST_TOOLS = 128
@@ -196,6 +203,8 @@ class ChatFields(RequestFields, kw_only=True):
 
 
 class Chat(EndpointJob):
+    ID, OBJECT, CHUNK, continues = "chatcmpl", "chat.completion", "chat.completion.chunk", False
+
     def __init__(self, body: Any) -> None:
         fields = read_fields(ChatFields, body)
         if fields.top_logprobs is not None and not fields.logprobs:
@@ -209,41 +218,33 @@ class Chat(EndpointJob):
         if fields.functions or fields.function_call not in (None, "none", "auto"):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
 
-    async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
-        fields, key = self.fields, exchange.key
-        prompt = await self._prompt(model)
-        check_prompt(model, prompt, "messages")
-        usage = Usage(len(prompt))
-        made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
-        answers = [ChatAnswer() for _ in range(fields.n)]
-        stop = PLAIN_STOPS if model.template.is_plain and fields.grammar is None else ()
-        chunk = {**made, "object": "chat.completion.chunk"}
-        if fields.is_streamed:
-            for index in range(fields.n):
-                await exchange.push(stream_event(_chunk(chunk, index, {"role": "assistant", "content": ""})))
-        async for piece in write_texts(api, model, key, [prompt], fields, continues=False, stop=stop):
-            usage.count(piece, fields.n)
-            answer = answers[piece.index]
-            new = chat_logprobs(model.codec, piece) if fields.n_logprobs is not None else []
-            answer.logprobs += new
-            delta = self.delta(answer, piece, model.template.is_plain)
-            if fields.is_streamed and (delta or new or piece.finish_reason):
-                await exchange.push(stream_event(_chunk(chunk, piece.index, delta, new, answer.reason)))
-        if fields.is_streamed:
-            if fields.with_usage:
-                await exchange.push(stream_event({**chunk, "choices": [], "usage": usage.to_json()}))
-            await exchange.end()
-            return
-        choices = [_choice(i, answer, fields.n_logprobs is not None) for i, answer in enumerate(answers)]
-        await exchange.answer({**made, "object": "chat.completion", "choices": choices, "usage": usage.to_json()})
-
-    async def _prompt(self, model: LoadedModel) -> list[int]:
+    async def prompts(self, model: LoadedModel) -> list[list[int]]:
         messages = self.messages
         if self.tools.tools and not model.template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
         text = await model.template.render(messages, self.tools.tools, self.template_values)
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
-        return await encoded(model, text, encode, "messages")
+        prompt = await encoded(model, text, encode, "messages")
+        check_prompt(model, prompt, "messages")
+        return [prompt]
+
+    def stops(self, model: LoadedModel) -> tuple[str, ...]:
+        return PLAIN_STOPS if model.template.is_plain and self.fields.grammar is None else ()
+
+    def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        self._answers = [ChatAnswer() for _ in range(self.fields.n)]
+        return [_chunk(index, {"role": "assistant", "content": ""}) for index in range(self.fields.n)]
+
+    def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
+        answer = self._answers[piece.index]
+        new = chat_logprobs(model.codec, piece) if self.fields.n_logprobs is not None else []
+        answer.logprobs += new
+        delta = self.delta(answer, piece, model.template.is_plain)
+        return _chunk(piece.index, delta, new, answer.reason) if delta or new or piece.finish_reason else None
+
+    def choices(self) -> list[dict[str, Any]]:
+        with_logprobs = self.fields.n_logprobs is not None
+        return [_choice(i, answer, with_logprobs) for i, answer in enumerate(self._answers)]
 
     def delta(self, answer: ChatAnswer, piece: TextPiece, is_plain: bool = False) -> dict[str, Any]:
         """The part of a piece that can be shown now."""
@@ -268,10 +269,10 @@ class Chat(EndpointJob):
 
 
 def _chunk(
-    base: dict[str, Any], index: int, delta: dict[str, Any], logprobs: Sequence[Any] = (), reason: str | None = None
+    index: int, delta: dict[str, Any], logprobs: Sequence[Any] = (), reason: str | None = None
 ) -> dict[str, Any]:
-    choice = {"index": index, "delta": delta, "logprobs": {"content": list(logprobs)} if logprobs else None}
-    return {**base, "choices": [{**choice, "finish_reason": reason}]}
+    shown = {"content": list(logprobs)} if logprobs else None
+    return {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
 
 
 def _choice(index: int, answer: ChatAnswer, with_logprobs: bool) -> dict[str, Any]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Sequence
 from typing import Any
 
 from mdi.serve.api_errors import invalid
-from mdi.serve.api_state import ApiState
-from mdi.serve.endpoint import EndpointJob, Exchange, stream_event
+from mdi.serve.endpoint import EndpointJob
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import MOST_CHOICES, RequestFields, TopLogprobs, checked_text, common_fields, read_fields
-from mdi.serve.request_texts import TextLogprobs, Usage, check_prompt, encoded, write_texts
+from mdi.serve.request import (
+    MOST_CHOICES,
+    RequestFields,
+    TextLogprobs,
+    TextPiece,
+    TopLogprobs,
+    check_prompt,
+    checked_text,
+    common_fields,
+    encoded,
+    read_fields,
+)
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -25,12 +31,14 @@ class CompletionFields(RequestFields, kw_only=True):
 
 
 class Completion(EndpointJob):
+    ID, OBJECT, CHUNK, continues = "cmpl", "text_completion", "text_completion", True
+
     def __init__(self, body: Any) -> None:
         fields = read_fields(CompletionFields, body)
         self.fields = common_fields(fields, DEFAULT_TOKENS, fields.logprobs)
-        self.prompts = _prompts(fields.prompt)
+        self._given = _prompts(fields.prompt)
         self.is_echoed = fields.echo
-        self.n_texts = len(self.prompts) * self.fields.n
+        self.n_texts = len(self._given) * self.fields.n
         if self.n_texts > MOST_CHOICES:
             raise invalid("n", f"at most {MOST_CHOICES} texts in one request")
         if self.is_echoed and fields.logprobs is not None:
@@ -38,48 +46,32 @@ class Completion(EndpointJob):
         if fields.suffix:
             raise invalid("suffix", "it is not supported")
 
-    async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
+    async def prompts(self, model: LoadedModel) -> list[list[int]]:
         encode = model.codec.encode
-        prompts = [await encoded(model, p, encode, "prompt") if isinstance(p, str) else p for p in self.prompts]
+        prompts = [await encoded(model, p, encode, "prompt") if isinstance(p, str) else p for p in self._given]
         for prompt in prompts:
             check_prompt(model, prompt, "prompt")
-        usage = Usage(sum(map(len, prompts)))
-        base = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
-        fields = self.fields
-        texts = [self._echo(model, prompts[i // fields.n]) for i in range(self.n_texts)]
-        logprobs = [TextLogprobs(model.codec) for _ in texts]
-        reasons: list[str | None] = [None] * len(texts)
-        if fields.is_streamed:
-            for index, text in enumerate(texts):
-                if text:
-                    await exchange.push(stream_event({**base, "choices": [_choice(index, text, None, None)]}))
-        async for piece in write_texts(api, model, exchange.key, prompts, fields, continues=True):
-            usage.count(piece, fields.n)
-            i = piece.index
-            shown = logprobs[i].take(piece) if fields.n_logprobs is not None else None
-            if not fields.is_streamed:
-                texts[i] += piece.text
-                reasons[i] = piece.finish_reason
-            elif piece.text or piece.finish_reason or shown:
-                await exchange.push(
-                    stream_event({**base, "choices": [_choice(i, piece.text, shown, piece.finish_reason)]})
-                )
-        if fields.is_streamed:
-            if fields.with_usage:
-                await exchange.push(stream_event({**base, "choices": [], "usage": usage.to_json()}))
-            await exchange.end()
-            return
-        alls = [own.all if fields.n_logprobs is not None else None for own in logprobs]
-        choices = [_choice(i, text, alls[i], reasons[i]) for i, text in enumerate(texts)]
-        await exchange.answer({**base, "choices": choices, "usage": usage.to_json()})
+        return prompts
 
-    def _echo(self, model: LoadedModel, prompt: Sequence[int]) -> str:
-        return model.codec.decode(prompt) if self.is_echoed else ""
+    def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        echoed = [model.codec.decode(prompt) if self.is_echoed else "" for prompt in prompts]
+        self._texts = [text for text in echoed for _ in range(self.fields.n)]
+        self._logprobs = [TextLogprobs(model.codec) for _ in self._texts]
+        self._reasons: list[str | None] = [None] * self.n_texts
+        return [_choice(index, text, None, None) for index, text in enumerate(self._texts) if text]
+
+    def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
+        i = piece.index
+        shown = self._logprobs[i].take(piece) if self.fields.n_logprobs is not None else None
+        if not self.fields.is_streamed:
+            self._texts[i] += piece.text
+            self._reasons[i] = piece.finish_reason
+        is_new = piece.text or piece.finish_reason or shown
+        return _choice(i, piece.text, shown, piece.finish_reason) if is_new else None
+
+    def choices(self) -> list[dict[str, Any]]:
+        logprobs = [own.all if self.fields.n_logprobs is not None else None for own in self._logprobs]
+        return [_choice(i, text, logprobs[i], self._reasons[i]) for i, text in enumerate(self._texts)]
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:

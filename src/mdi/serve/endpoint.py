@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import math
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.models import LoadedModel
-from mdi.serve.parameters import CommonFields
-from mdi.serve.serve_settings import ApiKey
+from mdi.serve.process import ApiKey
+from mdi.serve.request import CommonFields, TextPiece, Usage, write_texts
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -56,7 +58,7 @@ class Exchange:
 
     @property
     def key(self) -> ApiKey | None:
-        """Whose request it is; see `mdi.serve.app`."""
+        """Whose request it is; see `mdi.serve.api`."""
         found: ApiKey | None = self.scope.get("mdi.key")
         return found
 
@@ -184,19 +186,70 @@ def _finite(text: str) -> float:
 
 
 class EndpointJob(ABC):
-    """A parsed request: what to generate, and how to answer. See completions.py and chat.py.
+    """A parsed request: the texts to generate, and the form of the answer. See completions.py and chat.py.
 
     Attributes:
+        ID: beginning of the answer's id.
+        OBJECT: type of the whole answer, as OpenAI names it.
+        CHUNK: type of a streamed part.
+        continues: whether the texts continue those of the prompts.
         fields: those that all requests have.
-        n_texts: that it asks for.
+        n_texts: number of texts that the request asks for.
     """
 
+    ID: str
+    OBJECT: str
+    CHUNK: str
+    continues: bool
     fields: CommonFields
     n_texts: int
 
-    @abstractmethod
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         """Have the texts generated, and answer with them."""
+        fields, prompts = self.fields, await self.prompts(model)
+        usage = Usage(sum(map(len, prompts)))
+        made = {"id": f"{self.ID}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
+
+        async def push(*choices: dict[str, Any], **others: Any) -> None:
+            await exchange.push(stream_event({**made, "object": self.CHUNK, "choices": list(choices), **others}))
+
+        begun = self.begin(model, prompts)
+        if fields.is_streamed:
+            for choice in begun:
+                await push(choice)
+        stop = self.stops(model)
+        async for piece in write_texts(api, model, exchange.key, prompts, fields, self.continues, stop):
+            usage.count(piece, fields.n)
+            new = self.piece(model, piece)
+            if fields.is_streamed and new is not None:
+                await push(new)
+        if not fields.is_streamed:
+            answer = {**made, "object": self.OBJECT, "choices": self.choices(), "usage": usage.to_json()}
+            await exchange.answer(answer)
+            return
+        if fields.with_usage:
+            await push(usage=usage.to_json())
+        await exchange.end()
+
+    @abstractmethod
+    async def prompts(self, model: LoadedModel) -> list[list[int]]:
+        """Ids of the prompts. Raises ApiError if the model cannot continue one of them."""
+
+    def stops(self, model: LoadedModel) -> tuple[str, ...]:
+        """Stop strings besides those of the request."""
+        return ()
+
+    @abstractmethod
+    def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """First choices of a stream, before any token."""
+
+    @abstractmethod
+    def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
+        """Record a piece of a text; the choice that shows it, None if nothing can be shown yet."""
+
+    @abstractmethod
+    def choices(self) -> list[dict[str, Any]]:
+        """All choices, complete."""
 
 
 class Endpoint:

@@ -164,7 +164,7 @@ class EngineClient:
         return texts
 
     async def ask(self, what: str, args: Mapping[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
-        """One question to the engine process (`mdi.serve.questions`). Raises ApiError."""
+        """One question to the engine process (`mdi.serve.backend`). Raises ApiError."""
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:

@@ -1,4 +1,4 @@
-"""The API process as the engine process sees it: start, messages, end.
+"""The API process as the engine process sees it: its settings, start, messages, end.
 
 Messages are one JSON object per line, over a pair of sockets. Neither side trusts the length of what comes: a line beyond
 LIMIT_BYTES ends the connection. Nothing is ever unpickled.
@@ -7,6 +7,7 @@ LIMIT_BYTES ends the connection. Nothing is ever unpickled.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -14,11 +15,57 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError, WireError
-from mdi.serve.serve_settings import DRAIN_S, ServeSettings
+
+DRAIN_S = 15.0  # for requests under way when the server ends
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """Attributes:
+    digest: sha256 of the key, in hex; the key itself is not kept.
+    name: its name in the log and the queue.
+    priority: larger goes first.
+    """
+
+    digest: str
+    name: str
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """See the flags of serve.py.
+
+    Attributes:
+        keys: of clients; () accepts everybody who reaches the port.
+        hosts: names by which the server may be called, beside its own address; "*" is any.
+        origins: of foreign web pages that may use the API; () is none.
+        max_running: most texts at the same time; others wait.
+        max_waiting: texts that wait at most; more are refused.
+        keep_alive_s: a model that was not used for so long is unloaded; None: never.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[ApiKey, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    max_running: int = 256
+    max_waiting: int = 512
+    keep_alive_s: float | None = None
+
+
+def digest_of(key: str) -> str:
+    """The digest of an API key, which is kept in its place."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
 
 LIMIT_BYTES = 32 << 20  # a prompt of a million tokens has 8 MB
 _BLOCK = 1 << 16
@@ -103,7 +150,7 @@ class ApiProcess:
         self.host, self.port = settings.host, listener.getsockname()[1]
         ours, theirs = socket.socketpair()
         values = {
-            "settings": settings.to_json(),
+            "settings": asdict(settings),
             "home": str(home),
             "first": str(first),
             "listener": listener.fileno(),

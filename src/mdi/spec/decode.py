@@ -67,7 +67,7 @@ def decode(type: type[T], data: Any, where: str, error: Callable[[str], MdiError
 
 
 def _in_words(message: str, data: Any, path: str) -> str:
-    """What msgspec says, as a person would: "expected a whole number, found 'x'"."""
+    """A message of msgspec in plain words: "expected a whole number, found 'x'"."""
     message = re.sub(r"^Object missing required field `(\w+)`", r"the field '\1' is missing", message)
     if not message.startswith("Expected"):
         return message

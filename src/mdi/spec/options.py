@@ -135,7 +135,7 @@ class ParallelOptions:
 
     Attributes:
         parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
-        algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
+        algorithm, reduce_dtype: see tensor.sums.
     """
 
     mode: Annotated[str, Option(
@@ -274,6 +274,10 @@ class Options(StarterOptions):
         "without a nodes file: wait for N nodes, including this one, and print codes for boards that want to join (default: "
         "all nodes found within some seconds)", metavar="N",
     )] = None
+    machines: Annotated[Count | None, Option(
+        "N machines, including this one: print the line that makes another machine one of them, and wait until they are there; "
+        "the cluster's key is made if there is none", metavar="N",
+    )] = None
     addr: Annotated[str | None, Option(
         "this machine's address in the network of the nodes (default: that of the default route)"
     )] = None
@@ -308,6 +312,10 @@ class Options(StarterOptions):
     code: Annotated[str | None, Option("code of the invitation", ("code",), metavar="CODE", nargs="?")] = None
     port_in: Annotated[int, Option("ring port, or the next free one (%(default)s)")] = 5088
     no_start: Annotated[bool, Option("fetch the key and end")] = False
+    install_service: Annotated[bool, Option(
+        "make this node a service of systemd, with these flags: it starts now, and after each reboot"
+    )] = False
+    uninstall_service: Annotated[bool, Option("end that service and remove it")] = False
 
     # Texts
     prompt: Annotated[tuple[str, ...], Option(
@@ -432,7 +440,7 @@ class Options(StarterOptions):
 MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights", "mlock", "kv_memory", "compile")
 MODEL = ("ckpt", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
 ACCESS = ("key", "insecure")
-DISCOVERY = ("nodes", "addr", "dial_port")
+DISCOVERY = ("nodes", "machines", "addr", "dial_port")
 RING = (
     "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
 )  # fmt: skip

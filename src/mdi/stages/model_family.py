@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from litgpt.config import Config
 
     from mdi.engine.scheduler import Scheduler
-    from mdi.model.stage import Stage
     from mdi.node.starter_weights import StarterWeights
+    from mdi.stages.torch_stage import Stage
     from mdi.text.texts import TextCodec
 
 
@@ -83,15 +83,15 @@ class ModelFamily:
             has_ends: whether it is the starter's.
             n_nodes: of the ring.
         """
-        from mdi.model.stage import Stage, StarterStage
+        from mdi.stages.torch_stage import Stage, StarterStage
 
         config = self.config(dict(fields))
         return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
 
     def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
-        from mdi.model.cache import TORCH_TYPES
-        from mdi.model.stage import module_bytes, run_bytes
+        from mdi.stages.torch_cache import TORCH_TYPES
+        from mdi.stages.torch_stage import module_bytes, run_bytes
 
         config = self.config(dict(fields))
         caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])

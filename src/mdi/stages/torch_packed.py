@@ -83,7 +83,7 @@ class PackedEmbedding(nn.Module):
 
 
 class HostLayers:
-    """Those of the CPU, which share what the kernels need once for a stage."""
+    """The layers of the CPU, which share what the kernels need once for a stage."""
 
     def __init__(self) -> None:
         self._context = kernel_context()
