@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import mdi
 from mdi.cancel import Cancel
-from mdi.errors import MdiError, UsageError
+from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
 from mdi.terminal import JSON, VARIABLE, LineFormatter, form_of, formatter, show_error
@@ -175,7 +175,7 @@ def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | 
         raise error
     if missing is not None:
         print(
-            f"error: the library {missing!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}, "
             "or `make venv` and then .venv/bin/python",
             file=sys.stderr,
         )

@@ -106,7 +106,7 @@ class Discovery:
         return self._relays[addr, port]
 
     def _guests(self, keys: KeyFile) -> Guests:
-        """Those of this key that have joined, today or earlier."""
+        """The nodes of this key that have joined, today or earlier."""
         from mdi.control.discovery import Guests
 
         return Guests(keys.path.with_name(f"{keys.path.name}.nodes"))
