@@ -60,7 +60,11 @@ def compiled_library() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
             if not is_safe(path):
-                logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
+                logger.warning(
+                    "compiling the kernels with %s, once, for a minute or two (a small board: ten), into %s",
+                    shlex.join(compiler.command),
+                    folder,
+                )
                 begin_s = time.monotonic()
                 build.remove_remains(folder)
                 build.compile_library(compiler, path, build.CSRC)
