@@ -24,7 +24,7 @@ import mdi
 from mdi.errors import MdiError, UsageError
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
-from mdi.terminal import JSON, VARIABLE, LineFormatter, form_of, formatter, show_error
+from mdi.terminal import JSON, VARIABLE, LineFormatter, TerminalHandler, form_of, formatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
@@ -300,7 +300,7 @@ def _log_lines(command: str, args: argparse.Namespace) -> Iterator[None]:
 
 
 def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = TerminalHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
     handler.setFormatter(formatter(form, is_verbose))
     # It warns of a home that cannot be written, even if no figure is drawn.
