@@ -4,9 +4,9 @@
     python benchmarks/folder_start.py [--shape nano-llama-304m] [--rounds 5] [--quantize int8]
 
 Random weights in bfloat16. Each start is a process of its own (`sample.py`, one token); the two forms take turns, so that a
-noisy neighbour hits both. "first" has an empty cache folder but for the kernels, so that weights are packed and hashed; "again" finds
-what that start kept. Wall time of the whole process, its processor time, and its peak resident memory, mapped files included.
-Medians; nothing is asserted.
+noisy neighbour hits both. "first" has an empty cache folder but for the kernels, so that weights are packed and hashed;
+"again" finds what that start kept. Wall time of the whole process, its processor time, and its peak resident memory, mapped
+files included. Medians; nothing is asserted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Records of which bytes have which hash, so that they are not hashed again: `parts.json` beside LitGPT's weights, `folders/` in
-the cache for other folders, `checked.json` in a node's cache.
+"""Records of which bytes have which hash, so that they are not hashed again: `parts.json` beside LitGPT's weights, `folders/`
+in the cache for other folders, `checked.json` in a node's cache.
 
-Both are JSON files that save work for the next start; a missing or damaged one counts as empty. Disks lose bits without a
+They are JSON files that save work for the next start; a missing or damaged one counts as empty. Disks lose bits without a
 word, and without a change of any time: so what was hashed long ago is not believed.
 """
 
