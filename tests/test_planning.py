@@ -37,8 +37,7 @@ from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Bench, Speeds, Subject
-from mdi.run.ending import dismiss
-from mdi.run.nodes import GivenNodes
+from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions

@@ -59,13 +59,16 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcome(node: Loading, weights: Any = None) -> MdiError | None:
-    with client_of(node) as client:
-        setup = SecondarySetup(client, REQUEST, weights, 5.0)
+    with client_of(node) as client, Cancel(DEADLINE_S) as cancel:
+        setup = SecondarySetup(client, REQUEST, weights, 5.0, cancel)
         try:
-            assert setup.wait(DEADLINE_S), "it waits for ever"
-            return setup.error
+            setup.wait()
+            return None
+        except MdiError as e:
+            assert e is setup.error, "it waits for ever"
+            return e
         finally:
-            setup.cancel()
+            cancel.cancel()
             setup.join(DEADLINE_S)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.convert import is_hf_dir, weight_files
-from mdi.checkpoint.folder import CHAT_TEMPLATE, is_lit_dir, is_repo_id
+from mdi.checkpoint.folder import CHAT_TEMPLATE, is_hf_dir, is_lit_dir, is_repo_id, weight_files
 from mdi.checkpoint.hub_files import fetch, has_file, look_up
 from mdi.errors import DownloadError
 from mdi.files import replacing

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.folder import model_name as model_folder_name
+from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
 from mdi.spec.settings_file import parse_json
@@ -312,8 +314,8 @@ _SAME = {
 }
 
 
-def read_hf_config(path: Path) -> Json:
-    """config.json; of a model that also sees or hears, its language part. Raises CheckpointError."""
+def read_hf_config(path: Path, is_whole: bool = False) -> Json:
+    """config.json; of a model that also sees or hears, its language part unless `is_whole`. Raises CheckpointError."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
@@ -330,7 +332,7 @@ def read_hf_config(path: Path) -> Json:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
     language = data.get("text_config")
-    return language if isinstance(language, dict) else data
+    return language if isinstance(language, dict) and not is_whole else data
 
 
 def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | None]:
@@ -343,14 +345,12 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
     Raises:
         CheckpointError: no such name, a name that contradicts config.json, or an architecture that is not supported.
     """
-    from litgpt.config import Config
-
     where = directory / "config.json"
     hf = read_hf_config(where)
-    name = directory.absolute().name
+    name = model_folder_name(directory)
     for candidate in [model_name] if model_name else [name, f"{directory.absolute().parent.name}/{name}"]:
         try:
-            config = full_config(asdict(Config.from_name(candidate)), candidate)
+            config = full_config(asdict(litgpt_module("config").Config.from_name(candidate)), candidate)
         except ValueError:
             continue
         _check_agreement(hf, config, where)

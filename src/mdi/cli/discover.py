@@ -55,7 +55,7 @@ class Discovery:
     def present_nodes(self) -> ClusterConfig:
         """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
         from mdi.cli.access import free_port, open_keys, own_address
-        from mdi.control.gather import Gathering, Guests, cluster_of
+        from mdi.control.gather import Gathering, cluster_of
         from mdi.errors import UsageError
         from mdi.spec.cluster import NodeConfig
 
@@ -67,7 +67,7 @@ class Discovery:
         starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         wanted = None if options.nodes is None else options.nodes - 1
         wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
-        guests = Guests()
+        guests = self._guests(keys)
         with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
@@ -104,6 +104,12 @@ class Discovery:
             logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
         return self._relays[addr, port]
 
+    def _guests(self, keys: KeyFile) -> Guests:
+        """Those of this key that have joined, today or earlier."""
+        from mdi.control.gather import Guests
+
+        return Guests(keys.path.with_name(f"{keys.path.name}.nodes"))
+
     def arrivals(self, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
         """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
         from mdi.cli.access import ip_address, open_keys
@@ -117,7 +123,7 @@ class Discovery:
             found = cluster()
             assert keys is not None and found is not None
             addr = found.starter.addr
-            return self._listen(keys, addr, [ip_address(addr)], stack)
+            return [*self._listen(keys, addr, [ip_address(addr)], stack), self._guests(keys).nodes]
 
         return Arrivals(heard, keys)
 
@@ -176,7 +182,7 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
 
 @contextmanager
 def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) -> Iterator[Any]:
-    """Codes for boards that are to join, as long as some are waited for; gives what renews a code that is too old.
+    """A code for the machines that are to join, as long as some are waited for; gives what renews one that is too old.
 
     Args:
         guests: gets those that have joined, and is asked for them where there is no multicast.
@@ -194,7 +200,8 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
             return {"name": starter.name, "version": mdi.__version__, "state": "WAITING"}
 
     def tell(code: str) -> None:
-        show(f"to join from a board:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
+        boards = "the other machine" if n_wanted == 1 else f"each of the other {n_wanted} machines"
+        show(f"on {boards}:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
 
     def welcome(node: GuestNode, addr: str) -> None:
         logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mdi.control.announcement import Announcement
@@ -14,10 +18,13 @@ from mdi.control.connection_workers import is_here
 from mdi.control.fan_out import FanOut
 from mdi.control.messages import COMPILING
 from mdi.control.reach_node import compiling
-from mdi.errors import ControlError
+from mdi.errors import CheckpointError, ControlError, UsageError
+from mdi.files import replacing
 from mdi.net.invitation import GuestNode
 from mdi.net.keys import KeyFile
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.decode import decode_text
+from mdi.spec.settings_file import read_limited
 from mdi.units import counted, duration
 
 SETTLE_S = 3.0  # without a new node, if the number of nodes is not given
@@ -25,6 +32,8 @@ TOLD_S = 10.0  # until it says whom it waits for, and again when that is somethi
 POLL_S = 0.2  # several sources have to be looked at, and nodes that did not answer are asked again
 AGAIN_S = 2.0  # until a node that did not answer is asked again
 ASK_S = 5.0
+
+logger = logging.getLogger("mdi")
 
 # Why a node that is named does not answer, and what to do; the keys are those of mdi.control.reach.PROBLEMS.
 _APART = (
@@ -38,6 +47,9 @@ _ADVICE = {
     "silent": "the process there hangs: look at its output",
     "key": "it has another key: let it join again",
 }
+
+N_KEPT = 64  # guests
+FILE_LIMIT_BYTES = 64 << 10  # of their file
 
 Source = Callable[[], Iterable[Announcement]]
 
@@ -64,19 +76,40 @@ class FoundNode:
 
 
 class Guests:
-    """Nodes that have fetched the key from here and said where they will be: a source that needs no multicast."""
+    """Nodes that have fetched the key from here and said where they will be: a source that needs no multicast.
 
-    def __init__(self) -> None:
-        self._nodes: list[Announcement] = []
+    Args:
+        path: of the file that keeps them for later runs.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()  # several boards may ask at once
+        try:
+            data = read_limited(path, FILE_LIMIT_BYTES) if path.exists() else b"[]"
+        except CheckpointError as e:
+            raise UsageError(str(e)) from None
+        self._places = decode_text(list[GuestNode], data, str(path), UsageError)
 
     def add(self, node: GuestNode, addr: str) -> None:
         """A node, at the address that it gave, or else at the one that its request came from: a router may have changed it."""
-        for each in dict.fromkeys((node.addr,) if is_here(addr) else (node.addr, addr)):
-            self._nodes.append(Announcement(node.name, each, node.port, node.ring_port, "", "", ""))
+        with self._lock:
+            for each in dict.fromkeys((node.addr,) if is_here(addr) else (node.addr, addr)):
+                place = replace(node, addr=each)
+                others = [other for other in self._places if (other.addr, other.port) != (place.addr, place.port)]
+                self._places = [*others, place][-N_KEPT:]
+            try:
+                with replacing(self._path, UsageError) as file:
+                    file.write(json.dumps([asdict(place) for place in self._places], indent=1).encode())
+            except UsageError as e:  # the node has joined all the same
+                logger.warning("%s is known until this process ends: %s", node.name, e)
 
     def nodes(self) -> list[Announcement]:
         """Without the numbers of their processes, which they do not know yet."""
-        return list(self._nodes)
+        return [Announcement(place.name, place.addr, place.port, place.ring_port, "", "", "") for place in self._places]
 
 
 class Gathering:
