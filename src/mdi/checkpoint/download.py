@@ -59,7 +59,13 @@ def download(
     if tag is None and (tag := gguf_tag(names[0])):
         directory = _directory(ckpt_folder, repo_id, tag)
     sizes = fetch(found, directory, names, advice=_FULL, progress=progress)
-    marker = {"repo_id": repo_id, "revision": revision, "commit": found.commit, "licence": found.licence, "files": sizes}
+    marker = {
+        "repo_id": repo_id,
+        "revision": revision,
+        "commit": found.commit,
+        "licence": found.licence,
+        "files": sizes,
+    }
     with replacing(directory / MARKER) as file:
         file.write(json.dumps(marker, indent=1).encode())
     return directory
@@ -80,7 +86,7 @@ def read_marker(directory: Path) -> dict[str, Any]:
 
 
 def gguf_tag(name: str) -> str | None:
-    """What tells a GGUF file from the others of its model, as "Q4_K_M"; its stem if its name says no type; None of other files."""
+    """The type of a GGUF file by its name, as "Q4_K_M", else its stem; None of other files."""
     if not name.endswith(".gguf"):
         return None
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", name.rpartition("/")[2].removesuffix(".gguf"))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mdi.checkpoint.derived import cast
-from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE
+from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE, gguf_file
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
     PLAIN,
@@ -265,14 +265,6 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
     with replacing(directory / GGUF_NOTE) as file:  # last, because it says that the others exist
         file.write(json.dumps({"file": str(path.relative_to(directory.absolute()) if is_inside else path)}).encode())
     return directory
-
-
-def gguf_file(directory: Path) -> Path | None:
-    """The GGUF file of a directory; None if it has none, or its note cannot be read."""
-    try:
-        return directory / str(json.loads((directory / GGUF_NOTE).read_text(encoding="utf-8"))["file"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def open_gguf_directory(directory: Path) -> GgufSource | None:

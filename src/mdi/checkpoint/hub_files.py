@@ -62,7 +62,9 @@ def look_up(
     return Repository(repo_id, repo_type, revision, str(info.sha), sizes, _licence(info), token)
 
 
-def fetch(found: Repository, folder: Path, names: Sequence[str], *, advice: str, progress: bool = True) -> dict[str, int]:
+def fetch(
+    found: Repository, folder: Path, names: Sequence[str], *, advice: str, progress: bool = True
+) -> dict[str, int]:
     """Download files of a repository. Existing files are not downloaded again, and an unfinished one is continued.
 
     Args:
@@ -141,8 +143,8 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
         advice = (
             f"accept its licence on {hub}/{repo_id} with the account of your token"
             if token
-            else f"accept its licence on {hub}/{repo_id}, make a token on {hub}/settings/tokens, and set HF_TOKEN=hf_... (or give "
-            "it with --hf-token)"
+            else f"accept its licence on {hub}/{repo_id}, make a token on {hub}/settings/tokens, and set HF_TOKEN=hf_... "
+            "(or give it with --hf-token)"
         )
         raise DownloadError(f"{repo_id} is gated, and you have no access: {advice}", code="gated") from None
     except errors.RevisionNotFoundError:
@@ -151,7 +153,7 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
         ) from None
     except errors.RepositoryNotFoundError:
         raise DownloadError(
-            f"there is no {what} {repo_id} on {hub}, or it is private: check the spelling; a private one needs HF_TOKEN or --hf-token",
+            f"there is no {what} {repo_id} on {hub}, or it is private and needs HF_TOKEN: check the spelling",
             code="unknown",
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):

@@ -1,4 +1,4 @@
-"""The user's models by name: one folder of them, the same from everywhere, and those in other places, which are used as they are.
+"""The user's models by name: one folder of them, the same from everywhere, and those in other places, used as they are.
 
 A model of the store is a folder, `org/name`, or `org/name--Q4_K_M` for one GGUF file of many. Several processes and users may
 share a store: a lock belongs to each fetch and to each change, and a model in use has a mark, whose lock ends with its process.
@@ -23,8 +23,16 @@ from urllib.parse import quote
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.download import download, gguf_tag, read_marker
-from mdi.checkpoint.folder import GGUF_NOTE, checkpoints_in, is_lit_dir, is_repo_id, weight_files
-from mdi.checkpoint.ggufsource import gguf_directory, gguf_file
+from mdi.checkpoint.folder import (
+    CHUNKS,
+    GGUF_NOTE,
+    checkpoints_in,
+    gguf_file,
+    is_lit_dir,
+    is_readable_hf,
+    is_repo_id,
+    weight_files,
+)
 from mdi.errors import MdiError, StoreError, UsageError
 from mdi.files import lock_file, replacing
 from mdi.spec.cluster import nearest_existing
@@ -44,6 +52,12 @@ def default_store() -> Path:
 
     named = os.environ.get(VARIABLE)
     return Path(named).expanduser().absolute() if named else user_data_path("mdi-llm", appauthor=False) / "models"
+
+
+def earlier_folders() -> list[Path]:
+    """Where earlier versions kept models: src/checkpoints of a checkout, else checkpoints/ of the present folder."""
+    src = Path(__file__).resolve().parents[2]
+    return [(src if (src / "starter.py").is_file() else Path.cwd()) / "checkpoints"]
 
 
 def hub_cache() -> Path:
@@ -75,6 +89,7 @@ class StoredModel:
         home: the store, or another place in which it is.
         is_own: whether `mdi rm` may remove it.
         gguf: the GGUF file, or the first of several, that has its weights.
+        is_whole: false of a download that has not come to its end.
     """
 
     name: str
@@ -82,6 +97,7 @@ class StoredModel:
     home: Path
     is_own: bool = True
     gguf: Path | None = None
+    is_whole: bool = True
 
     @property
     def files(self) -> list[Path]:
@@ -93,6 +109,8 @@ class StoredModel:
 
     @property
     def format(self) -> str:
+        if not self.is_whole:
+            return "not complete"
         if self.gguf is not None:
             return f"GGUF {gguf_tag(self.gguf.name)}"
         return "LitGPT" if is_lit_dir(self.folder) else "Hugging Face" if weight_files(self.folder) else "chunks"
@@ -125,26 +143,33 @@ class Mark:
 
 class ModelStore:
     """Args:
-    folder: the store; it need not exist.
-    others: folders with models of their own, as earlier versions had them.
-    cache: the hub's own; None: that of the environment.
+    folder: the store, which need not exist; None: the default one, with the models in the folders of earlier versions.
     """
 
-    def __init__(self, folder: Path, others: Sequence[Path] = (), cache: Path | None = None) -> None:
-        self.folder = folder.expanduser().absolute()
-        self.others = [other for other in others if other.absolute() != self.folder]
-        self.cache = hub_cache() if cache is None else cache
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = default_store() if folder is None else folder.expanduser().absolute()
+        self.others = (
+            [other for other in earlier_folders() if other != self.folder] if self.folder == default_store() else []
+        )
 
     # Models
 
     def models(self) -> list[StoredModel]:
-        """Those of the store first; of several with one name, the first."""
+        """Those that are ready, of the store first; of several with one name, the first."""
+        return [model for model in self.all() if model.is_whole]
+
+    def all(self) -> list[StoredModel]:
+        """Those, and what has not been downloaded to its end."""
         found: dict[str, StoredModel] = {}
         for home in (self.folder, *self.others):
-            for place in checkpoints_in(home):
+            unfinished = [path.parents[2] for path in home.glob("*/*/.cache/huggingface/download")]
+            places = {*checkpoints_in(home), *(str(folder.relative_to(home)) for folder in unfinished)}
+            for place in sorted(places):
                 folder = home / place
-                name = folder.name if place == "." else Path(place).as_posix().replace("--", ":")
-                found.setdefault(name, StoredModel(name, folder, home, gguf=gguf_file(folder)))
+                if not place.startswith(STATE):
+                    name = folder.name if place == "." else Path(place).as_posix().replace("--", ":")
+                    model = StoredModel(name, folder, home, gguf=gguf_file(folder), is_whole=is_whole(folder))
+                    found.setdefault(name, model)
         for model in self._cached():
             found.setdefault(model.name, model)
         return list(found.values())
@@ -152,7 +177,12 @@ class ModelStore:
     def find(self, name: str) -> StoredModel | None:
         """The model of that name; its organisation, or the only tag that is there, may be left out."""
         models, wanted = self.models(), name.casefold()
-        for shorten in (str, lambda full: split_name(full)[0], _without_org, lambda full: _without_org(split_name(full)[0])):
+        for shorten in (
+            str,
+            lambda full: split_name(full)[0],
+            _without_org,
+            lambda full: _without_org(split_name(full)[0]),
+        ):
             fitting = [model for model in models if shorten(model.name).casefold() == wanted]
             if len(fitting) == 1:
                 return fitting[0]
@@ -165,6 +195,8 @@ class ModelStore:
         """A folder that a node can be given. Raises CheckpointError."""
         if model.gguf is None or (model.folder / GGUF_NOTE).is_file():
             return model.folder
+        from mdi.checkpoint.ggufsource import gguf_directory
+
         return gguf_directory(model.gguf, self.folder)
 
     def describe_missing(self, name: str) -> str:
@@ -200,6 +232,8 @@ class ModelStore:
             DownloadError: see `download`.
             StoreError: the store cannot be written.
         """
+        from mdi.checkpoint.ggufsource import gguf_directory
+
         repo, tag = split_name(name)
         with self._locked(quote(repo, safe=""), lambda: say(f"another process fetches {repo}; waiting for it")):
             folder = download(repo, self.folder, token, revision, progress, tag)
@@ -243,9 +277,8 @@ class ModelStore:
 
     def remember(self, name: str) -> None:
         """Keep the name as this user's last one; a store that cannot be written keeps none."""
-        with contextlib.suppress(OSError, StoreError):
-            with replacing(self._last, StoreError, makes_folder=True) as file:
-                file.write(json.dumps({"name": name}).encode())
+        with contextlib.suppress(OSError, StoreError), replacing(self._last, StoreError, makes_folder=True) as file:
+            file.write(json.dumps({"name": name}).encode())
 
     def last(self) -> str | None:
         """The model that this user used last; else the only one that there is."""
@@ -262,19 +295,23 @@ class ModelStore:
 
     def _cached(self) -> Iterator[StoredModel]:
         """Whole models in the hub's own cache: of the main branch, else of the newest commit."""
-        for home in sorted(self.cache.glob("models--*--*")) if self.cache.is_dir() else ():
+        cache = hub_cache()
+        for home in sorted(cache.glob("models--*--*")) if cache.is_dir() else ():
             with contextlib.suppress(OSError, MdiError):
                 snapshots = sorted((home / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime)
                 main = home / "refs" / "main"
                 if main.is_file():
                     snapshots.append(home / "snapshots" / main.read_text(encoding="utf-8").strip())
                 folder, name = snapshots[-1], home.name[len("models--") :].replace("--", "/", 1)
-                files = weight_files(folder) if (folder / "config.json").is_file() else []
-                if files and all(file.is_file() for file in files):
-                    yield StoredModel(name, folder, self.cache, is_own=False)
+                if is_readable_hf(folder) and is_whole(folder):
+                    yield StoredModel(name, folder, cache, is_own=False)
                 for file in sorted(folder.rglob("*.gguf")):
                     if re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", file.name) is None:
-                        yield StoredModel(f"{name}:{gguf_tag(file.name)}", folder, self.cache, False, file)
+                        yield StoredModel(f"{name}:{gguf_tag(file.name)}", folder, cache, False, file)
+
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        """Within: no other process adds or removes a model, or marks one. Raises StoreError: the store cannot be written."""
+        return self._locked("store")
 
     @contextlib.contextmanager
     def _locked(
@@ -313,17 +350,20 @@ class InUse:
     """The mark of a model that this process has loaded, from here to `close`; nothing where no mark can be written.
 
     Args:
-        path: the folder of the model, or a file in it.
-        homes: where marks are kept, if the model is in none of them: in the first.
+        path: the folder of the model, or a file in it. The mark is kept in the store that has it, else in the default one.
+
+    Raises:
+        StoreError: the model has been removed meanwhile.
     """
 
-    def __init__(self, path: Path, homes: Sequence[Path]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path.resolve()
-        inside = next((home for home in homes if self._path.is_relative_to(home.resolve())), homes[0])
+        homes = [default_store(), *earlier_folders()]
+        stores = (home for home in self._path.parents if (home / STATE).is_dir() or home in homes)
+        state = next(stores, homes[0]) / STATE
         self._file: int | None = None
-        self._mark = inside / STATE / f"use-{os.getpid()}-{secrets.token_hex(4)}"
-        store = ModelStore(inside, (), inside)
-        with contextlib.suppress(OSError, StoreError), store._locked("store"):
+        self._mark = state / f"use-{os.getpid()}-{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError, StoreError), ModelStore()._locked("store", state=state):
             self._file = os.open(self._mark, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             lock_file(self._file)
             self.show(())
@@ -367,12 +407,27 @@ def _read_mark(path: Path) -> Mark | None:
             return None
         found = parse_json(os.read(file, 1 << 16))
         return Mark(
-            Path(found["path"]), int(found["pid"]), str(found["host"]), str(found["command"]), tuple(map(str, found["nodes"]))
+            Path(found["path"]),
+            int(found["pid"]),
+            str(found["host"]),
+            str(found["command"]),
+            tuple(map(str, found["nodes"])),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     finally:
         os.close(file)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder in Hugging Face's form has all files of its weights; one in another form is whole when it is made."""
+    if is_lit_dir(folder) or (folder / GGUF_NOTE).is_file() or (folder / CHUNKS).is_dir():
+        return True
+    try:
+        files = weight_files(folder)
+        return bool(files) and all(file.is_file() for file in files)
+    except MdiError:
+        return False
 
 
 def _without_org(name: str) -> str:

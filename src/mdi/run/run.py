@@ -17,6 +17,7 @@ from typing import Any
 
 import mdi
 from mdi.cancel import Cancel
+from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, N_TEXTS
 from mdi.control.server import StatusOnly
@@ -104,6 +105,7 @@ class Run(StatusOnly):
         self._lookout: Lookout | None = None
         self._texts: RunTexts | None = None
         self._is_open = self.was_open = False
+        self._in_use: InUse | None = None
         self._has_model = False
         self.prompt_ids: list[list[int]] = []
         self.max_length = 0
@@ -130,6 +132,8 @@ class Run(StatusOnly):
         self._is_open = self.was_open = True
 
     def _open(self) -> None:
+        if (path := self.options.ckpt or self.options.chunk) is not None and path.exists():
+            self._in_use = InUse(path)
         cluster = self._cluster = self._nodes.cluster()
         family = None if self._family is None else self._family()
         model = Choice(cluster, self.options, family, self._ports, self.run_id)
@@ -148,6 +152,8 @@ class Run(StatusOnly):
                 logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
             loop, cut = self._make_loop(model, losses)
             ring = loop.next_ring(None)
+        if self._in_use is not None:
+            self._in_use.show([f"{node.name} {node.addr}" for node in self.cluster.secondaries])
         self._start(loop, cut, ring)
 
     def _ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
@@ -314,6 +320,8 @@ class Run(StatusOnly):
                 dismiss([ControlClient(node, keys) for node in others], self.run_id, leave, patient=False)
             self._state = "IDLE"
         finally:
+            if self._in_use is not None:
+                self._in_use.close()
             self._ports.remove(self)
             if self._has_own_ports:
                 self._ports.close()

@@ -392,8 +392,9 @@ class Options(StarterOptions):
 
     # Models on the disk
     model: Annotated[str, Option(
-        "a model's name in the store or on the hub (org/name, org/name:Q4_K_M for one GGUF file of many), a folder, or a GGUF file",
-        ("model",), metavar="NAME",
+        "a model: its name in the store or on the hub (org/name; org/name:Q4_K_M is one GGUF file of many), a folder, or a "
+        "GGUF file",
+        ("model",), metavar="NAME", nargs="?",
     )] = ""
     words: Annotated[tuple[str, ...], Option(
         "text to answer; without it, a chat begins", ("words",), metavar="PROMPT", nargs="*"
@@ -447,7 +448,10 @@ class Options(StarterOptions):
 # fmt: on
 # What several commands have
 MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights", "mlock", "kv_memory", "compile")
-MODEL = ("model", "ckpt", "ckpt_folder", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
+MODEL = (
+    "model", "ckpt", "ckpt_folder", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype",
+    "sequence_length",
+)  # fmt: skip
 ACCESS = ("key", "insecure")
 DISCOVERY = ("nodes", "machines", "addr", "dial_port")
 RING = (
