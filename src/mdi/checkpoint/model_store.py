@@ -61,10 +61,12 @@ def earlier_folders() -> list[Path]:
 
 
 def hub_cache() -> Path:
-    """The folder in which the hub's own programs keep models, by HF_HUB_CACHE or HF_HOME."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
+    """The folder in which the hub's own programs keep models; as their documents say, so that none of them need be imported."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
 
 
 def split_name(name: str) -> tuple[str, str | None]:

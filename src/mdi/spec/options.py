@@ -171,7 +171,7 @@ class StarterOptions(Requested):
     """
 
     ckpt: Annotated[Path | None, Option(
-        "checkpoint made by prepare_model.py (below {ckpt_folder}), or a GGUF file", metavar="DIR"
+        "the model as a flag: a folder, its name in the store, or a GGUF file; nothing is fetched", metavar="DIR"
     )] = None
     chunk: Annotated[Path | None, Option(
         "the starter's chunk; those of the other nodes must lie beside it", metavar="FILE"
