@@ -52,7 +52,7 @@ MUTANTS = [
         DECISIONS,
     ),
     Mutant(
-        "nodes that have nothing of a lost one are named as its present_holders",
+        "nodes that have nothing of a lost one are named as holding its blocks",
         "present_holders",
         "max(s.start, lost.start) < min(s.stop, lost.stop)",
         "True",
