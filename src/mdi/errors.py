@@ -139,8 +139,6 @@ class DownloadError(MdiError):
 class StoreError(MdiError):
     """A model cannot be kept, removed, exported or imported."""
 
-    code = "store"
-
 
 class WireError(MdiError):
     """Bytes from a ring link that are no frame which this node may accept."""
