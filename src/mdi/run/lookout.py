@@ -123,12 +123,13 @@ class Lookout:
     """See the module. Works in the thread `ring-lookout`, and changes nothing: what it sees, it puts.
 
     Args:
+        joins: None where nodes share blocks: then no node is added.
         present: the ring that generates; None while there is none.
         put: gets each event.
     """
 
     def __init__(
-        self, joins: Joins, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
+        self, joins: Joins | None, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
     ) -> None:  # fmt: skip
         self._joins = joins
         self._present = present
@@ -158,7 +159,7 @@ class Lookout:
                 if (leaving := Leaving(node, ring.number)) not in self._seen:
                     self._seen.add(leaving)
                     self._put(leaving)
-            if time.monotonic() > next_look:
+            if self._joins is not None and time.monotonic() > next_look:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     if (found := self._joins.best(ring.stages, ring.processes)) is not None:

@@ -315,7 +315,7 @@ class RingLoop:
         if plan.isolated:
             engine.isolate(plan.isolated)
         ring = self._former.form(plan, cancel, None if engine.is_isolating else engine.sent.counts)
-        engine.stage, engine.memory = ring.own.stage, ring.memory
+        engine.stage, engine.memory = ring.stage.at_starter, ring.memory
         engine.kept = None if ring.replay is None else ring.replay.kept
         engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
         engine.has_fresh = ring.has_fresh
