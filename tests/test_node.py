@@ -37,7 +37,7 @@ from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import check_capacity
-from mdi.stages.torch_stage import Stage, StarterStage
+from mdi.stages.torch_stage import Stage, StarterStage, TorchStage
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
 

@@ -24,7 +24,7 @@ from mdi.cli import launch
 from mdi.cli.session import chosen_placement
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
@@ -36,8 +36,7 @@ from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Bench, Speeds, Subject
-from mdi.run.ending import dismiss
-from mdi.run.nodes import GivenNodes
+from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions

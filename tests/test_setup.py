@@ -16,7 +16,7 @@ from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
-from mdi.control.reach_node import reach_node
+from mdi.control.reach import reach_node
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
@@ -59,13 +59,16 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcome(node: Loading, weights: Any = None) -> MdiError | None:
-    with client_of(node) as client:
-        setup = SecondarySetup(client, REQUEST, weights, 5.0)
+    with client_of(node) as client, Cancel(DEADLINE_S) as cancel:
+        setup = SecondarySetup(client, REQUEST, weights, 5.0, cancel)
         try:
-            assert setup.wait(DEADLINE_S), "it waits for ever"
-            return setup.error
+            setup.wait()
+            return None
+        except MdiError as e:
+            assert e is setup.error, "it waits for ever"
+            return e
         finally:
-            setup.cancel()
+            cancel.cancel()
             setup.join(DEADLINE_S)
 
 

@@ -170,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "the starter forgets who has joined",
-        "Invitations.answer",
-        "used.guest is not None",
+        "Invitation.answer",
+        "guest is not None",
         "False",
         f"{JOIN}::test_the_host_learns_where_a_guest_s_node_will_be",
     ),

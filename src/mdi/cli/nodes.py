@@ -26,7 +26,7 @@ def run(options: Options) -> int:
     from mdi.cli.discover import Discovery
     from mdi.cli.output import print_json
     from mdi.columns import table
-    from mdi.control.gather import Gathering
+    from mdi.control.discovery import Gathering
     from mdi.errors import UsageError
     from mdi.net.keys import KeyFile
     from mdi.terminal import show
@@ -39,7 +39,7 @@ def run(options: Options) -> int:
     if not 0 < options.wait_s <= 600:
         raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {options.wait_s}")
     with Discovery(options) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
-        nodes = Gathering(found, keys).within(options.wait_s)
+        nodes = Gathering(found, keys).within(options.wait_s, discovery.cancel)
     rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
     if options.json:
         print_json({"nodes": rows})

@@ -95,7 +95,7 @@ def _with_model(options: Options) -> Options:
     if options.ckpt is None:
         return options
     folder = found_ckpt(options.ckpt)
-    if not (folder / CONFIG_FILE).is_file():
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, "config.json")):
         raise UsageError(no_checkpoint(folder))
     return replace(options, ckpt=folder)
 
@@ -177,10 +177,10 @@ def _live(options: Options) -> ClusterProfile:
 
 def _stored_dtype(ckpt: Path | None) -> str:
     """Number type of the stored weights; float32 if they are not here."""
-    from mdi.checkpoint.folder import GGUF_NOTE, WEIGHT_FILES
+    from mdi.checkpoint.folder import GGUF_NOTE, is_lit_dir, is_readable_hf
     from mdi.checkpoint.source import open_source
 
-    if ckpt is None or not any((ckpt / name).is_file() for name in (*WEIGHT_FILES, GGUF_NOTE)):
+    if ckpt is None or not (is_lit_dir(ckpt) or is_readable_hf(ckpt) or (ckpt / GGUF_NOTE).is_file()):
         return "float32"
     source = open_source(ckpt)
     source.close()
@@ -241,16 +241,17 @@ def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
 def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
     """The whole litgpt Config of the model that is meant."""
     from mdi.checkpoint.shapes import read_config
+    from mdi.checkpoint.source import settings_of
 
     if options.ckpt is not None:
-        return read_config(options.ckpt / "model_config.yaml")
+        return settings_of(options.ckpt)
     if options.config is None:
         if profile is None or not profile.model:
             raise UsageError("give the model: --ckpt DIRECTORY or --config NAME")
         return _named(profile.model)
     path = Path(options.config)
     if path.is_dir():
-        return read_config(path / "model_config.yaml")
+        return settings_of(path)
     return read_config(path) if path.is_file() else _named(options.config)
 
 

@@ -3,6 +3,7 @@
 examples:
   serve.py --ckpt checkpoints/org/model                                   on this machine alone
   serve.py --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
+  serve.py --ckpt checkpoints/org/model --machines 3                      on three machines: prints a line for the others
   serve.py --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
       over the nodes of that file, for everybody in the network with a key
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL)
     parser.options(
-        "nodes", "nodes", "nodes_config", "devices", *ACCESS, *RING, *PARALLEL,
+        "nodes", "nodes", "nodes_config", "machines", "addr", "dial_port", "devices", *ACCESS, *RING, *PARALLEL,
         nodes={"help": "a ring of N processes on this machine"},
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},
@@ -52,6 +53,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Options) -> int:
     from mdi.cli import Obeyed, default_ckpt_folder, ignore_interrupts
+    from mdi.cli.access import with_machines
     from mdi.cli.serve_settings import serve_settings
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
     from mdi.errors import UsageError
@@ -60,6 +62,7 @@ def run(options: Options) -> int:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
     if options.ckpt is None:
         raise UsageError("give the model: --ckpt DIRECTORY")
+    options = replace(options, key=with_machines(options).key)
     settings = serve_settings(options)
     options = with_model(options)
     check_cut(options, 1 if options.nodes is None else options.nodes)
@@ -131,6 +134,7 @@ def _after(options: Options) -> Callable[[Run], None] | None:
 
 
 def _nodes(options: Options) -> NodeSource:
+    from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.session import nodes_of, processes_of
     from mdi.node.local import LocalRing
@@ -142,4 +146,5 @@ def _nodes(options: Options) -> NodeSource:
     def find() -> ClusterConfig:
         return load_cluster(options.nodes_config) if options.nodes_config else standalone()
 
-    return nodes_of(options, find, Discovery(options))
+    discovery = Discovery(with_machines(options))
+    return nodes_of(options, find if options.machines is None else discovery.present_nodes, discovery)

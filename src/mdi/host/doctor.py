@@ -9,11 +9,10 @@ from pathlib import Path
 
 import mdi
 from mdi.checkpoint.store import BlockStore
-from mdi.control.client import PROBE_ANSWER_S, ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import PROBE_ANSWER_S, ControlClient, FanOut
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
-from mdi.control.open_ports import open_ports
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
+from mdi.control.server import open_ports
 from mdi.errors import ControlError, UsageError
 from mdi.host.device import choose_device, devices
 from mdi.host.diagnosis import LinkFinding, NodeFinding, Problem, Report

@@ -12,12 +12,12 @@ N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 N_STOPPED = 256  # ids of runs that were stopped: requests for their rings may come late
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
-_BESIDE = "beside"  # of the extensions of a run
+_AHEAD = "ahead"  # of the extensions of a run
 
 
-def beside_extension() -> dict[str, bool]:
+def ahead_extension() -> dict[str, bool]:
     """The extension of a node's request that lets the run's ring before go on while this one is prepared; else it is ended."""
-    return {_BESIDE: True}
+    return {_AHEAD: True}
 
 
 class Runs:
@@ -113,7 +113,7 @@ class Runs:
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
                 return False
-            if before.is_running and request.extensions.get(_BESIDE) is True:
+            if before.is_running and request.extensions.get(_AHEAD) is True:
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):

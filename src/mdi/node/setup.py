@@ -13,7 +13,7 @@ import mdi
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.control.reach_node import BUSY_S, reach_node
+from mdi.control.reach import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
@@ -38,6 +38,7 @@ class SecondarySetup:
         request: its task.
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
+        cancel: of the set-up of all nodes: its end ends this one, and a failure of this one cancels it.
         is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
         holders: other nodes that may have parts.
 
@@ -48,8 +49,8 @@ class SecondarySetup:
     """
 
     def __init__(
-        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, is_known: bool = False,
-        holders: Holders | None = None,
+        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, cancel: Cancel,
+        is_known: bool = False, holders: Holders | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._request = request
@@ -61,7 +62,7 @@ class SecondarySetup:
         self._changed = threading.Condition()  # notified with each status, and at the end
         self.is_ready_at_once = False
         self._done = threading.Event()
-        self._cancel = Cancel()
+        self._cancel = cancel
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
@@ -76,12 +77,14 @@ class SecondarySetup:
     def name(self) -> str:
         return self._client.node.name
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the node is ready, or has failed (see `error`), by now."""
-        return self._done.wait(timeout_s)
+    def wait(self) -> None:
+        """Until the node is ready. Raises the error that ended the set-up of all nodes."""
+        with self._cancel.waking(self._done.set):
+            while not self._done.wait(self._cancel.left_s(SIGN_S)):
+                self._cancel.check()
+        self._cancel.check()
 
-    def cancel(self) -> None:
-        self._cancel.cancel(RingError("the set-up was interrupted"))
+    def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -97,8 +100,9 @@ class SecondarySetup:
             self._configure()
             self.is_ready_at_once = self._answer["state"] == "READY"
             self._watch.start()
-            self._send(self._ask_missing())
-            self._wait_until(lambda status: status["state"] == "READY")
+            with self._cancel.waking(self._wake):
+                self._send(self._ask_missing())
+                self._wait_until(lambda status: status["state"] == "READY")
             logger.info("%s is ready", self.name)
         except MdiError as e:
             self._fail(e)
@@ -109,10 +113,12 @@ class SecondarySetup:
             self._done.set()
 
     def _fail(self, error: MdiError) -> None:
-        if self.error is None and not self._cancel.is_cancelled:
-            self.error = error
-        self.cancel()
-        self._done.set()
+        if error is self._cancel.error:
+            return  # another node's
+        self.error = error
+        self._cancel.cancel(error)
+        if self._cancel.error is not error:  # another node was first
+            self.error = None
 
     def _reach(self) -> None:
         """Wait until the node answers."""
@@ -261,7 +267,7 @@ class SecondarySetup:
                     n_broken += 1
                     if e.problem != "closed" or n_broken > N_BROKEN:
                         return self._fail(self._lost(e))
-        except RingError:  # it was interrupted
+        except MdiError:  # it was cancelled
             pass
 
     def _report(self, status: dict[str, Any]) -> None:

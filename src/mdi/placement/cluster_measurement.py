@@ -16,11 +16,9 @@ from functools import partial
 from typing import Any
 
 from mdi.cancel import Cancel, Periodic
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
-from mdi.control.reach import Route, try_node
-from mdi.control.reach_node import BUSY_S, reach_node
+from mdi.control.reach import BUSY_S, Route, reach_node, try_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
 from mdi.host.neighbours import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory

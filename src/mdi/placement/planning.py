@@ -13,7 +13,7 @@ from mdi.block_ranges import span
 from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.errors import CheckpointError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device

@@ -274,6 +274,10 @@ class Options(StarterOptions):
         "without a nodes file: wait for N nodes, including this one, and print codes for boards that want to join (default: "
         "all nodes found within some seconds)", metavar="N",
     )] = None
+    machines: Annotated[Count | None, Option(
+        "N machines, including this one: print the line that makes another machine one of them, and wait until they are there; "
+        "the cluster's key is made if there is none", metavar="N",
+    )] = None
     addr: Annotated[str | None, Option(
         "this machine's address in the network of the nodes (default: that of the default route)"
     )] = None
@@ -436,7 +440,7 @@ class Options(StarterOptions):
 MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights", "mlock", "kv_memory", "compile")
 MODEL = ("ckpt", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
 ACCESS = ("key", "insecure")
-DISCOVERY = ("nodes", "addr", "dial_port")
+DISCOVERY = ("nodes", "machines", "addr", "dial_port")
 RING = (
     "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
 )  # fmt: skip

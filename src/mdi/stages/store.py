@@ -362,7 +362,13 @@ class StageStore:
                     return source(part)
 
                 stage = self._build(
-                    spec, next_source, held.loaded, supply.family, supply.memory, supply.cache_dir, cancel,
+                    spec,
+                    next_source,
+                    held.loaded,
+                    supply.family,
+                    supply.memory,
+                    supply.cache_dir,
+                    cancel,
                     self._promised(held),
                 )
             logger.debug("%s", spec.computing.describe(spec.name, *spec.blocks))

@@ -142,7 +142,7 @@ def _hashes_beside(source: WeightSource) -> HashCache | None:
     """Where hashes of a chunk's shards are kept, so that they are computed once."""
     if not isinstance(source, ChunkFile):
         return None
-    return HashCache(source.path.with_name(f"{source.path.stem}.shards.json"), source.path, source.config_hash)
+    return HashCache(source.path.with_name(f"{source.path.stem}.shards.json"), [source.path], source.config_hash)
 
 
 class ShardFile(PartFile):
