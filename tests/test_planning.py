@@ -298,7 +298,7 @@ OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 
 def measurement_of(cluster: ClusterConfig, **changes: Any) -> ClusterMeasurement:
-    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, **changes}
+    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, "cancel": Cancel(), **changes}
     return ClusterMeasurement(cluster, **fields)
 
 

@@ -134,7 +134,7 @@ def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
 def test_it_says_whom_it_waits_for_and_only_what_is_new(
     keys: KeyFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gather, "TOLD_S", 0.0)
+    monkeypatch.setattr(gather, "REPORT_S", 0.0)
     lines: list[str] = []
     guests = Guests(tmp_path / "nodes")
     with socket.create_server(("127.0.0.1", 0)) as closed:

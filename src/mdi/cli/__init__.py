@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -21,10 +22,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import mdi
-from mdi.errors import MdiError, UsageError
+from mdi.cancel import Cancel
+from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
-from mdi.terminal import JSON, VARIABLE, LineFormatter, form_of, formatter, show_error
+from mdi.terminal import JSON, VARIABLE, LineFormatter, TerminalHandler, form_of, formatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
@@ -138,12 +140,24 @@ def launch(
     try:
         with _log_lines(command, args), _signals(is_ended_at_once):
             try:
-                status: int = module.run(options_of(parser, args))
+                with _cancelled_at_the_end() as cancel:
+                    waits = {"cancel": cancel} if "cancel" in inspect.signature(module.run).parameters else {}
+                    status: int = module.run(options_of(parser, args), **waits)
                 return status
             except Exception as e:
                 return _status_of(e, bool(getattr(args, "debug", False)), show or _show_failure)
     except KeyboardInterrupt as e:  # also one that came while the handlers were set, or after the command
         return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
+
+
+@contextlib.contextmanager
+def _cancelled_at_the_end() -> Iterator[Cancel]:
+    """The token of a command that waits for others: whatever still works for it ends with it, also after Ctrl-C."""
+    cancel = Cancel()
+    try:
+        yield cancel
+    finally:
+        cancel.cancel()
 
 
 def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | str], None]) -> int:
@@ -161,7 +175,7 @@ def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | 
         raise error
     if missing is not None:
         print(
-            f"error: the library {missing!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}, "
             "or `make venv` and then .venv/bin/python",
             file=sys.stderr,
         )
@@ -300,7 +314,7 @@ def _log_lines(command: str, args: argparse.Namespace) -> Iterator[None]:
 
 
 def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = TerminalHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
     handler.setFormatter(formatter(form, is_verbose))
     # It warns of a home that cannot be written, even if no figure is drawn.

@@ -31,9 +31,9 @@ logger = logging.getLogger("mdi")
 class Discovery:
     """How a command finds the nodes of its key. It holds the ports that nodes dial, which are open until it ends."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, cancel: Cancel | None = None) -> None:
         self._options = options
-        self.cancel = Cancel()  # its end ends a search
+        self.cancel = Cancel(parent=cancel)  # its end ends a search
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
 
     def cluster(self) -> ClusterConfig:
@@ -106,7 +106,7 @@ class Discovery:
         return self._relays[addr, port]
 
     def _guests(self, keys: KeyFile) -> Guests:
-        """Those of this key that have joined, today or earlier."""
+        """The nodes of this key that have joined, today or earlier."""
         from mdi.control.discovery import Guests
 
         return Guests(keys.path.with_name(f"{keys.path.name}.nodes"))

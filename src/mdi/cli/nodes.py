@@ -8,8 +8,13 @@ examples:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mdi.spec.options import ACCESS, COMMON, Options
 from mdi.spec.parser import Parser
+
+if TYPE_CHECKING:
+    from mdi.cancel import Cancel
 
 WAIT_S = 3.0
 
@@ -19,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, *ACCESS, "addr", "wait_s", "json", *COMMON, wait_s=wait)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from pathlib import Path
 
     from mdi.cli.access import default_key_file, open_keys, own_address
@@ -38,7 +43,7 @@ def run(options: Options) -> int:
         raise UsageError("nodes are found by their key: give it with --key FILE, or fetch it with `mdi join`")
     if not 0 < options.wait_s <= 600:
         raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {options.wait_s}")
-    with Discovery(options) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
+    with Discovery(options, cancel) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
         nodes = Gathering(found, keys).within(options.wait_s, discovery.cancel)
     rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
     if options.json:

@@ -103,7 +103,7 @@ def _tag(secret: bytes, salt: str, addr: str, port: int, ring_port: int, process
 
 
 SETTLE_S = 3.0  # without a new node, if the number of nodes is not given
-TOLD_S = 10.0  # until it says whom it waits for, and again when that is something else
+REPORT_S = 10.0  # until it says whom it waits for, and again when that is something else
 POLL_S = 0.2  # several sources have to be looked at, and nodes that did not answer are asked again
 AGAIN_S = 2.0  # until a node that did not answer is asked again
 ASK_S = 5.0
@@ -259,8 +259,8 @@ class Gathering:
             ControlError: that many did not come in time.
         """
         cancel = cancel or Cancel()
-        begin = last = told_at = time.monotonic()
-        told: list[str] = []
+        begin = last = reported_at = time.monotonic()
+        reported: list[str] = []
         while True:
             meanwhile()
             now = time.monotonic()
@@ -270,9 +270,9 @@ class Gathering:
                 return self.nodes[:n_nodes]
             if n_nodes is None and self._found and now - last >= SETTLE_S:
                 return self.nodes
-            if n_nodes is not None and now - told_at >= TOLD_S:
-                told_at, before, told = now, told, self._waiting_for(n_nodes)
-                for line in told if told != before else ():
+            if n_nodes is not None and now - reported_at >= REPORT_S:
+                reported_at, before, reported = now, reported, self._waiting_for(n_nodes)
+                for line in reported if reported != before else ():
                     tell(line)
             if now - begin >= wait_s:
                 raise ControlError(self._too_few(n_nodes, wait_s))

@@ -101,7 +101,7 @@ class BrokenOffError(Exception):
 
 
 def problem_of(error: Exception) -> str:
-    """What the network did, as a key of `mdi.control.reach.PROBLEMS`."""
+    """The network's failure, as a key of `mdi.control.reach.PROBLEMS`."""
     if isinstance(error, (TimeoutError, BlockingIOError)):
         return "timeout"
     if isinstance(error, (socket.gaierror, UnicodeError)):

@@ -49,7 +49,7 @@ class ClusterMeasurement:
         request: ProfileRequest,
         own: Callable[[], NodeProfile],
         wait_s: float,
-        cancel: Cancel | None = None,
+        cancel: Cancel,
         own_format: str = "",
     ) -> None:
         self._own_format = own_format
@@ -57,7 +57,7 @@ class ClusterMeasurement:
         self._request = request
         self._own = own
         self._wait_s = wait_s
-        self._cancel = cancel or Cancel()
+        self._cancel = cancel
         self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
