@@ -43,7 +43,7 @@ from mdi.run.policy import (
     NotFormed,
     Policy,
     Stage,
-    takers,
+    present_holders,
 )
 from mdi.run.report import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.spec.cluster import NodeConfig
@@ -384,7 +384,7 @@ class RingLoop:
         if event.ring != ring.number or event.node not in ring.processes:
             return None
         self._end_ahead(is_used=False)
-        lost = Lost(NodeLostError(event.node, f"{event.node} was told to end", "left"))
+        lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", "left"))
         roll = self._ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
@@ -477,7 +477,7 @@ class RingLoop:
         if differs:
             logger.warning("warning: %s", MAY_DIFFER)
         for name, stage in lost.items():
-            by = takers(stage, ring.stages)
+            by = present_holders(stage, ring.stages)
             self._records.replace(name, by, TOKENS if ring.replay is None else REPLAY, differs)
             logger.info("%s's blocks are now on %s", name, ", ".join(by))
         if seconds is not None:
