@@ -169,7 +169,7 @@ class Run(StatusOnly):
         options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
         basis = Basis(
             self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
-            self._process, self._ports.listener, self._ports.caches, model.make_own,
+            self._process, self._ports.listener, self._ports.caches, model.sharing,
         )  # fmt: skip
         nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
         self._former = former = Former(basis, cluster, nodes)
@@ -207,7 +207,7 @@ class Run(StatusOnly):
             chunk_rows=prompt_rows(options.weight_memory, model.config), memory=ring.memory
         )
         self.engine = engine = StarterEngine(
-            ring.own.stage, scheduler, self.max_length, ring.own.rows, options.wire_dtype
+            ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype
         )
         engine.sent = SentRows(self.replay_bytes)
         self._state = "RUNNING"
@@ -217,10 +217,10 @@ class Run(StatusOnly):
         loop.start(engine, ring, recorder)
         if cut is not None:
             cut.n_rounds = lambda: engine.n_rounds_left
-        if cut is not None and not ring.own.is_shared:  # otherwise all nodes have shares of all blocks
+        if cut is not None:
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
-            joins = Joins(loop, cut, spares, self._nodes.newcomers, measure)
+            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel)
 
     def _measure(self, client: ControlClient) -> NodeProfile:
@@ -326,8 +326,8 @@ class Run(StatusOnly):
                 self._ports.close()
             if self._has_model:
                 self.model.close()
-            if self._former is not None and self._former.own is not None:
-                self._former.own.close()
+            if self._former is not None:
+                self._former.close_stage()
 
     # What it is
 
@@ -416,7 +416,7 @@ class Run(StatusOnly):
     def measured(self) -> NodeMetrics | None:
         """The work of this node in the run so far; None before the ring is closed."""
         former = self._former
-        if former is None or former.own is None or self._texts is None:
+        if former is None or former.ring is None or self._texts is None:
             return None
         return measured_here(self.names[0], self.model.weights.blocks[0], former, self.engine)
 
