@@ -3,9 +3,9 @@
     python benchmarks/boxes.py            prints the table
     python benchmarks/boxes.py --write    puts it between the marks in README.md
 
-A predicted cell comes from `plan.py` for machines that are only described (their speed is that of their memory), and so do those of
-llama.cpp's RPC: its nodes compute one after the other, with all texts in one batch, so a token takes the sum of their times. The
-measured row comes from benchmarks/results (see RESULTS.md).
+A predicted cell comes from `plan.py` for machines that are only described (their speed is that of their memory). So do those of
+llama.cpp's RPC: its nodes compute one after the other, with all texts in one batch, so a token takes the sum of their times.
+The measured row comes from benchmarks/results (see RESULTS.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from mdi.placement.profile import ClusterProfile, boards
+from mdi.placement.profile import ClusterProfile, boards  # noqa: E402
 
 BEGIN, END = "<!-- boxes -->", "<!-- end of boxes -->"
 LENGTH = 1024  # positions of a text
@@ -67,7 +67,17 @@ def planned(profile: ClusterProfile, config: str, weights: str, n_texts: int, *f
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profiles.json"
         path.write_text(json.dumps(profile.to_json()))
-        words = ["--profiles", str(path), "--config", config, "--quantize", weights, "--n-samples", str(n_texts), "--json"]
+        words = [
+            "--profiles",
+            str(path),
+            "--config",
+            config,
+            "--quantize",
+            weights,
+            "--n-samples",
+            str(n_texts),
+            "--json",
+        ]
         words += ["--sequence-length", str(LENGTH), "--kv-dtype", "fp16", *flags]
         found = subprocess.run(
             [sys.executable, str(ROOT / "src" / "plan.py"), *words], capture_output=True, text=True, env={**os.environ}
@@ -76,7 +86,9 @@ def planned(profile: ClusterProfile, config: str, weights: str, n_texts: int, *f
     return None if "error" in answer else answer
 
 
-def one_after_the_other(profile: ClusterProfile, ring: dict[str, Any], config: str, weights: str, n_texts: int) -> float:
+def one_after_the_other(
+    profile: ClusterProfile, ring: dict[str, Any], config: str, weights: str, n_texts: int
+) -> float:
     """Tokens per second where one frame with all texts is under way: texts over the sum of stages and links."""
     layers = ",".join(str(node["blocks"][1] - node["blocks"][0]) for node in ring["nodes"])
     # With as many frames as nodes, a frame of this plan has `n_texts` rows.
@@ -105,20 +117,22 @@ def row(model: str, config: str, weights: str, n_nodes: int, box: Box) -> list[s
 
 
 def measured_row() -> list[str]:
-    """What was measured on one machine, as two nodes of a core each."""
+    """The medians of one machine, as two nodes of a core each."""
     results = ROOT / "benchmarks" / "results"
     one, many = (json.loads((results / f"{name}.json").read_text())["medians"] for name in ("one-stream", "sixteen"))
-    ring = many["ring int8 x2"]["decode_tokens_per_s"]
     return [
-        "TinyLlama 1.1B's shape, int8", "2 cores of one server, a node each", "see RESULTS.md", "",
-        rate(ring, ""), f"{rate(one['ring int8 x1']['decode_tokens_per_s'], '')} (one text, one core)",
-        f"{rate(many['llama.cpp q8_0 x2']['decode_tokens_per_s'], '')} (without RPC, both cores)",
+        "TinyLlama 1.1B's shape, int8", "2 cores of a Xeon, a node on each", "not measured", "not measured",
+        rate(many["ring int8 x2"]["decode_tokens_per_s"], ""), "not measured",
+        f"without RPC, on both cores: {rate(one['llama.cpp q8_0 x1']['decode_tokens_per_s'], '')} (one core); "
+        f"{rate(many['llama.cpp q8_0 x2']['decode_tokens_per_s'], '')}",
     ]  # fmt: skip
 
 
 def table() -> str:
-    head = ["model", "machines", "memory of the fullest", "one text, tokens/s", "16 texts", "16 on one machine alone",
-            "llama.cpp's RPC: one; 16"]  # fmt: skip
+    head = [
+        "model", "machines", "memory of the fullest node", "one text, tokens/s", "16 texts, tokens/s",
+        "16 texts, one machine alone", "llama.cpp's RPC: one text; 16",
+    ]  # fmt: skip
     rows = [head, ["---"] * len(head), *(row(*case) for case in CASES), measured_row()]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
