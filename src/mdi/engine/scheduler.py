@@ -39,11 +39,11 @@ UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
 class Guesser(Protocol):
     """Guesses the next tokens of texts: engine.speculation.Speculation."""
 
-    def limits(self, sequence: Sequence, n_places: int) -> tuple[int, int]:
+    def limits(self, sequence: Sequence, n_places: int, n_texts: int) -> tuple[int, int]:
         """The frames of a text that may be under way, and the rows that each may have. Nothing is guessed with (1, 1).
 
         Args:
-            n_places: frames that the ring has for this text.
+            n_places: frames that the ring has for this text; n_texts: that decode.
         """
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
@@ -51,9 +51,6 @@ class Guesser(Protocol):
 
     def judge(self, sequence: Sequence, n_right: int, is_wrong: bool) -> None:
         """So many of its oldest guesses were drawn; with `is_wrong`, the next one was not. `guessed` has those that count."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
 
 
 class Scheduler:
@@ -391,8 +388,6 @@ class Scheduler:
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
         self._use.drop(sequence)
-        if self.guesser is not None and sequence.finish_reason:
-            self.guesser.forget(sequence)
         if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or sequence.n_sent < PAGE:
             self._freed.append(sequence.seq_id)
             return
@@ -451,7 +446,7 @@ class Scheduler:
         if self.guesser is None or self._copies or not sequence.is_guessed:
             return []
         n_texts = max(1, self._n_decoding)
-        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_frames // n_texts))
+        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_frames // n_texts), n_texts)
         if sequence.n_flying >= n_flying:
             return []
         begin = sequence.n_sent + n_known
