@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from loopback import listener
-from mdi.control.asked import EchoOnly, MessageServer
 from mdi.control.client import ControlClient
+from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.messages import CONTROL_VERSION
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.net.keys import KeyFile

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mdi.net.sealing import KEY_BYTES, SealedSession
+from mdi.net.keys import KEY_BYTES, SealedSession
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.sums import AllReduce, Numbers
 

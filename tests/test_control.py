@@ -21,12 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mdi.cancel import Cancel
-from mdi.control import connection_workers as admission_module
-from mdi.control.body import JSON_LIMIT_BYTES
+from mdi.control import server as admission_module
 from mdi.control.client import ControlClient
 from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
-from mdi.control.reach_node import reach_node
-from mdi.control.server import ControlServer, StatusOnly
+from mdi.control.reach import reach_node
+from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.local import free_ports

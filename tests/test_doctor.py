@@ -18,8 +18,8 @@ import mdi.control.reach
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
-from mdi.control.open_ports import open_ports
 from mdi.control.reach import PROBLEMS, Reach, Route, bandwidth, greet, knock, try_node
+from mdi.control.server import open_ports
 from mdi.errors import ControlError
 from mdi.host.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
 from mdi.host.doctor import examine

@@ -16,8 +16,8 @@ import pytest
 from cluster_keys import key_file
 from mdi.checkpoint.packing import Packing
 from mdi.errors import NodeLostError, RingEndedError, WireError
-from mdi.net.connection import Connection
 from mdi.net.keys import KeyFile
+from mdi.net.link import Connection
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import FrameCodec
 from mdi.spec.options import SUMS

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from cluster_keys import key_file
 from mdi.cancel import Cancel, CancelledError
-from mdi.control import asked as asked_module
-from mdi.control.asked import ECHO_LIMIT_BYTES, N_OF_ANYBODY, EchoOnly
+from mdi.control import message_server as asked_module
 from mdi.control.client import ControlClient
+from mdi.control.message_server import ECHO_LIMIT_BYTES, N_OF_ANYBODY, EchoOnly
 from mdi.control.messages import CODES, CONTROL_VERSION, ForwardRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.errors import AccessError, CheckpointError, ControlError, UsageError
 from mdi.net import message as message_module

@@ -24,7 +24,7 @@ from mdi.cli import launch
 from mdi.cli.session import chosen_placement
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
@@ -298,7 +298,7 @@ OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 
 def measurement_of(cluster: ClusterConfig, **changes: Any) -> ClusterMeasurement:
-    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, **changes}
+    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, "cancel": Cancel(), **changes}
     return ClusterMeasurement(cluster, **fields)
 
 

@@ -19,9 +19,8 @@ from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
 from mdi.net.handshake import close_starter_ring, join_ring
-from mdi.net.hello import Fault
+from mdi.net.hello import Fault, connected
 from mdi.net.listener import RingListener
-from mdi.net.meeting import connected
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE, PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
 from mdi.node.local import free_ports

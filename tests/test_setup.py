@@ -16,7 +16,7 @@ from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
-from mdi.control.reach_node import reach_node
+from mdi.control.reach import reach_node
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status

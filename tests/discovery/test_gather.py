@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi.control import gather
-from mdi.control.announcement import Announcement
-from mdi.control.gather import FoundNode, Gathering, Guests, cluster_of
+from mdi.cancel import Cancel, CancelledError
+from mdi.control import discovery as gather
+from mdi.control.discovery import Announcement, FoundNode, Gathering, Guests, cluster_of
 from mdi.control.messages import COMPILING
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
@@ -134,7 +134,7 @@ def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
 def test_it_says_whom_it_waits_for_and_only_what_is_new(
     keys: KeyFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gather, "TOLD_S", 0.0)
+    monkeypatch.setattr(gather, "REPORT_S", 0.0)
     lines: list[str] = []
     guests = Guests(tmp_path / "nodes")
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -172,3 +172,27 @@ def test_a_file_that_cannot_be_written_refuses_no_board(tmp_path: Path) -> None:
     guests = Guests(tmp_path / "missing" / "nodes")
     guests.add(GuestNode("n", "192.0.2.1", 8088, 5088), "192.0.2.1")
     assert [found.addr for found in guests.nodes()] == ["192.0.2.1"]
+
+
+@pytest.mark.parametrize("wait", [Gathering.wait, Gathering.within], ids=["for nodes", "for a time"])
+def test_a_search_ends_with_its_cancel(tmp_path: Path, wait: Any) -> None:
+    cancel, looked = Cancel(), threading.Event()
+
+    def source() -> list[Announcement]:
+        looked.set()
+        return []
+
+    gathering, ended = Gathering([source], key_file(tmp_path / "cluster.key")), []
+
+    def search() -> None:
+        arguments = (2, 10**6) if wait is Gathering.wait else (10**6,)
+        with pytest.raises(CancelledError):
+            wait(gathering, *arguments, cancel=cancel)
+        ended.append(True)
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    assert looked.wait(30)
+    cancel.cancel()
+    thread.join(30)
+    assert ended and not thread.is_alive()

@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant(
         "the same lines are said all the time",
         "Gathering.wait",
-        "told if told != before else ()",
-        "told",
+        "reported if reported != before else ()",
+        "reported",
         f"{GATHER}::test_it_says_whom_it_waits_for_and_only_what_is_new",
     ),
 ]

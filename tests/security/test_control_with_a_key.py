@@ -14,9 +14,7 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.control import client as control_client
-from mdi.control.client import ControlClient
-from mdi.control.exchange import HttpAnswer, exchange
-from mdi.control.gate import Gate
+from mdi.control.client import ControlClient, HttpAnswer, exchange
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.control.signing import (
@@ -24,6 +22,7 @@ from mdi.control.signing import (
     NONCE_HEADER,
     NONCE_S,
     SIGNATURE_HEADER,
+    Gate,
     NoncesGiven,
     body_hash,
     is_answer,

@@ -20,8 +20,8 @@ from cluster_keys import key_file
 from mdi.cli import key as cli_key
 from mdi.cli import main
 from mdi.cli.join import fetch
-from mdi.control.exchange import exchange
-from mdi.control.gather import Guests
+from mdi.control.client import exchange
+from mdi.control.discovery import Guests
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import AccessError, ControlError, UsageError
 from mdi.net.invitation import VALID_S, Guest, GuestNode, Invitation, Invitations, code_bytes, new_code

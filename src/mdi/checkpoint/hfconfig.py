@@ -349,15 +349,21 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
     hf = read_hf_config(where)
     name = model_folder_name(directory)
     for candidate in [model_name] if model_name else [name, f"{directory.absolute().parent.name}/{name}"]:
-        try:
-            config = full_config(asdict(litgpt_module("config").Config.from_name(candidate)), candidate)
-        except ValueError:
-            continue
-        _check_agreement(hf, config, where)
-        return config, None
+        config = _named(candidate)
+        if config is not None:
+            _check_agreement(hf, config, where)
+            return config, None
     if model_name:
         raise CheckpointError(f"litgpt knows no model named {model_name!r}; without --model-name config.json is used")
     return derive_config(hf, name, where), str(hf.get("model_type"))
+
+
+def _named(name: str) -> Json | None:
+    """The entry of a model in litgpt's table; None if it is not there, or litgpt is not installed."""
+    try:
+        return full_config(asdict(litgpt_module("config").Config.from_name(name)), name)
+    except (ValueError, ModuleNotFoundError):
+        return None
 
 
 def derive_config(hf: Json, name: str, where: Path) -> Json:

@@ -102,7 +102,8 @@ class HfFolder(WeightSource):
 
     def __init__(self, path: str | Path, model_name: str | None = None, cache: Path | None = None) -> None:
         self.path = Path(path)
-        self.config_dict, self._files = folder_config(self.path, model_name), _open_files(self.path)
+        self._files = _open_files(self.path)
+        self.config_dict = folder_config(self.path, model_name)
         self.config_hash = config_hash(self.config_dict)
         self.model = self.config_dict["name"]
         self._prefix = next((p for p in _LANGUAGE if any(name.startswith(f"{p}.") for name in self._files)), "model")

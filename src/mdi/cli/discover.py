@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.terminal import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mdi.control.arrivals import Arrivals
-    from mdi.control.gather import FoundNode, Guests, Source
+    from mdi.control.discovery import Arrivals, FoundNode, Guests, Source
     from mdi.control.relay import Relay
     from mdi.net.invitation import GuestNode
     from mdi.net.keys import KeyFile
@@ -31,8 +31,9 @@ logger = logging.getLogger("mdi")
 class Discovery:
     """How a command finds the nodes of its key. It holds the ports that nodes dial, which are open until it ends."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, cancel: Cancel | None = None) -> None:
         self._options = options
+        self.cancel = Cancel(parent=cancel)  # its end ends a search
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
 
     def cluster(self) -> ClusterConfig:
@@ -55,7 +56,7 @@ class Discovery:
     def present_nodes(self) -> ClusterConfig:
         """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
         from mdi.cli.access import free_port, open_keys, own_address
-        from mdi.control.gather import Gathering, cluster_of
+        from mdi.control.discovery import Gathering, cluster_of
         from mdi.errors import UsageError
         from mdi.spec.cluster import NodeConfig
 
@@ -71,7 +72,7 @@ class Discovery:
         with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
-            nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
+            nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
         cluster = cluster_of(nodes, starter, keys)
         for node, config in zip(nodes, cluster.secondaries, strict=True):
             logger.info("%s is %s", config.name, node.label)
@@ -105,15 +106,15 @@ class Discovery:
         return self._relays[addr, port]
 
     def _guests(self, keys: KeyFile) -> Guests:
-        """Those of this key that have joined, today or earlier."""
-        from mdi.control.gather import Guests
+        """The nodes of this key that have joined, today or earlier."""
+        from mdi.control.discovery import Guests
 
         return Guests(keys.path.with_name(f"{keys.path.name}.nodes"))
 
     def arrivals(self, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
         """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
         from mdi.cli.access import ip_address, open_keys
-        from mdi.control.arrivals import Arrivals
+        from mdi.control.discovery import Arrivals
 
         keys = None if self._options.fixed else open_keys(self._options)
         if keys is None:
@@ -128,6 +129,7 @@ class Discovery:
         return Arrivals(heard, keys)
 
     def close(self) -> None:
+        self.cancel.cancel()
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()
@@ -153,7 +155,7 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
             yield
             return
         if options.dial is not None:
-            from mdi.control.dial_out import DialOut
+            from mdi.control.relay import DialOut
 
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
@@ -166,7 +168,7 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
 def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
     """Announce a node in its own network; returns what ends that. Without multicast, only logs."""
     from mdi.cli.access import ip_address
-    from mdi.control.announcement import Announcement
+    from mdi.control.discovery import Announcement
     from mdi.control.mdns import Announcer
     from mdi.errors import UsageError
 
@@ -217,7 +219,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
 
 def describe(node: FoundNode) -> str:
     """A line about a node that has come."""
-    from mdi.control.reach_node import compiling
+    from mdi.control.reach import compiling
 
     if node.is_compiling:
         return compiling(f"{node.label} is there; it", node.status)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
 from mdi.cancel import Cancel
-from mdi.control.exchange import HttpAnswer, exchange
 from mdi.control.messages import CONTROL_VERSION, ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.control.signing import (
     BODY_HEADER,
@@ -23,8 +25,9 @@ from mdi.control.signing import (
 )
 from mdi.errors import AccessError, ControlError
 from mdi.net.keys import KeyFile
-from mdi.net.message import ExchangeError, Message
+from mdi.net.message import ANSWER_LIMIT_BYTES, ExchangeError, Message, connect, problem_of
 from mdi.spec.cluster import NodeConfig
+from mdi.units import duration
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0
@@ -262,3 +265,162 @@ class ControlClient:
             words = str(answer.get("error", found.reason))[:ERROR_LIMIT]
             raise ControlError(f"{self.where}: {words}", found.status, code=str(answer.get("code", ""))[:CODE_LIMIT])
         return answer
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """`reason` is the text that the server gave beside its status; `body` at most ANSWER_LIMIT_BYTES."""
+
+    status: int
+    reason: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def exchange(
+    method: str, addr: str, port: int, target: str, body: bytes, connect_s: float, answer_s: float,
+    headers: Mapping[str, str] | None = None,
+) -> HttpAnswer:  # fmt: skip
+    """Send a request and read its answer.
+
+    Args:
+        target: path and query.
+        connect_s: for the connection.
+        answer_s: for the body to leave, and then for the whole answer.
+        headers: to send besides those of every exchange.
+
+    Raises:
+        ExchangeError
+    """
+    sock = connect(addr, port, connect_s)
+    try:
+        connection = http.client.HTTPConnection(addr, port)
+    except http.client.InvalidURL as e:
+        sock.close()
+        raise ExchangeError("name", str(e)) from None
+    connection.sock = sock
+    sock.settimeout(answer_s)
+    with contextlib.closing(connection), _explained():
+        # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
+            own = {"Content-Length": str(len(body)), "Connection": "close"}
+            connection.request(method, target, body, {**own, **(headers or {})})
+        sock.read_within(answer_s)
+        with connection.getresponse() as response:
+            found = HttpAnswer(
+                response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
+            )
+            is_whole = not response.length
+    if len(found.body) > ANSWER_LIMIT_BYTES:
+        raise ExchangeError("stranger", f"its answer is longer than {ANSWER_LIMIT_BYTES} bytes")
+    if not is_whole:
+        raise ExchangeError("closed", "it closed the connection in the middle of its answer")
+    return found
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what goes wrong on the way into an ExchangeError."""
+    try:
+        yield
+    except TimeoutError:
+        raise ExchangeError("silent", "no answer in time") from None
+    except OSError as e:
+        raise ExchangeError(problem_of(e), e.strerror or str(e)) from None
+    except (http.client.RemoteDisconnected, http.client.IncompleteRead):
+        raise ExchangeError("closed", "it closed the connection without an answer") from None
+    except (http.client.HTTPException, ValueError) as e:
+        raise ExchangeError("stranger", f"it does not speak HTTP: {str(e)[:100]!r}") from None
+
+
+def _titled(response: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.title(): value for name, value in response.headers.items()}
+
+
+def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
+    """The answer of the node there; ControlError if there is none, or it says no."""
+    body, where = json.dumps(request).encode(), f"{addr}:{port}"
+    try:
+        found = exchange("POST", addr, port, "/join", body, CONNECT_S, ANSWER_S)
+        answer = json.loads(found.body)
+    except ExchangeError as e:
+        raise ControlError(
+            f"{where} does not answer ({e}): is `mdi key --invite` still running there?", problem=e.problem
+        ) from None
+    except (ValueError, RecursionError):
+        raise ControlError(f"{where} is not a node of MDI-LLM", problem="stranger") from None
+    if found.status == 401:
+        raise ControlError(
+            f"{where} refuses the code: it is wrong, was used, or is older than 15 minutes", 401, code=AccessError.code
+        )
+    if found.status != 200:
+        raise ControlError(f"{where} has no open invitation: run `mdi key --invite` there", found.status)
+    return answer
+
+
+T = TypeVar("T")
+
+
+class FanOut(Generic[T]):
+    """Begins all calls at once.
+
+    Args:
+        calls: by the name of the node that each asks, or of a group of nodes.
+
+    Attributes:
+        results: of the calls that are done.
+    """
+
+    def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
+        self.results: dict[str, T] = {}
+        self._errors: list[Exception] = []
+        self._threads = {
+            name: threading.Thread(target=self._call, args=(name, call), name=f"ask-{name}", daemon=True)
+            for name, call in calls.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _call(self, name: str, call: Callable[[], T]) -> None:
+        try:
+            self.results[name] = call()
+        except Exception as e:
+            self._errors.append(e)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether some are not done."""
+        return any(thread.is_alive() for thread in self._threads.values())
+
+    def raise_error(self) -> None:
+        """Raise the first error that a call has raised so far, if one has."""
+        if self._errors:
+            raise self._errors[0]
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for all, but no longer than this; errors stay untold."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def wait(self, cancel: Cancel | None = None, timeout_s: float = float("inf")) -> list[T]:
+        """The results of all calls, in order.
+
+        Args:
+            cancel: its end ends the waiting, with its error.
+
+        Raises:
+            Exception: the first that a call raised, without waiting for the other calls.
+            ControlError: some were not done in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if cancel is not None:
+                cancel.check()
+            late = [name for name, thread in self._threads.items() if thread.is_alive()]
+            self.raise_error()
+            if not late:
+                return [self.results[name] for name in self._threads]
+            if time.monotonic() >= deadline:
+                raise ControlError(f"{', '.join(late)} did not answer within {duration(timeout_s)}")
+            self._threads[late[0]].join(min(0.1, max(0.0, deadline - time.monotonic())))

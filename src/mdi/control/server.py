@@ -10,35 +10,199 @@ import contextlib
 import inspect
 import json
 import logging
+import re
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import cherrypy
 from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
-from mdi.control.body import BodyBrokenError, read_json
-from mdi.control.connection_workers import REQUEST_S, ConnectionWorkers
-from mdi.control.gate import Gate, public_status
-from mdi.control.join import JOIN_LIMIT_BYTES, Host
+import mdi
+from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.messages import CONTROL_VERSION, InitRequest
-from mdi.control.web_pages import check_sender
+from mdi.control.signing import Asker, Gate, public_status
+from mdi.control.web_pages import check_sender, is_here
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.net.keys import KeyFile
+from mdi.net.listener import RingListener, open_socket
 from mdi.net.message import DeadlineSocket, status_of
+from mdi.spec.cluster import NodeConfig
+from mdi.spec.settings_file import parse_json
 
-MOVED = ("parts", "profile", "probe", "forward", "echo")  # which older nodes call
-HEADER_LIMIT_BYTES = 64 << 10
-BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
-END_S = 2  # for answers that are on their way
+N_CONNECTIONS = 96
+N_OF_OWNER = 32  # places more, for the address of the run's starter
+N_PER_ADDRESS = 24  # from elsewhere than this machine; a starter has a handful
+REQUEST_S = 10  # for a request to come whole; and, of a transfer of weights, for each piece
 
 logger = logging.getLogger(__name__)
 
 
+class _Worker(threading.Thread):
+    """Serves one connection.
+
+    Attributes:
+        is_heard: the request has come, or is one that may take long: it is not dropped any more.
+    """
+
+    def __init__(self, pool: ConnectionWorkers, connection: Any) -> None:
+        super().__init__(name="control-request", daemon=True)
+        self.connection = connection
+        self.addr: str = connection.remote_addr
+        self.is_heard = False
+        self._pool = pool
+
+    def run(self) -> None:
+        try:
+            self.connection.communicate()
+        except Exception:  # nothing that a client can do ends the server
+            logger.debug("a request from %s failed", self.addr, exc_info=True)
+        finally:
+            with contextlib.suppress(OSError):
+                self.connection.close()
+            self._pool.leave(self)
+
+    def drop(self) -> None:
+        """Wake the thread: the connection is at its end."""
+        with contextlib.suppress(OSError):
+            self.connection.socket.shutdown(socket.SHUT_RDWR)
+
+
+class ConnectionWorkers:
+    """In the place of the pool of threads of a cheroot server, which calls `start`, `put` and `stop`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: dict[_Worker, None] = {}  # in the order in which they came
+        self._owner: str | None = None
+
+    def start(self) -> None:
+        pass
+
+    def put(self, connection: Any) -> None:
+        """Serve a connection that was accepted; the one that makes room for it may be itself."""
+        connection.socket.read_within(REQUEST_S)
+        worker = _Worker(self, connection)
+        with self._lock:
+            dropped = self._to_drop(worker)
+            if dropped is not worker:
+                self._workers[worker] = None
+            if dropped is not None:
+                self._workers.pop(dropped, None)
+        if dropped is worker:
+            connection.close()
+            return
+        if dropped is not None:
+            dropped.drop()
+        worker.start()
+
+    def own(self, addr: str) -> None:
+        """The starter of the node's run is at this address: strangers do not take its places."""
+        self._owner = addr
+
+    def heard(self) -> None:
+        """Called in the thread of a complete request, or of one that may take its time."""
+        worker = threading.current_thread()
+        if isinstance(worker, _Worker):
+            worker.is_heard = True
+            sock: DeadlineSocket = worker.connection.socket
+            sock.read_each_within(REQUEST_S)
+
+    def leave(self, worker: _Worker) -> None:
+        with self._lock:
+            self._workers.pop(worker, None)
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for answers that are being sent, and for no other connection."""
+        with self._lock:
+            workers = list(self._workers)
+        for worker in workers:
+            if not worker.is_heard:
+                worker.drop()
+        deadline = time.monotonic() + timeout_s
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            if worker.is_alive():
+                worker.drop()
+                worker.join(0.1)
+
+    def _to_drop(self, new: _Worker) -> _Worker | None:
+        """The connection to drop for a new one; None if there is space."""
+        from_there = [w for w in self._workers if w.addr == new.addr]
+        if len(from_there) >= N_PER_ADDRESS and not is_here(new.addr):
+            return next((w for w in from_there if not w.is_heard), new)
+        limit = N_CONNECTIONS + (N_OF_OWNER if new.addr == self._owner else 0)
+        if len(self._workers) < limit:
+            return None
+        unheard = [w for w in self._workers if not w.is_heard]
+        return next((w for w in unheard if w.addr != self._owner), unheard[0] if unheard else new)
+
+
+JSON_LIMIT_BYTES = 4 << 20
+
+
+class BodyBrokenError(Exception):
+    """The client went away in the middle of its body, or the body is not in the form that it was said to be."""
+
+
+def number_of(text: str) -> int | None:
+    """A count in a header or a query; None if it is not a number, or has more digits than any size here."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def content_length() -> int:
+    headers = cherrypy.request.headers
+    n_bytes = number_of(headers.get("Content-Length", ""))
+    if n_bytes is None or "Transfer-Encoding" in headers:
+        raise ControlError("a request with a body needs a Content-Length and no transfer encoding", 411)
+    return n_bytes
+
+
+def read_body(n_bytes: int) -> bytes:
+    """At most so many bytes of the body; b"" at its end."""
+    try:
+        data: bytes = cherrypy.request.rfile.read(n_bytes)
+    except (OSError, ValueError) as e:  # cheroot's own errors are of the second
+        raise BodyBrokenError(str(e)) from None
+    return data
+
+
+def read_json(limit_bytes: int = JSON_LIMIT_BYTES) -> Any:
+    n_bytes = content_length()
+    if n_bytes > limit_bytes:
+        raise ControlError(f"a body of {n_bytes} bytes; at most {limit_bytes} are accepted here", 413)
+    body = read_body(n_bytes)
+    if len(body) != n_bytes:
+        raise ControlError("the body was cut off", 400)
+    asker: Asker | None = cherrypy.request.asker
+    if asker is not None:
+        asker.check_body(body)
+    try:
+        return parse_json(body)
+    except ValueError as e:
+        raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None
+
+
+MOVED = ("parts", "profile", "probe", "forward", "echo")  # which older nodes call
+HEADER_LIMIT_BYTES = 64 << 10
+JOIN_LIMIT_BYTES = 1024
+BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
+END_S = 2  # for answers that are on their way
+
+
+class Host(Protocol):
+    """A side that can be joined: an Invitation."""
+
+    def answer(self, request: Any, addr: str) -> dict[str, str]:
+        """Answer for the guest at an address; raises AccessError."""
+
+
 class Node(Protocol):
-    """What a node does when it is asked over HTTP. Each method may raise MdiError; a ControlError chooses the status."""
+    """Actions of a node for HTTP requests. Each method may raise MdiError; a ControlError chooses the status."""
 
     def status(self, run: str | None) -> dict[str, Any]:
         """Status of the node. `run` names the run on whose behalf it is asked: a sign of life of its starter."""
@@ -190,7 +354,7 @@ class _Server(wsgi.Server):
             del logging.statistics[name]  # type: ignore[attr-defined]
 
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
-        """What strangers can provoke without end is for the debug log."""
+        """Log at debug level: strangers can provoke these lines without end."""
         logger.debug("HTTP: %s", msg, exc_info=traceback)
 
     @staticmethod
@@ -273,3 +437,34 @@ class ControlServer:
         self.http.stop()
         self._thread.join(10)
         vars(self._pages).clear()  # its handlers know it: without this the node would wait for the garbage collector
+
+
+class _BeforeRun(StatusOnly):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {
+            "name": self._name,
+            "version": mdi.__version__,
+            "control_version": CONTROL_VERSION,
+            "state": "IDLE",
+            "clock_s": time.time(),
+        }
+
+
+@contextlib.contextmanager
+def open_ports(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tuple[int, int]]:
+    """Listen on the starter's control and ring port; gives both ports. UsageError if one cannot be listened on."""
+    sock = open_socket(starter.listen_addr, starter.port_in, "starter's inference port_in")
+    listener = RingListener(sock, starter.name, keys)
+    messages = MessageServer(EchoOnly(), listener)
+    try:
+        control = ControlServer(_BeforeRun(starter.name), starter.listen_addr, starter.port, starter.name, keys)
+        try:
+            yield control.port, listener.port
+        finally:
+            control.close()
+    finally:
+        messages.close()
+        listener.close()

@@ -18,10 +18,9 @@ from collections.abc import Iterator
 
 from mdi.cancel import REPORT_S, Cancel
 from mdi.errors import AccessError, MdiError, NodeLostError, RingError, WireError
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import CannotConnectError, Fault, Hello, call, shut_down_by
 from mdi.net.link import JOIN_S, PING_INTERVAL_S
 from mdi.net.listener import RingListener
-from mdi.net.meeting import CannotConnectError, call, shut_down_by
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Allocate, Frame, FrameCodec, FrameType, Limits, read_frame, send_frame

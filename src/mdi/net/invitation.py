@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from mdi.errors import AccessError, UsageError
-from mdi.net.challenge import public_bytes, shared_key
-from mdi.net.keys import mac
-from mdi.net.sealing import KEY_BYTES
+from mdi.net.hello import public_bytes, shared_key
+from mdi.net.keys import KEY_BYTES, mac
 
 VALID_S = 900.0
 _CODE_BYTES = 10

@@ -18,12 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
-from mdi.net.challenge import answer_to
-from mdi.net.connection import Returning
-from mdi.net.drops import DropLog
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import Fault, Hello, answer_to
 from mdi.net.keys import KeyFile
-from mdi.net.link import JOIN_S
+from mdi.net.link import JOIN_S, Returning
 from mdi.net.wire import (
     HANDSHAKE_LIMITS,
     HEADER_BYTES,
@@ -36,6 +33,40 @@ from mdi.net.wire import (
     tune,
 )
 
+N_TOLD = 10
+QUIET_S = 60.0
+
+logger = logging.getLogger("mdi")
+
+
+class DropLog:
+    """Reports the first few drops one by one, then each doubling of their number. Starts again after a quiet minute.
+
+    Args:
+        name: of the node.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._n = 0
+        self._last = clock()
+
+    def tell(self, peer: str, why: str) -> None:
+        now = self._clock()
+        if now - self._last > QUIET_S:
+            self._n = 0
+        self._last = now
+        self._n += 1
+        if self._n <= N_TOLD:
+            logger.info("%s: dropped a connection from %s: %s", self._name, peer, why)
+        elif self._n % N_TOLD == 0 and (self._n // N_TOLD).bit_count() == 1:
+            logger.info("%s: dropped %d connections; the last was from %s: %s", self._name, self._n, peer, why)
+        else:
+            logger.debug("%s: dropped a connection from %s: %s", self._name, peer, why)
+
+
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64
 ACCEPT_AGAIN_S = 0.5  # after an error: what could not be accepted stays there, and would keep this thread busy
@@ -43,8 +74,6 @@ ACCEPT_AGAIN_S = 0.5  # after an error: what could not be accepted stays there, 
 OnMessage = Callable[
     [socket.socket, FrameCodec, Frame, str], None
 ]  # its last argument is the caller's address and port
-
-logger = logging.getLogger(__name__)
 
 
 def open_socket(addr: str, port: int, what: str) -> socket.socket:

@@ -10,7 +10,7 @@ A connection carries one message. Its frames have the message's id, which the ca
     PING     the caller is still there
                                                   MESSAGE {"answer": ...} or {"error", "code", "status"}, the last one
 
-With a cluster key, both sides meet before the opening (`mdi.net.challenge`), and all frames are sealed: a recorded opening
+With a cluster key, both sides meet before the opening (`mdi.net.hello`), and all frames are sealed: a recorded opening
 cannot be played again. Without a key, nodes listen on loopback only, unless they were started with --insecure.
 """
 
@@ -27,9 +27,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mdi.errors import AccessError, ControlError, MdiError, UsageError, WireError
-from mdi.net.hello import Fault
+from mdi.net.hello import SAME_KEY, Fault, meet
 from mdi.net.keys import KeyFile
-from mdi.net.meeting import SAME_KEY, meet
 from mdi.net.wire import CutOffError, Frame, FrameCodec, FrameType, Limits, read_frame, send_frame, tune
 
 ANSWER_LIMIT_BYTES = 4 << 20
@@ -102,7 +101,7 @@ class BrokenOffError(Exception):
 
 
 def problem_of(error: Exception) -> str:
-    """What the network did, as a key of `mdi.control.reach.PROBLEMS`."""
+    """The network's failure, as a key of `mdi.control.reach.PROBLEMS`."""
     if isinstance(error, (TimeoutError, BlockingIOError)):
         return "timeout"
     if isinstance(error, (socket.gaierror, UnicodeError)):

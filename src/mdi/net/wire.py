@@ -44,7 +44,7 @@ from typing import Any
 from mdi.errors import WireError
 from mdi.kernels.slices import NO_SLICES, RECORD, SliceTable
 from mdi.kernels.slices import Slice as Slice
-from mdi.net.sealing import TAG_BYTES, SealedSession
+from mdi.net.keys import TAG_BYTES, SealedSession
 
 SILENCE_S = 6.0  # a neighbour that is silent for so long counts as dead, unless the run has another limit
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
@@ -285,7 +285,7 @@ class FrameCodec:
 
 
 class SealedCodec(FrameCodec):
-    """The frames of a connection whose two sides have met (`mdi.net.challenge`); see the module for the bytes."""
+    """The frames of a connection whose two sides have met (`mdi.net.hello`); see the module for the bytes."""
 
     def __init__(self, session: SealedSession, limits: Limits) -> None:
         super().__init__(limits)

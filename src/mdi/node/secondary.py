@@ -20,7 +20,7 @@ import psutil
 import mdi
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.control.asked import MessageServer
+from mdi.control.message_server import MessageServer
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError

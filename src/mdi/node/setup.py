@@ -13,7 +13,7 @@ import mdi
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.control.reach_node import BUSY_S, reach_node
+from mdi.control.reach import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library

@@ -272,7 +272,7 @@ def measured_cluster(
         MdiError: a node is not there or cannot measure itself.
     """
     return profile_cluster(
-        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, cancel=cancel, run=run
+        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, cancel, run=run
     )
 
 

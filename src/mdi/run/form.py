@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any
 
 from mdi.cancel import Cancel, Periodic
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.control.reach_node import reach_node
+from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
 from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS

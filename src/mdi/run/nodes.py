@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mdi.cancel import Cancel, CancelledError
-from mdi.control.asked import EchoOnly, MessageServer
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
+from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError, NodeLostError
 from mdi.net.listener import RingListener, open_socket
@@ -25,7 +24,7 @@ from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.stages.store import StageStore
 
 if TYPE_CHECKING:
-    from mdi.control.arrivals import Arrivals
+    from mdi.control.discovery import Arrivals
     from mdi.node.local import LocalRing
 
 LOOK_S = 0.1  # how often processes of this machine are looked at

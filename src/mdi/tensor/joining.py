@@ -22,9 +22,8 @@ from mdi.engine.rows import ArrayRows, rows_of
 from mdi.engine.worker import FrameStage, SecondaryLoop
 from mdi.errors import AccessError, MdiError, NodeLostError, WireError
 from mdi.net.handshake import CONNECT_S
-from mdi.net.hello import Hello
+from mdi.net.hello import CannotConnectError, Hello, call
 from mdi.net.listener import Expectation, RingListener
-from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Ring, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, SILENCE_S, Frame, FrameType, read_frame, tune

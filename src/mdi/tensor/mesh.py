@@ -21,10 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from mdi.errors import EngineError, MdiError, NodeLostError, WireError
-from mdi.net.connection import Connection, NotBackError, Reconnect
-from mdi.net.link import JOIN_S
+from mdi.net.keys import TAG_BYTES, SealedSession
+from mdi.net.link import JOIN_S, Connection, NotBackError, Reconnect
 from mdi.net.reconnect import CALL_S
-from mdi.net.sealing import TAG_BYTES, SealedSession
 
 HEAD = struct.Struct("<II")  # number of the message between these two nodes, bytes that follow
 N_IN_VAIN = 20  # connections, one after the other, that brought neither side a message
