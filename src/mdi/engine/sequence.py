@@ -257,7 +257,8 @@ class Plan:
     """One frame to send: its number, its slices, the sequences whose caches are to be freed before, and then those that
     begin with a copy of another one's (sequence, new sequence).
 
-    A replay has rows that only the nodes need which have lost their caches (net.wire.Frame).
+    A replay has rows that only the nodes need which have lost their caches (net.wire.Frame). With `is_guessed` it has guesses
+    alone.
     """
 
     number: int
@@ -265,6 +266,7 @@ class Plan:
     freed: tuple[int, ...]
     copies: tuple[tuple[int, int], ...] = ()
     is_replay: bool = False
+    is_guessed: bool = False
 
 
 @dataclass(frozen=True)

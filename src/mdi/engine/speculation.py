@@ -104,15 +104,18 @@ class Speculation:
         most_rows: rows of a text in a frame; 1 where each further row reads other weights (experts).
         draft: the small model, if there is one.
         kinds: the sources that may be used, of ASSUMED.
+        n_vocabulary: ids that the model knows; None: none is larger.
 
     """
 
     def __init__(
-        self, most_rows: int = MOST_ROWS, draft: DraftModel | None = None, kinds: frozenset[str] = frozenset(ASSUMED)
-    ) -> None:
+        self, most_rows: int = MOST_ROWS, draft: DraftModel | None = None, kinds: frozenset[str] = frozenset(ASSUMED),
+        n_vocabulary: int | None = None,
+    ) -> None:  # fmt: skip
         self.most_rows = most_rows
         self._draft = draft
         self._kinds = kinds
+        self._n_vocabulary = n_vocabulary
         self._texts: dict[int, _Guessed] = {}
         self._ended: dict[str, deque[Index]] = {}
         self.rounds, self.stages = Prices(), Prices()
@@ -211,8 +214,9 @@ class Speculation:
 
     def _allowed(self, sequence: Text, constraint: Constraint | None, found: list[int]) -> list[int]:
         """The guesses before the first one that can not be drawn, or that would end the text."""
-        ends = sequence.params.eos_ids
-        n = next((i for i, token in enumerate(found) if token in ends), len(found))
+        ends, n_ids = sequence.params.eos_ids, self._n_vocabulary
+        bad = (i for i, token in enumerate(found) if token in ends or (n_ids is not None and token >= n_ids))
+        n = next(bad, len(found))
         found = found[:n]
         if constraint is None or not found:
             return found

@@ -67,6 +67,8 @@ class StarterEngine:
         stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
         pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
         speculation: guesses tokens; None: nobody does. Set before texts come.
+        n_frames, may_guess: frames of the next ring without guesses, None: as many as it holds; whether its nodes give rows the
+            same bits in any company. Set between two runs.
         kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
             have theirs; None if no node has caches. Set between two runs.
         sent: rows that were sent to the next node; `fills_replays` says whether that node needs them again.
@@ -96,6 +98,8 @@ class StarterEngine:
         self.memory: CacheMemory | None = scheduler.memory
         self.pace: PromptPace | None = None
         self._speculation: Speculation | None = None
+        self.n_frames: int | None = None
+        self.may_guess = True
         self.compute_s = 0.0
         self.n_tokens = 0  # generated so far, of all sequences
 
@@ -147,7 +151,8 @@ class StarterEngine:
 
     @speculation.setter
     def speculation(self, speculation: Speculation | None) -> None:
-        self._speculation = self.scheduler.guesser = speculation
+        self._speculation = speculation
+        self.scheduler.guesser = speculation if self.may_guess else None
 
     @property
     def guesses(self) -> tuple[int, int]:
@@ -225,15 +230,17 @@ class StarterEngine:
         if ring is not self._ring:
             self._ring = ring
             self.first_token_s = None
+            n_frames = self.n_frames or ring.capacity
             if self._speculation is not None:
                 self._speculation.begin_ring(ring.n_nodes)
+                self.scheduler.guesser = self._speculation if self.may_guess else None
             kept, self.kept = self.kept, None
             if kept is None:
-                self._tell(self.scheduler.rewind(ring.capacity, self.memory))
+                self._tell(self.scheduler.rewind(n_frames, self.memory, ring.capacity))
                 self.stage.caches.clear()
                 self.sent.clear()
             else:
-                self._tell(self.scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
+                self._tell(self.scheduler.resume(n_frames, self.memory, kept, self.has_fresh, ring.capacity))
         try:
             while not (self._closing or self._left == ring.epoch):
                 for command in self._inbox.take():
