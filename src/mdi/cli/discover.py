@@ -32,8 +32,11 @@ class Discovery:
     """How a command finds the nodes of its key. It holds the ports that nodes dial, which are open until it ends."""
 
     def __init__(self, options: Options) -> None:
+        from mdi.control.gather import Guests
+
         self._options = options
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
+        self.guests = Guests()  # nodes that have joined with a code while the command runs
 
     def cluster(self) -> ClusterConfig:
         """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
@@ -90,7 +93,7 @@ class Discovery:
 
         browser = Browser(keys, interfaces)
         stack.callback(browser.close)
-        found: list[Source] = [browser.nodes]
+        found: list[Source] = [browser.nodes, self.guests.nodes]
         if (port := self._options.dial_port) is not None:
             found.append(self._relay(addr, port, keys).nodes)
         return found

@@ -17,7 +17,7 @@ class Catalog:
     """
 
     def __init__(self, home: Path, first: Path) -> None:
-        self._home = home
+        self.home = home
         self._first = first
         self._found: dict[str, Path] = {}
         self._looked = -LOOK_S
@@ -36,7 +36,7 @@ class Catalog:
         return list(self.folders())
 
     def _look(self) -> dict[str, Path]:
-        return {name: self._home / name for name in sorted(checkpoints_in(self._home))}
+        return {name: self.home / name for name in sorted(checkpoints_in(self.home))}
 
 
 def _is_same(a: Path, b: Path) -> bool:
