@@ -70,7 +70,7 @@ def growth(samples: list[list[Held]]) -> list[str]:
     third = max(1, len(samples) // 3)
     lines = []
     for i in range(len(samples[0])):
-        before, after = _usual(samples[third : 2 * third], i), _usual(samples[-third:], i)
+        before, after = _usual(samples[third : 2 * third] or samples[:1], i), _usual(samples[-third:], i)
         for name in ("threads", "sockets", "files"):
             if getattr(after, name) > getattr(before, name):
                 lines.append(f"process {i}: {name} {getattr(before, name)} -> {getattr(after, name)}")

@@ -50,9 +50,9 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     from mdi.checkpoint.packing import Packing
     from mdi.kernels.slices import Slice
     from mdi.metrics import peak_rss_bytes
-    from mdi.model.stage import Stage
     from mdi.placement.random_weights import random_weights
     from mdi.stages.kernel_stage import KernelStage, Resident
+    from mdi.stages.torch_stage import Stage
 
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count

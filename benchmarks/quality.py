@@ -33,8 +33,8 @@ from mdi.checkpoint.torch_tensors import as_array  # noqa: E402
 from mdi.checkpoint.weights import WeightSource  # noqa: E402
 from mdi.kernels.layout import pack  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
-from mdi.model.packed_linear import PackedLinear, kernel_context  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
+from mdi.stages.torch_packed import PackedLinear, kernel_context  # noqa: E402
 from mdi.text.texts import TextCodec  # noqa: E402
 from records import add_json_flag, save  # noqa: E402
 

@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from mdi.control.messages import InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.signing import body_hash, key_of_request, sign_request
 from mdi.errors import ControlError, MdiError
-from mdi.net.challenge import Caller, answer_to
-from mdi.net.keys import new_secret
-from mdi.net.sealing import SealedSession
+from mdi.net.hello import Caller, answer_to
+from mdi.net.keys import SealedSession, new_secret
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice
 from mdi.spec.decode import parsed as parsed_json
 

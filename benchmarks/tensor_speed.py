@@ -39,12 +39,11 @@ from mdi.placement.model_shape import model_shape
 from mdi.placement.profile import ClusterProfile, LinkProfile, boards
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.group_sum import GroupSum
 from mdi.tensor.mesh import Mesh, Tally
-from mdi.tensor.numbers import Numbers
+from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
+from mdi.tensor.sums import AllReduce, Numbers
 from records import save
 from ring.quota import SHORTEST_US, Quotas
 from slow_hosts import SlowHosts

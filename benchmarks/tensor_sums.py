@@ -29,10 +29,8 @@ import numpy as np
 from link_speed import agree_on_speed  # noqa: E402
 from mdi.placement.cost import seconds
 from mdi.spec.options import DEFAULT_SUM, SUMS
-from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.mesh import Mesh
-from mdi.tensor.numbers import Numbers
-from mdi.tensor.peer import Peer
+from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.sums import AllReduce, Numbers
 from records import save
 from slow_hosts import SlowHosts
 

@@ -41,7 +41,7 @@ def decode(shape: str, n_threads: int) -> None:
     import torch
     from litgpt.config import Config
 
-    from mdi.model.stage import StarterStage
+    from mdi.stages.torch_stage import StarterStage
 
     torch.set_num_threads(n_threads)
     config = Config(

@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mdi.net.sealing import KEY_BYTES, SealedSession
-from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.mesh import Mesh
-from mdi.tensor.numbers import Numbers
-from mdi.tensor.peer import Peer
+from mdi.net.keys import KEY_BYTES, SealedSession
+from mdi.tensor.mesh import Mesh, Peer
+from mdi.tensor.sums import AllReduce, Numbers
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

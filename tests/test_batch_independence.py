@@ -12,9 +12,8 @@ from litgpt.config import Config
 from families import config_of, random_gpt
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.weight_formats import is_packable
-from mdi.model.attention import CachedLatentAttention
-from mdi.model.stage import Stage
-from mdi.model.tiles import tiled_bmm
+from mdi.stages.torch_attention import CachedLatentAttention, tiled_bmm
+from mdi.stages.torch_stage import Stage
 
 CPU = torch.device("cpu")
 # The MLP's width is a multiple of 32, for torch's silu computes what is left over in another way, wherever it is.

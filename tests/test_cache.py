@@ -14,8 +14,8 @@ from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, CacheClass
-from mdi.model import cache as cache_module
-from mdi.model.cache import DevicePages, Memory, TorchCaches
+from mdi.stages import torch_cache as cache_module
+from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
 
 HEADS: dict[str, Any] = {
     "sliding_window_size": 20, "sliding_window_indices": [0, 1, 0], "latent_attention": None,

@@ -401,6 +401,10 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError) as e:
         open_source(tmp_path)
+    assert f"{tmp_path} has config.json, but no weights" in str(e.value)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError) as e:
+        open_source(tmp_path)
     assert f"prepare_model.py {tmp_path}" in str(e.value)
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import mdi.control.client
-import mdi.control.connection_workers
+import mdi.control.server
 from mdi.control.client import ControlClient
-from mdi.control.connection_workers import N_CONNECTIONS, N_OF_OWNER, N_PER_ADDRESS, ConnectionWorkers
-from mdi.control.deadline import DeadlineSocket
-from mdi.control.server import ControlServer, StatusOnly
+from mdi.control.server import N_CONNECTIONS, N_OF_OWNER, N_PER_ADDRESS, ConnectionWorkers, ControlServer, StatusOnly
+from mdi.net.message import DeadlineSocket
 from mdi.spec.cluster import NodeConfig
 
 DEADLINE_S = 30.0
@@ -70,7 +69,7 @@ def dribble(sock: socket.socket) -> bool:
 def test_a_request_that_is_dribbled_is_ended(
     server: ControlServer, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mdi.control.connection_workers, "REQUEST_S", 0.3)
+    monkeypatch.setattr(mdi.control.server, "REQUEST_S", 0.3)
     with contextlib.ExitStack() as stack:
         assert dribble(connect(stack, server, data))
 

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mdi.cancel import Cancel
-from mdi.control import connection_workers as admission_module
-from mdi.control.body import JSON_LIMIT_BYTES
+from mdi.control import server as admission_module
 from mdi.control.client import ControlClient
 from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
-from mdi.control.reach_node import reach_node
-from mdi.control.server import ControlServer, StatusOnly
+from mdi.control.reach import reach_node
+from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.local import free_ports
@@ -62,8 +61,6 @@ class FakeNode:
     def __init__(self) -> None:
         self.calls: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.error: Exception | None = None
-        self.parts: dict[str, bytes] = {}
-        self.broken_off: queue.Queue[int] = queue.Queue()
 
     def _note(self, *call: Any) -> None:
         self.calls.put(call)
@@ -77,20 +74,6 @@ class FakeNode:
     def init(self, request: InitRequest) -> dict[str, Any]:
         self._note("init", request)
         return {"missing": [part.name for part in request.parts]}
-
-    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        self._note("part", run, sha256, offset, n_bytes)
-        data = b""
-        try:
-            while len(data) < n_bytes:
-                piece = read(min(65536, n_bytes - len(data)))
-                if not piece:
-                    raise CheckpointError(f"cut off at {len(data)} of {n_bytes} bytes")
-                data += piece
-        finally:
-            if len(data) < n_bytes:
-                self.broken_off.put(len(data))
-        self.parts[sha256] = self.parts.get(sha256, b"")[:offset] + data
 
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         self._note("stop", run, leave)
@@ -110,7 +93,6 @@ def node(served: tuple[FakeNode, ControlServer]) -> FakeNode:
     while not one.calls.empty():
         one.calls.get_nowait()
     one.error = None
-    one.parts.clear()
     return one
 
 
@@ -171,15 +153,6 @@ def test_stop(node: FakeNode, client: ControlClient) -> None:
     assert [node.calls.get_nowait() for _ in range(2)] == [("stop", RUN, False), ("stop", RUN, True)]
 
 
-@pytest.mark.parametrize("offset", [0, 1, len(DATA) - 1, len(DATA)])
-def test_a_part_is_streamed_from_an_offset_on(node: FakeNode, client: ControlClient, offset: int) -> None:
-    node.parts[PART.sha256] = DATA[:offset]
-    pieces = (memoryview(DATA)[i : i + 100_000] for i in range(offset, len(DATA), 100_000))
-    client.send_part(PART, RUN, offset, pieces)
-    assert node.calls.get_nowait() == ("part", RUN, PART.sha256, offset, len(DATA) - offset)
-    assert node.parts[PART.sha256] == DATA
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -214,13 +187,6 @@ def test_a_defect_in_a_node_is_an_answer_without_a_traceback(node: FakeNode, url
     assert refused(send("GET", url + "/"))[0] == 500
 
 
-def test_a_refused_part_is_answered_though_its_bytes_are_not_read(node: FakeNode, client: ControlClient) -> None:
-    node.error = ControlError("does not take part in this run", 409, code="run")
-    with pytest.raises(ControlError) as caught:
-        client.send_part(PART, RUN, 0, iter([DATA]))
-    assert (caught.value.status, caught.value.code) == (409, "run")
-
-
 @pytest.mark.parametrize(
     ("method", "path", "use"),
     [
@@ -231,7 +197,6 @@ def test_a_refused_part_is_answered_though_its_bytes_are_not_read(node: FakeNode
         ("PUT", "/init", "POST"),
         ("GET", "/stop", "PUT"),
         ("POST", "/stop", "PUT"),
-        ("GET", "/parts/" + "a" * 64, "PUT"),
     ],
 )
 def test_a_wrong_method_is_told_the_right_one(node: FakeNode, url: str, method: str, path: str, use: str) -> None:
@@ -249,16 +214,25 @@ def test_a_wrong_method_is_told_the_right_one(node: FakeNode, url: str, method: 
         "/stop/a/b",
         "/a/b/c",
         "/?other=1",
-        "/parts/a/b/c/d",
         "/?run=a&more=b",
         "/%00",
         "/index/x",
-        "/parts/a/b",
     ],
 )
 def test_unknown_addresses(node: FakeNode, url: str, path: str) -> None:
     for method in ("GET", "POST", "PUT"):
         assert refused(send(method, url + path, data=b"{}"))[0] in (404, 405)
+    assert node.calls.empty()
+
+
+@pytest.mark.parametrize("path", ["parts/" + "a" * 64 + "?run=x&offset=0", "profile", "probe", "forward", "echo"])
+def test_what_older_nodes_call_is_refused_with_the_reason(
+    node: FakeNode, served: tuple[FakeNode, ControlServer], path: str
+) -> None:
+    method = "PUT" if path.startswith(("parts", "echo")) else "POST"
+    answer = raw(served[1].port, f"{method} /{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")  # before the body was sent
+    assert head.split()[1] == b"404" and json.loads(body)["code"] == "version"
     assert node.calls.empty()
 
 
@@ -279,7 +253,7 @@ def test_a_body_at_the_limit_is_read(node: FakeNode, url: str) -> None:
     assert send("POST", url + "/init", data=body.ljust(JSON_LIMIT_BYTES)).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["POST /init", "PUT /stop", "PUT /parts/" + "a" * 64])
+@pytest.mark.parametrize("path", ["POST /init", "PUT /stop"])
 def test_a_body_without_a_length_is_refused(served: tuple[FakeNode, ControlServer], path: str) -> None:
     port = served[1].port
     for header in ("", "Transfer-Encoding: chunked\r\n"):
@@ -340,16 +314,8 @@ def test_a_stop_without_a_run_is_refused(node: FakeNode, url: str, body: object)
     assert node.calls.empty()
 
 
-@pytest.mark.parametrize("offset", ["-1", "x", "1.5", "%C2%B2", "9" * 5000, ""])
-def test_an_offset_that_is_none_is_refused(node: FakeNode, url: str, offset: str) -> None:
-    status, error = refused(send("PUT", f"{url}/parts/{'a' * 64}?run={RUN}&offset={offset}", data=b"x"))
-    assert status == 400 and "offset must be a number" in error
-    assert node.calls.empty()
-
-
 def test_a_parameter_that_is_given_twice_is_refused(node: FakeNode, url: str) -> None:
     assert refused(send("GET", f"{url}/?run=a&run=b")) == (400, "'run' is given more than once")
-    assert refused(send("PUT", f"{url}/parts/{'a' * 64}?offset=1&offset=2", data=b"x"))[0] == 400
     assert node.calls.empty()
 
 
@@ -404,6 +370,7 @@ FIELDS_OF_VERSION = {
     ),
 }
 FIELDS_OF_VERSION[7] = FIELDS_OF_VERSION[6]  # what is new are an extension and the ring of /stop
+FIELDS_OF_VERSION[8] = FIELDS_OF_VERSION[7]  # parts and measurements are messages on the ring port
 
 
 def test_other_fields_are_another_version() -> None:
@@ -569,7 +536,7 @@ def test_any_body_gets_a_client_error_over_http(node: FakeNode, url: str, body: 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.binary(max_size=300),
-    prefix=st.sampled_from([b"", b"GET / HTTP/1.1\r\n", b"PUT /parts/x?", b"POST /init HTTP/1.1\r\n"]),
+    prefix=st.sampled_from([b"", b"GET / HTTP/1.1\r\n", b"PUT /stop?", b"POST /init HTTP/1.1\r\n"]),
 )
 def test_any_bytes_leave_the_server_up(
     served: tuple[FakeNode, ControlServer], client: ControlClient, data: bytes, prefix: bytes
@@ -577,18 +544,6 @@ def test_any_bytes_leave_the_server_up(
     # What the answer is, is cheroot's affair: to a header that begins with a tab, for one, it is 500.
     raw(served[1].port, prefix + data + b"\r\n\r\n", then_shut=True)
     assert client.status()["state"] == "IDLE"
-
-
-def test_a_transfer_that_is_cut_off_is_noticed_and_goes_on_from_where_it_was(
-    node: FakeNode, client: ControlClient, served: tuple[FakeNode, ControlServer]
-) -> None:
-    head = f"PUT /parts/{PART.sha256}?run={RUN}&offset=0 HTTP/1.1\r\nHost: x\r\nContent-Length: {len(DATA)}\r\n\r\n"
-    answer = raw(served[1].port, head.encode() + DATA[:150_000], then_shut=True)
-    assert answer == b"" or b"cut off at 150000" in answer
-    assert node.broken_off.get(timeout=DEADLINE_S) <= 150_000
-    node.parts[PART.sha256] = DATA[:131_072]
-    client.send_part(PART, RUN, 131_072, iter([memoryview(DATA)[131_072:]]))
-    assert node.parts[PART.sha256] == DATA
 
 
 def test_slow_and_silent_clients_hold_nobody_up(
@@ -609,10 +564,10 @@ def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     server = ControlServer(node, "127.0.0.1", 0, "secondary0")
     try:
         with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as sock:
-            sock.sendall(f"PUT /parts/{PART.sha256} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc".encode())
-            assert node.broken_off.get(timeout=DEADLINE_S) <= 3
+            sock.sendall(b"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
             while sock.recv(4096):
                 pass
+        assert node.calls.empty()
     finally:
         server.close()
 
@@ -653,7 +608,6 @@ def test_a_starter_answers_status_only() -> None:
         assert client.status()["state"] == "RUNNING"
         for call in (
             lambda: client.init(REQUEST),
-            lambda: client.send_part(PART, RUN, 0, iter([DATA])),
             lambda: client.stop(RUN),
         ):
             with pytest.raises(ControlError) as caught:
@@ -747,27 +701,6 @@ def test_a_silent_server_is_given_up() -> None:
     assert caught.value.problem == "silent"
 
 
-def test_a_node_that_takes_no_bytes_is_given_up() -> None:
-    """Stopped in the middle of a transfer: its buffers are full and nothing moves."""
-    part = PartSpec("block.0", "a" * 64, 64 << 20)
-    piece = bytes(1 << 20)
-    with other_server(None) as port, pytest.raises(ControlError) as caught:
-        client_of(port).send_part(part, RUN, 0, (piece for _ in range(64)), timeout_s=0.3)
-    assert caught.value.problem == "silent"
-
-
-def test_an_error_of_the_source_goes_through(
-    served: tuple[FakeNode, ControlServer], node: FakeNode, client: ControlClient
-) -> None:
-    def broken() -> Iterator[bytes]:
-        yield DATA[:1000]
-        raise CheckpointError("the disk broke")
-
-    with pytest.raises(CheckpointError, match="the disk broke"):
-        client.send_part(PART, RUN, 0, broken())
-    assert node.broken_off.get(timeout=DEADLINE_S) <= 1000
-
-
 def test_proxies_of_the_environment_are_ignored(client: ControlClient, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://192.0.2.1:9")
@@ -780,19 +713,16 @@ def test_a_strangers_requests_leave_no_traceback(
     served: tuple[FakeNode, ControlServer], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Requests that contradict themselves, and clients that go away in the middle of a body."""
-    node, port = served[0], served[1].port
+    port = served[1].port
     caplog.set_level("WARNING")
     chunked = b"POST /init HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 9\r\n\r\n"
     for rest in (b"5\r\nhello\r\n0\r\n\r\n", b"zz\r\n"):
         assert raw(port, chunked + rest, then_shut=True).startswith(b"HTTP/1.1 411")
     raw(port, b"\x16\x03\x01\x02\x00 HTTP/9.9\r\n\r\n", then_shut=True)
-    head = b"PUT /parts/" + b"a" * 64 + b"?run=x HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-    while not node.broken_off.empty():
-        node.broken_off.get_nowait()
+    head = b"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
         sock.sendall(head + bytes(100))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
-    node.broken_off.get(timeout=DEADLINE_S)
     assert send("GET", f"http://127.0.0.1:{port}/").status_code == 200
     assert not caplog.records and "Traceback" not in capsys.readouterr().err
 

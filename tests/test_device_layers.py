@@ -17,10 +17,10 @@ from mdi.host import resources
 from mdi.host.computing import choose_computing
 from mdi.kernels.layout import codes_of, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.model import stage as stage_module
-from mdi.model.packed_linear import DeviceLayers, DeviceLinear, unpacked
-from mdi.model.stage import StarterStage
 from mdi.spec.options import Requested
+from mdi.stages import torch_stage as stage_module
+from mdi.stages.torch_packed import DeviceLayers, DeviceLinear, unpacked
+from mdi.stages.torch_stage import StarterStage
 from test_packed_linear import weights_of
 from tiny_checkpoint import plain as plain_config
 from tolerance import assert_alike

@@ -18,8 +18,8 @@ import mdi.control.reach
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
-from mdi.control.open_ports import open_ports
 from mdi.control.reach import PROBLEMS, Reach, Route, bandwidth, greet, knock, try_node
+from mdi.control.server import open_ports
 from mdi.errors import ControlError
 from mdi.host.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
 from mdi.host.doctor import examine
@@ -84,7 +84,7 @@ def test_a_node_that_is_well(two: list[SecondaryNode]) -> None:
     route = try_node(request_of(entry_of(two[0]), measure=True))
     assert route.is_ok and route.status is not None and route.status["name"] == "secondary0"
     assert 0 < route.control.round_trip_s < 1 and 0 < route.ring.round_trip_s < 5
-    assert route.control.bytes_s > 1e6
+    assert route.ring.bytes_s > 1e6
     assert abs(route.clock_skew_s) < 30
     assert Route.from_json(json.loads(json.dumps(route.to_json()))) == replace(route, status=None, clock_skew_s=0.0)
 
@@ -144,7 +144,7 @@ def test_a_question_disturbs_no_run(two: list[SecondaryNode], caplog: pytest.Log
 def test_a_node_is_asked_for_its_way_to_another(two: list[SecondaryNode]) -> None:
     client = ControlClient(entry_of(two[0]))
     route = Route.from_json(client.probe(request_of(entry_of(two[1]), measure=True)))
-    assert route.is_ok and route.control.bytes_s > 1e6
+    assert route.is_ok and route.ring.bytes_s > 1e6
     (free,) = free_ports(1)
     route = Route.from_json(client.probe(request_of(entry_of(two[1], port=free, port_in=free))))
     assert (route.control.problem, route.ring.problem) == ("refused", "refused")
@@ -170,7 +170,7 @@ def test_what_another_service_says_is_not_told_on(two: list[SecondaryNode], answ
 def test_a_node_in_a_run_measures_nothing(two: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runs, "active", [SimpleNamespace(is_running=True, state="RUNNING")])
     client = ControlClient(entry_of(two[0]))
-    for ask in (lambda: client.probe(request_of(entry_of(two[1]))), lambda: client.echo(10, 5)):
+    for ask in (lambda: client.probe(request_of(entry_of(two[1]))), lambda: client.echo(10)):
         with pytest.raises(ControlError) as caught:
             ask()  # type: ignore[no-untyped-call]
         assert (caught.value.status, caught.value.code) == (409, "busy")
@@ -200,7 +200,7 @@ def test_a_cluster_that_is_well(two: list[SecondaryNode], tmp_path: Path) -> Non
     for (source, target), link in ways.items():
         assert link.route.ring.is_ok
         in_ring = names.index(target) == (names.index(source) + 1) % 3
-        assert link.in_ring == in_ring and bool(link.route.control.bytes_s) == in_ring
+        assert link.in_ring == in_ring and bool(link.route.ring.bytes_s) == in_ring
     text = str(report)
     assert "No problems found." in text and "secondary0 -> secondary1" in text and "Mbit/s" in text
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
@@ -362,7 +362,7 @@ def test_what_could_not_be_asked() -> None:
 def test_an_open_port_is_a_node_that_takes_nothing() -> None:
     with open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
         route = try_node(ProbeRequest("starter", "127.0.0.1", port, port_in, measure=True))
-        assert route.is_ok and route.control.bytes_s > 1e6
+        assert route.is_ok and route.ring.bytes_s > 1e6
         with pytest.raises(ControlError) as caught:
             ControlClient(NodeConfig("starter", "127.0.0.1", port, port_in)).probe(request_of(NODE))
         assert caught.value.code == "role"

@@ -21,9 +21,9 @@ from mdi.engine.sequence import FAILED, SamplingParams, Sequence
 from mdi.engine.starter import StarterEngine
 from mdi.engine.worker import SecondaryLoop
 from mdi.errors import EngineError, NodeLostError, RingEndedError, UsageError
-from mdi.model.stage import Stage, StarterStage
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, Slice
+from mdi.stages.torch_stage import Stage, StarterStage
 from tensor_frames import frame_of, rows_of
 from tolerance import assert_alike
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mdi.control.client import ControlClient
-from mdi.control.exchange import ANSWER_LIMIT_BYTES
 from mdi.errors import ControlError
+from mdi.net.message import ANSWER_LIMIT_BYTES
 from mdi.spec.cluster import NodeConfig
 
 PATIENCE_S = 20.0  # of a server that would go on for ever, so that a client without a deadline fails instead of hanging

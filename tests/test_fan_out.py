@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mdi.cancel import Cancel
-from mdi.control.fan_out import FanOut
+from mdi.control.client import FanOut
 from mdi.errors import ControlError
 
 

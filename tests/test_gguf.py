@@ -24,7 +24,7 @@ from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, unpack
-from mdi.model.stage import StarterStage
+from mdi.stages.torch_stage import StarterStage
 from tiny_models import State, tiny_state
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0

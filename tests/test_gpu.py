@@ -21,12 +21,12 @@ from mdi.host.computing import choose_computing
 from mdi.host.device import choose_device, choose_dtype, devices
 from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
-from mdi.model.packed_linear import DeviceLinear
-from mdi.model.stage import Stage, StarterStage
 from mdi.node.forming import receive_buffers
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject, reader
 from mdi.spec.options import Requested
+from mdi.stages.torch_packed import DeviceLinear
+from mdi.stages.torch_stage import Stage, StarterStage
 from secondaries import cluster_of, secondaries, text_of
 from tensor_frames import frame_of, rows_of
 from test_packed_linear import weights_of

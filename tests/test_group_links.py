@@ -16,17 +16,17 @@ import pytest
 from cluster_keys import key_file
 from mdi.checkpoint.packing import Packing
 from mdi.errors import NodeLostError, RingEndedError, WireError
-from mdi.net.connection import Connection
 from mdi.net.keys import KeyFile
+from mdi.net.link import Connection
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import FrameCodec
 from mdi.spec.options import SUMS
 from mdi.tensor import joining
-from mdi.tensor.allreduce import AllReduce
 from mdi.tensor.group import Group, Member
 from mdi.tensor.joining import GroupLinks
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shares import Shares
+from mdi.tensor.sums import AllReduce
 from tensor_groups import on_all
 from waiting import until
 

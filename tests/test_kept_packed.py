@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mdi.stages.kept_packed as kept_packed
+import mdi.node.node_weights as kept_packed
 from mdi.cancel import Cancel
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
@@ -19,11 +19,11 @@ from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels import library
+from mdi.node.node_weights import DISK_LEFT_BYTES, FILE, KeptPacked
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
-from mdi.stages.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
 from secondaries import cluster_of, secondary
 from test_node import generate
 from tiny_checkpoint import reference, write_checkpoint

@@ -163,7 +163,7 @@ def test_nodes_without_torch_can_be_imported() -> None:
             OF_NODES,
         ),
         (
-            ("mdi.node.secondary", "mdi.node.local", "mdi.run.run", "mdi.control.gather", "mdi.host.doctor"),
+            ("mdi.node.secondary", "mdi.node.local", "mdi.run.run", "mdi.control.discovery", "mdi.host.doctor"),
             OF_NODES,
         ),
     ],

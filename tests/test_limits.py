@@ -12,7 +12,7 @@ import torch
 from litgpt.config import Config, configs
 from litgpt.model import GPT
 
-import mdi.model.stage
+import mdi.stages.torch_stage
 from families import DEEPSEEK_V3, FAMILIES, config_of
 from mdi.cancel import Cancel
 from mdi.checkpoint.manifest import config_hash
@@ -21,9 +21,9 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.page_sizes import windows_of
-from mdi.model.stage import Stage, module_bytes, run_bytes
 from mdi.spec.limits import LIMITS, excess
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.torch_stage import Stage, module_bytes, run_bytes
 from secondaries import entry_of, secondary
 
 RUN = "0123456789abcdef"
@@ -215,7 +215,7 @@ def test_measuring_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("mdi.node.self_measurement.PROFILE_S", 0.2)
     config = asdict(config_of("Mixtral-8x7B-v0.1", n_layer=8))
     go_on, n_built = threading.Event(), 0
-    real = mdi.model.stage.Stage.make_block
+    real = mdi.stages.torch_stage.Stage.make_block
 
     def make_block(config: Config, index: int, layer: int) -> Any:
         nonlocal n_built

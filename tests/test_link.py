@@ -16,8 +16,7 @@ import pytest
 from mdi.errors import WireError
 from mdi.net import link as link_module
 from mdi.net import wire as frame_io
-from mdi.net.connection import Connection, NotBackError
-from mdi.net.link import N_IN_VAIN, Channel, Link
+from mdi.net.link import N_IN_VAIN, Channel, Connection, Link, NotBackError
 from mdi.net.wire import (
     HEADER_BYTES,
     PLAIN,

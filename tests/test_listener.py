@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from loopback import DEADLINE_S, PLACEMENT, listener
 from mdi.errors import UsageError
 from mdi.net import listener as listener_module
-from mdi.net.drops import N_TOLD, QUIET_S, DropLog
 from mdi.net.hello import Fault, Hello
-from mdi.net.listener import Expectation, RingListener, open_socket
+from mdi.net.listener import N_TOLD, QUIET_S, DropLog, Expectation, RingListener, open_socket
 from mdi.net.wire import (
     HANDSHAKE,
     HANDSHAKE_LIMITS,

@@ -18,7 +18,7 @@ import mdi.node.local
 import mdi.node.setup
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
-from mdi.control.reach_node import reach_node
+from mdi.control.reach import reach_node
 from mdi.errors import NodeLostError
 from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LOCK, PREFIX, LocalRing, Pause, RingFolder, sweep
 from mdi.spec.cluster import NodeConfig

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-import mdi.model.stage
 import mdi.net.link
 import mdi.node.worker
+import mdi.stages.torch_stage
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
@@ -28,7 +28,6 @@ from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.neighbours import fair_threads
 from mdi.kernels import library
-from mdi.model.stage import Stage
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.secondary import SecondaryNode
@@ -38,8 +37,8 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
-from mdi.stages.cache_budget import check_capacity
-from mdi.stages.torch_stage import TorchStage
+from mdi.stages.store import check_capacity
+from mdi.stages.torch_stage import Stage, TorchStage
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
 
@@ -196,7 +195,7 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 
 
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.stages.cache_budget.device_free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32", "float32", None)
     stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
     with pytest.raises(UsageError) as e:
@@ -370,7 +369,7 @@ def test_a_slow_stage_is_alive(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> N
                 never.wait(2.5)
             return super().forward(*args, **kwargs)
 
-    monkeypatch.setattr(mdi.model.stage, "Stage", SlowStage)
+    monkeypatch.setattr(mdi.stages.torch_stage, "Stage", SlowStage)
     starter, _ = ring(silence_s=0.6)
     assert generate(starter) == list(reference("The ring", 6))
     assert n_slow == 1
@@ -382,7 +381,7 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise RuntimeError("out of something")
 
-    monkeypatch.setattr(mdi.model.stage, "Stage", BrokenStage)
+    monkeypatch.setattr(mdi.stages.torch_stage, "Stage", BrokenStage)
     starter, secondary = ring()
     with pytest.raises(NodeLostError) as raised:
         generate(starter)

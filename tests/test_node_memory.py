@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import mdi.stages.cache_budget as node_memory
+import mdi.stages.store as node_memory
 from families import model_of
 from loopback import stages_of
 from mdi.errors import ControlError, UsageError
@@ -19,7 +19,7 @@ from mdi.host.device import choose_kv_dtype
 from mdi.host.threads import pin_to_cores
 from mdi.kernels.page_sizes import CacheClass, cache_type_named
 from mdi.node.local import cores_of_node
-from mdi.stages.cache_budget import CacheReport, report_caches, share_out
+from mdi.stages.store import CacheReport, report_caches, share_out
 from mdi.stages.torch_stage import TorchStage
 
 GB = 10**9

@@ -13,7 +13,7 @@ from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 def plan_of(number: int, n_prompt: int, n_decoding: int) -> Plan:
     slices = [PlannedSlice(i, 9, 1, 1, (1,)) for i in range(n_decoding)]
     if n_prompt:
-        slices.append(PlannedSlice(99, 0, n_prompt, 0, (1,) * n_prompt))
+        slices.append(PlannedSlice(99, 0, n_prompt, 0, (1,) * n_prompt, is_prompt=True))
     return Plan(number, tuple(slices), ())
 
 

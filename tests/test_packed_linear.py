@@ -13,9 +13,9 @@ from mdi.checkpoint.torch_tensors import as_array, spec_of
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS
-from mdi.model import packed_linear
-from mdi.model.packed_linear import PackedLinear, Weights, kernel_context
-from mdi.model.stage import StarterStage
+from mdi.stages import torch_packed as packed_linear
+from mdi.stages.torch_packed import PackedLinear, Weights, kernel_context
+from mdi.stages.torch_stage import StarterStage
 from tolerance import assert_alike
 
 CPU = torch.device("cpu")

@@ -18,7 +18,6 @@ from loopback import DEADLINE_S
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
-from mdi.control.server import ControlServer, StatusOnly
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, NodeLostError
 from mdi.node import part_sending
@@ -31,6 +30,7 @@ from mdi.run.policy import Better, Form, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import NodeConfig, standalone
 from mdi.spec.options import StarterOptions
+from node_ports import BareNode, ports_of
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint
 from waiting import until
@@ -42,13 +42,13 @@ PART = PartSpec("block.1", hashlib.sha256(BYTES).hexdigest(), len(BYTES))
 
 def ended_ring() -> RingWorker:
     unused: Any = None
-    request: Any = SimpleNamespace(run=RUN, hand_over=False)
+    request: Any = SimpleNamespace(run=RUN, epoch=RUN, hand_over=False)
     ring = RingWorker("secondary0", "", request, unused, unused, unused, unused, unused)
     ring.finish(None)
     return ring
 
 
-class Waiting(StatusOnly):
+class Waiting(BareNode):
     """Waits for weights."""
 
     def __init__(self) -> None:
@@ -67,22 +67,18 @@ class Waiting(StatusOnly):
 def test_a_node_sends_what_it_has(tmp_path: Path, is_keyed: bool, have: int) -> None:
     keys = key_file(tmp_path / "cluster.key") if is_keyed else None
     target = Waiting()
-    server = ControlServer(target, "127.0.0.1", 0, "b", keys)
-    try:
-        with secondary(0, tmp_path / "a", keys=keys) as node:
-            client = ControlClient(entry_of(node), keys)
-            request = ForwardRequest(RUN, PART, have, "b", "127.0.0.1", server.port)
-            node.runs.add(ended_ring())
-            with pytest.raises(ControlError) as caught:
-                client.forward(request)
-            assert caught.value.status == 404 and not target.got
-            node.store.receive(PART, 0, io.BytesIO(BYTES).read)
+    with ports_of(target, keys, "b") as there, secondary(0, tmp_path / "a", keys=keys) as node:
+        client = ControlClient(entry_of(node), keys)
+        request = ForwardRequest(RUN, PART, have, "b", "127.0.0.1", there.port_in)
+        node.runs.add(ended_ring())
+        with pytest.raises(ControlError) as caught:
             client.forward(request)
-            if is_keyed:
-                with pytest.raises(ControlError):
-                    ControlClient(entry_of(node)).forward(request)
-    finally:
-        server.close()
+        assert caught.value.status == 404 and not target.got
+        node.store.receive(PART, 0, io.BytesIO(BYTES).read)
+        client.forward(request)
+        if is_keyed:
+            with pytest.raises(ControlError):
+                ControlClient(entry_of(node)).forward(request)
     assert target.got == [(RUN, PART.sha256, BYTES[have:])]
 
 

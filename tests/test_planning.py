@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import mdi.cancel
-import mdi.model.stage
 import mdi.node.setup
 import mdi.placement.cluster_measurement
 import mdi.placement.profiler
+import mdi.stages.torch_stage
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
@@ -24,12 +24,11 @@ from mdi.cli import launch
 from mdi.cli.session import chosen_placement
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.neighbours import host_of
-from mdi.model.stage import Stage
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.node.starter_weights import StarterWeights
@@ -38,11 +37,11 @@ from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Bench, Speeds, Subject
-from mdi.run.ending import dismiss
-from mdi.run.nodes import GivenNodes
+from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions
+from mdi.stages.torch_stage import Stage
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
 
@@ -161,7 +160,7 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
             return super().forward(x, slices)
 
     with secondaries(2, tmp_path, device=None) as nodes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mdi.model.stage, "Stage", Watched)
+        patch.setattr(mdi.stages.torch_stage, "Stage", Watched)
         entries = tuple(entry_of(node, device="cpu", threads=n) for n, node in enumerate(nodes, 1))
         by_hand = StarterOptions(ckpt=tiny, prompt_style="none", device="cpu", layers="1,2,2")
         starter = Run(GivenNodes(ClusterConfig(OWN_NODE, entries)), by_hand, 60, n_texts=3)
@@ -299,7 +298,7 @@ OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 
 def measurement_of(cluster: ClusterConfig, **changes: Any) -> ClusterMeasurement:
-    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, **changes}
+    fields = {"request": REQUEST, "own": lambda: OWN, "wait_s": 0.2, "cancel": Cancel(), **changes}
     return ClusterMeasurement(cluster, **fields)
 
 

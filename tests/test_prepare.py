@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.chunks import ChunkFile, find_chunk
-from mdi.checkpoint.convert import convert, is_hf_dir, needs_conversion
-from mdi.checkpoint.folder import is_lit_dir
+from mdi.checkpoint.convert import convert, needs_conversion
+from mdi.checkpoint.folder import is_hf_dir, is_lit_dir
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch

@@ -24,11 +24,11 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, UsageError
 from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
-from mdi.node.setup import growing_pauses
 from mdi.node.worker import RingWorker
 from mdi.run.form import Loaded
 from mdi.run.lookout import Leaving, Lookout
 from mdi.run.loop import RingLoop
+from mdi.run.nodes import Losses
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
 from mdi.serve.host import ModelHost
 from mdi.serve.models import Models
@@ -196,9 +196,9 @@ def started(rings: Rings, engine: Engine, is_fixed: bool = False) -> tuple[RingL
     former: Any = rings
     cancel = Cancel()
     policy = Policy(RING, (), lambda stages, most: (3, 3) if len(stages) == 2 else None, 0.0, is_fixed)
-    loop = RingLoop(former, policy, [], cancel, "starter", roll)
+    loop = RingLoop(former, policy, [], cancel, Losses(cancel), "starter", roll)
     made: Any = engine
-    loop.start(made, loop.form_first(cancel), None)
+    loop.start(made, loop.next_ring(None), None)
     return loop, cancel
 
 
@@ -369,14 +369,6 @@ def test_a_request_for_a_later_ring_replaces_the_present_one() -> None:
 # Asking a node that loads
 
 
-def test_a_node_that_loads_for_minutes_is_asked_less_often() -> None:
-    pauses, asked = growing_pauses(), []
-    while sum(asked) < 60:
-        asked.append(next(pauses))
-    assert asked[0] == 0.03 and asked == sorted(asked) and max(asked) == 0.5
-    assert len(asked) < 150 < 60 / 0.03
-
-
 # Models of a server
 
 
@@ -468,7 +460,7 @@ def test_what_other_threads_log_while_a_model_is_loaded_does_not_wait_for_the_ap
     class Opening:
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
-        def open(self) -> None:
+        def open(self, cancel: Any) -> None:
             opened.set()
             assert go_on.wait(DEADLINE_S)
             raise EngineError("that is enough")
@@ -541,7 +533,7 @@ def test_a_ring_that_is_lost_does_not_wait_until_another_model_is_loaded(monkeyp
     class Opening:
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
-        def open(self) -> None:
+        def open(self, cancel: Any) -> None:
             opened.set()
             assert go_on.wait(DEADLINE_S)
             raise EngineError("that is enough")

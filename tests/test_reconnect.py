@@ -18,11 +18,9 @@ import mdi.net.link
 from cluster_keys import key_file
 from loopback import DEADLINE_S, Nodes, listener, nodes
 from mdi.errors import NodeLostError, RingEndedError, RingError
-from mdi.net.connection import Connection, NotBackError
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import Fault, Hello, call
 from mdi.net.keys import KeyFile
-from mdi.net.link import Link
-from mdi.net.meeting import call
+from mdi.net.link import Connection, Link, NotBackError
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, Slice, read_frame, send_frame

@@ -12,8 +12,8 @@ import pytest
 
 from mdi.checkpoint.weightfile import map_bytes
 from mdi.errors import CheckpointError
-from mdi.stages import loading
-from mdi.stages.loading import label_for_fault_reports, populate
+from mdi.stages import building as loading
+from mdi.stages.building import label_for_fault_reports, populate
 
 DATA = np.random.default_rng(0).integers(0, 255, 300_000, dtype=np.uint8)
 

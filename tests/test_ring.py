@@ -19,11 +19,12 @@ from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
 from mdi.net.handshake import close_starter_ring, join_ring
-from mdi.net.hello import Fault
+from mdi.net.hello import Fault, connected
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE, PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
 from mdi.node.local import free_ports
+from waiting import until
 
 EPOCH = 11
 SILENCE_S = 3.0  # of a ring that is being closed
@@ -628,3 +629,38 @@ def test_a_node_that_waits_for_the_next_one_ends_with_its_cancel(place: str) -> 
             frame = read_frame(caller, HANDSHAKE)
             assert frame is not None and frame.type is FrameType.ERROR
             assert Fault.from_bytes(frame.payload).code == "cancelled"
+
+
+@contextlib.contextmanager
+def deaf_port() -> Iterator[int]:
+    """A port whose queue of callers is full: connecting to it goes on until a timeout."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+
+
+def test_who_connects_to_a_port_that_does_not_answer_ends_with_its_cancel() -> None:
+    cancel, failed = Cancel(), queue.SimpleQueue[BaseException]()
+
+    def connect() -> None:
+        try:
+            connected(("127.0.0.1", port), 600.0, cancel).close()
+        except BaseException as e:
+            failed.put(e)
+
+    with deaf_port() as port:
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        until(lambda: bool(cancel._wakers))  # it has begun to connect
+        cancel.cancel(CancelledError("not wanted"))
+        assert type(failed.get(timeout=DEADLINE_S)) is CancelledError
+        thread.join(DEADLINE_S)
+
+
+def test_connecting_ends_with_the_deadline_of_its_cancel() -> None:
+    with deaf_port() as port, pytest.raises(CancelledError):
+        connected(("127.0.0.1", port), 600.0, Cancel(0.05))

@@ -379,7 +379,8 @@ def test_a_ring_that_holds_less_ends_only_what_it_could_never_hold() -> None:
 def test_guesses_beyond_the_accepted_tokens_are_taken_back() -> None:
     one = sequence(1, n_prompt=3)
     one.n_sent = 7  # four rows beyond the prompt went out for tokens that were guessed
-    assert one.extend([5, 6]) == (5, 6) and one.n_sent == 4
+    one.guess([5, 9, 8, 7])
+    assert [one.take_drawn(token) for token in (5, 6)] == [(5,), (6,)] and one.n_sent == 4 and not one.guessed
 
 
 @settings(deadline=None, max_examples=40)

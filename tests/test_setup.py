@@ -16,26 +16,26 @@ from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
-from mdi.control.reach_node import reach_node
-from mdi.control.server import ControlServer, StatusOnly
+from mdi.control.reach import reach_node
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
 from mdi.node.setup import Patience, SecondarySetup
-from mdi.spec.cluster import NodeConfig
+from node_ports import BareNode, Pushing, client_of
 from secondaries import entry_of, secondary
 from waiting import until
 
 DEADLINE_S = 30.0
+RUN = "0123456789abcdef"
 PARTS = tuple(PartSpec(f"block.{i}", f"{i:064x}", 10) for i in (1, 2))
 REQUEST = InitRequest(
-    run="0123456789abcdef", epoch="0123456789abcdef", index=1, names=("starter", "secondary0"), placement="p",
+    run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p",
     next_addr="127.0.0.1", next_port=1, model="tiny", config={"n_layer": 5}, config_hash="c",
     stored_dtype="float32", blocks=(1, 3), parts=PARTS, max_length=9,
 )  # fmt: skip
 
 
-class Loading(StatusOnly):
+class Loading(BareNode):
     """Takes a run, and says of itself for ever what it is told to."""
 
     def __init__(self, **says: Any) -> None:
@@ -47,24 +47,29 @@ class Loading(StatusOnly):
     def status(self, run: str | None) -> dict[str, Any]:
         return {"state": "LOADING", "control_version": CONTROL_VERSION, **self._says}
 
+    def watch(self, run: str, epoch: str | None) -> Pushing:
+        return Pushing(lambda: self.status(run))
+
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mdi.node.setup, "STALL_S", 0.3)
-    monkeypatch.setattr(mdi.node.setup, "POLL_S", 0.02)
+    monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.02)
     yield
 
 
 def outcome(node: Loading, weights: Any = None) -> MdiError | None:
-    server = ControlServer(node, "127.0.0.1", 0, "secondary0")
-    setup = SecondarySetup(ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1)), REQUEST, weights, 5.0)
-    try:
-        assert setup.wait(DEADLINE_S), "it waits for ever"
-        return setup.error
-    finally:
-        setup.cancel()
-        setup.join(DEADLINE_S)
-        server.close()
+    with client_of(node) as client, Cancel(DEADLINE_S) as cancel:
+        setup = SecondarySetup(client, REQUEST, weights, 5.0, cancel)
+        try:
+            setup.wait()
+            return None
+        except MdiError as e:
+            assert e is setup.error, "it waits for ever"
+            return e
+        finally:
+            cancel.cancel()
+            setup.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,32 @@ def test_a_node_that_loads_for_ever_is_given_up(hurried: None, says: dict[str, A
 def test_a_part_that_is_named_twice_is_not_sent_twice(hurried: None) -> None:
     entry = {"sha256": PARTS[0].sha256, "have_bytes": 0}
     assert isinstance(outcome(Loading(missing=[entry, entry])), MdiError)
+
+
+class Counting(Loading):
+    """Gets ready after a while, and counts who asks."""
+
+    def __init__(self) -> None:
+        super().__init__(missing=[])
+        self.n_asked = self.n_pushed = 0
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        self.n_asked += 1
+        return super().status(run)
+
+    def watch(self, run: str, epoch: str | None) -> Pushing:
+        return Pushing(self._next)
+
+    def _next(self) -> dict[str, Any]:
+        self.n_pushed += 1
+        loading = {"done": min(self.n_pushed, 2), "total": 2}
+        return {**Loading.status(self, RUN), "loading": loading, "state": "READY" if self.n_pushed > 30 else "LOADING"}
+
+
+def test_a_node_that_loads_is_not_asked_but_says_how_far_it_is() -> None:
+    node = Counting()
+    assert outcome(node) is None
+    assert (node.n_asked, node.n_pushed >= 30) == (2, True), "once to reach it, once as its answer to `/init` is empty"
 
 
 class Slow(Loading):
@@ -242,14 +273,11 @@ class Compiling(Loading):
 
 
 def reached(node: Compiling, is_cancelled: bool = False) -> dict[str, Any]:
-    server, cancel = ControlServer(node, "127.0.0.1", 0, "secondary0"), Cancel()
+    cancel = Cancel()
     if is_cancelled:
         cancel.cancel()
-    try:
-        client = ControlClient(NodeConfig("secondary0", "127.0.0.1", server.port, 1))
+    with client_of(node) as client:
         return reach_node(client, 0.0, cancel)
-    finally:
-        server.close()
 
 
 def test_a_node_that_compiles_is_waited_for() -> None:

@@ -14,8 +14,8 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
 from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
-from mdi.model.stage import StarterStage
 from mdi.placement.model_shape import model_shape
+from mdi.stages.torch_stage import StarterStage
 from tiny_checkpoint import plain, tiny_config
 
 FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qwen3-30B-A3B"]

@@ -10,7 +10,7 @@ import torch
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
 from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
-from mdi.model.stage import Stage, StarterStage
+from mdi.stages.torch_stage import Stage, StarterStage
 from tolerance import assert_alike
 
 

@@ -15,20 +15,20 @@ import torch
 import mdi
 import mdi.cancel
 import mdi.host.resources
-import mdi.model.stage
 import mdi.node.secondary_status
 import mdi.node.setup
 import mdi.node.worker
+import mdi.stages.torch_stage
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
-from mdi.model.stage import Stage
 from mdi.node.local import free_ports
 from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
 from mdi.run.form import Preparation
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
+from mdi.stages.torch_stage import Stage
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
 from waiting import until
@@ -84,7 +84,7 @@ def test_rows_that_are_not_finite_end_the_run(ring: Ring, monkeypatch: pytest.Mo
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return super().forward(*args, **kwargs) * float("inf")
 
-    monkeypatch.setattr(mdi.model.stage, "Stage", Overflowing)
+    monkeypatch.setattr(mdi.stages.torch_stage, "Stage", Overflowing)
     starter, secondary = ring()
     with pytest.raises(EngineError) as e:
         generate(starter)

@@ -16,7 +16,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.node.sharing_out import in_common_order
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import ParallelOptions
-from mdi.tensor.ring_stages import stages_of
+from mdi.tensor.group import stages_of
 from secondaries import cluster_of, entry_of, secondary
 from test_tensor_runs import PROMPTS, checkpoint, run  # noqa: F401
 from tiny_checkpoint import reference

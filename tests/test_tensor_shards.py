@@ -17,10 +17,9 @@ from mdi.kernels import library
 from mdi.kernels.layout import cut, pack
 from mdi.kernels.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.group_sum import GroupSum
-from mdi.tensor.pieces import piece_of
-from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
+from mdi.tensor.shard_blocks import GroupSum
+from mdi.tensor.shares import Share, Shares, piece_of, share_out, why_not_shared_out
+from mdi.tensor.sums import AllReduce
 from tensor_groups import meshes, on_all, sums
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

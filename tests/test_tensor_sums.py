@@ -11,7 +11,7 @@ from link_speed import agree_on_speed
 from mdi.errors import NodeLostError, RingEndedError, WireError
 from mdi.placement.cost import LinkSpeed, seconds
 from mdi.spec.options import SUMS
-from mdi.tensor.numbers import REDUCE_DTYPES
+from mdi.tensor.sums import REDUCE_DTYPES
 from tensor_groups import meshes, on_all, sums
 
 SHAPES = [(1, 48), (3, 33), (7, 2), (1, 4096), (64, 2048)]

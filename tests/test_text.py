@@ -236,9 +236,10 @@ def test_eos_ids_of_generation_config_alone(tmp_path):
     assert TextCodec.from_checkpoint(tmp_path / "spm").eos_ids == {2, 9}
 
 
-def test_a_generation_config_with_a_comma_too_many(tmp_path):
+@pytest.mark.parametrize("text", ['{\n  "eos_token_id": [3, 4],\n}', '{\n  "top_k": 5\n  "eos_token_id": [3, 4]\n}'])
+def test_a_generation_config_with_a_comma_too_many_or_too_few(tmp_path, text):
     byte_level(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{\n  "eos_token_id": [3, 4],\n}')
+    (tmp_path / "generation_config.json").write_text(text)
     assert TextCodec.from_checkpoint(tmp_path).eos_ids == {0, 3, 4}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import mdi.stages.loading as weight_memory
+import mdi.stages.building as weight_memory
 from mdi.kernels.layout import Matrix, pack
 from mdi.spec.cluster import WeightMemory
-from mdi.stages.loading import WeightPlacer
+from mdi.stages.building import WeightPlacer
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from mdi.host.computing import Computing, choose_computing
 from mdi.kernels.layout import MOST, bf16_from_float32, largest_of, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
 from mdi.spec.options import Requested
-from mdi.stages.loading import torch_weights
+from mdi.stages.building import torch_weights
 from tiny_checkpoint import tiny_gpt, write_checkpoint
 from tiny_models import hf_config, hf_state, tiny_state, write_hf
 

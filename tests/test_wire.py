@@ -125,7 +125,7 @@ LIES = [
     (changed(0, b"HTTP"), "not a frame of MDI-LLM: it begins with b'HTTP'"),
     (changed(4, b"\x01"), "speaks version 1 of the ring protocol, this node version 2"),
     (changed(5, b"\x00"), "unknown type of frame: 0"),
-    (changed(5, b"\x08"), "unknown type of frame: 8"),
+    (changed(5, b"\x7f"), "unknown type of frame: 127"),
     (changed(6, b"\x09"), "unknown payload dtype 9"),
     (changed(7, b"\x02"), "flags 2"),
     (changed(44, b"\x01"), "field 1"),

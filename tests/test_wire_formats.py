@@ -13,8 +13,8 @@ from families import greedy, model_of, prompt
 from loopback import even_cuts, ring_of
 from mdi.engine.rows import ENCODERS
 from mdi.engine.sequence import SamplingParams
-from mdi.model.cache import HostPages
-from mdi.model.stage import Stage
+from mdi.stages.torch_cache import HostPages
+from mdi.stages.torch_stage import Stage
 
 FAMILIES = ["Llama-3.1-8B", "Gemma-3-1b-it", "pythia-14m", "deepseek-v3-shape"]
 PROMPTS = [prompt(n, n) for n in (3, 40, 1, 100)]

@@ -16,9 +16,9 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError, UsageError
-from mdi.model.cache import TORCH_TYPES
-from mdi.model.stage import Stage
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.torch_cache import TORCH_TYPES
+from mdi.stages.torch_stage import Stage
 from mdi.text.texts import TextCodec
 
 LONGEST_TEXT = 1 << 20  # the context slides, so this is only to end somewhere

@@ -16,9 +16,9 @@ from gpt.shape import GPTConfig
 from mdi.cancel import Cancel
 from mdi.errors import EngineError
 from mdi.kernels.slices import Slices
-from mdi.model.cache import TorchCaches
-from mdi.model.packed_linear import Weights
-from mdi.model.stage import Stage, StarterStage
+from mdi.stages.torch_cache import TorchCaches
+from mdi.stages.torch_packed import Weights
+from mdi.stages.torch_stage import Stage, StarterStage
 
 
 class WholeTextStage(Stage):

@@ -68,7 +68,7 @@ class GPTSource(WeightSource):
         _check_tensors(config, self.specs, where)
         self.dtype = main_dtype(self.specs.values())
         first = next(iter(stored.values()))[0]
-        self.hashes = HashCache(where / "parts.json", first.path, self.config_hash)
+        self.hashes = HashCache(where / "parts.json", [first.path], self.config_hash)
 
     def __str__(self) -> str:
         return str(self.path)

@@ -170,7 +170,7 @@ class RunMetrics:
         nodes: in ring order, the starter first.
         tokens_per_s: generated tokens of all samples over `duration_s`.
         duration_s: wall time from the moment the run was ready to its last token.
-        recoveries: what became of each lost node, see mdi.run.records.
+        recoveries: what became of each lost node, see mdi.run.report.
     """
 
     model: str

@@ -15,8 +15,8 @@ from families import CONTEXT
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices
-from mdi.model.cache import TORCH_TYPES
-from mdi.model.stage import Stage
+from mdi.stages.torch_cache import TORCH_TYPES
+from mdi.stages.torch_stage import Stage
 
 
 class Backend(Protocol):

@@ -14,7 +14,7 @@ from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
 from mdi.kernels.slices import Slice
-from mdi.model.cache import TORCH_TYPES
+from mdi.stages.torch_cache import TORCH_TYPES
 from tolerance import assert_alike
 
 WINDOWED = ["Gemma-2-9b", "Gemma-3-1b-it", "Mistral-7B-v0.1", "Phi-3-mini-4k-instruct"]  # of 12 to 20 positions

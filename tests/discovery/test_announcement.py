@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mdi.control.announcement import Announcement
+from mdi.control.discovery import Announcement
 from mdi.net.keys import new_secret
 
 KEY, OTHER = new_secret(), new_secret()

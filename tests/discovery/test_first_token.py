@@ -1,4 +1,4 @@
-"""From boards that know nothing of each other to a text: a key, a code for each board, and a starter that waits for them."""
+"""From boards that know nothing of each other to a text: a key, a code for the boards, and a starter that waits for them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ FLAGS = (
 class Running:
     """A command whose lines can be waited for."""
 
-    def __init__(self, words: list[str], folder: Path) -> None:
+    def __init__(self, words: list[str], folder: Path, variables: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(folder)
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(folder) | (variables or {}),
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._thread = threading.Thread(target=self._read)
@@ -77,8 +81,8 @@ def test_boards_join_and_generate(tmp_path: Path) -> None:
         starter = Running(command(hosts[0][0], "starter", *flags), tmp_path)
         running.append(starter)
         try:
+            where, code = starter.wait_for(rf"mdi join ({re.escape(addr)}:\d+) (\S+)").groups()
             for i, (namespace, _) in enumerate(hosts[1:]):
-                where, code = starter.wait_for(rf"mdi join ({re.escape(addr)}:\d+) (\S+)").groups()
                 own: tuple[Any, ...] = ((), ("--no-announce",), ("--dial", f"{addr}:8089"))[i]
                 words = ("join", where, code, "--key", tmp_path / f"{i}.key", "--cache-dir", tmp_path / str(i), *own)
                 running.append(Running(command(namespace, *words), tmp_path))
@@ -88,3 +92,56 @@ def test_boards_join_and_generate(tmp_path: Path) -> None:
             for process in reversed(running):
                 process.end()
     assert [sample["token_ids"] for sample in samples] == [s["token_ids"] for s in json.loads(alone.stdout)["samples"]]
+
+
+ASK = """
+import json, urllib.request
+body = {"model": "nano-llama", "prompt": "Once", "max_tokens": 12, "temperature": 0}
+data = json.dumps(body).encode()
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", data, {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
+def test_three_boxes_three_commands(tmp_path: Path) -> None:
+    """No key, no file: a server prints one line for both boards. One has no multicast. The server knows them again later."""
+    alone = subprocess.run(
+        [sys.executable, "-m", "mdi.cli", "sample", *map(str, FLAGS)],
+        capture_output=True, text=True, timeout=DEADLINE_S, env=environment(tmp_path) | {"MDI_KEY_FILE": ""}, check=True,
+    )  # fmt: skip
+    running: list[Running] = []
+
+    def start(host: int, *words: object) -> Running:
+        own = {
+            "MDI_KEY_FILE": "",
+            "XDG_CONFIG_HOME": str(tmp_path / f"{host}"),
+            "MDI_CACHE_DIR": str(tmp_path / f"c{host}"),
+        }
+        running.append(Running(command(hosts[host][0], *words), tmp_path, own))
+        return running[-1]
+
+    def answer() -> str:
+        words = ["ip", "netns", "exec", hosts[0][0], sys.executable, "-c", ASK]
+        return subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout.rstrip("\n")
+
+    serve = ("serve", "--ckpt", ROOT / "assets" / "nano-llama", "--machines", 3)
+    with network(3) as hosts:
+        try:
+            server = start(0, *serve)
+            where, code = server.wait_for(r"each of the other 2 machines: +mdi join (\S+) (\S+)").groups()
+            start(1, "join", where, code, "--cache-dir", tmp_path / "c1").wait_for("waits for its starter")
+            start(2, "join", where, code, "--no-announce", "--cache-dir", tmp_path / "c2").wait_for(
+                "waits for its starter"
+            )
+            server.wait_for("ready: ")
+            first = answer()
+            server.end()
+            running.remove(server)
+            start(0, *serve).wait_for("ready: ")
+            assert answer() == first
+        finally:
+            for process in reversed(running):
+                process.end()
+    (sample,) = json.loads(alone.stdout)["samples"]
+    assert first == sample["text"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi.control import gather
-from mdi.control.announcement import Announcement
-from mdi.control.gather import FoundNode, Gathering, Guests, cluster_of
+from mdi.cancel import Cancel, CancelledError
+from mdi.control import discovery as gather
+from mdi.control.discovery import Announcement, FoundNode, Gathering, Guests, cluster_of
 from mdi.control.messages import COMPILING
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError
@@ -84,8 +85,8 @@ def guest(found: Announcement) -> GuestNode:
     return GuestNode(found.name, found.addr, found.port, found.ring_port)
 
 
-def test_who_has_joined_is_found_without_an_announcement(keys: KeyFile) -> None:
-    guests = Guests()
+def test_who_has_joined_is_found_without_an_announcement(keys: KeyFile, tmp_path: Path) -> None:
+    guests = Guests(tmp_path / "nodes")
     with node("a", keys) as only:
         guests.add(guest(only), "127.0.0.1")
         (found,) = Gathering([guests.nodes], keys).wait(1, LONG_S)
@@ -95,18 +96,20 @@ def test_who_has_joined_is_found_without_an_announcement(keys: KeyFile) -> None:
     )  # fmt: skip
 
 
-def test_the_address_that_a_request_came_from_is_tried_too() -> None:
-    guests = Guests()
+def test_the_address_that_a_request_came_from_is_tried_too(tmp_path: Path) -> None:
+    guests = Guests(tmp_path / "nodes")
     guests.add(GuestNode("board", "10.0.0.7", 8088, 5088), "192.0.2.7")
     assert [found.addr for found in guests.nodes()] == ["10.0.0.7", "192.0.2.7"]
 
 
-def test_a_node_that_has_joined_and_is_announced_is_one_node(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_has_joined_and_is_announced_is_one_node(
+    keys: KeyFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(gather, "AGAIN_S", 0.0)
     come: list[FoundNode] = []
     there: list[Announcement] = []
     with node("a", keys) as only:
-        guests = Guests()
+        guests = Guests(tmp_path / "nodes")
         gathering = Gathering([lambda: there, guests.nodes], keys, come.append)
         guests.add(guest(only), "127.0.0.1")
         assert gathering.look()
@@ -128,10 +131,12 @@ def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
         assert come == [COMPILING, "IDLE"] and not gathering.nodes[0].is_compiling
 
 
-def test_it_says_whom_it_waits_for_and_only_what_is_new(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "TOLD_S", 0.0)
+def test_it_says_whom_it_waits_for_and_only_what_is_new(
+    keys: KeyFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gather, "REPORT_S", 0.0)
     lines: list[str] = []
-    guests = Guests()
+    guests = Guests(tmp_path / "nodes")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     guests.add(GuestNode("gone", "127.0.0.1", port, 5088), "127.0.0.1")
@@ -150,3 +155,44 @@ def test_who_has_gone_is_forgotten(keys: KeyFile) -> None:
         assert gathering.look() and len(gathering.nodes) == 1
         there.clear()
         assert not gathering.look() and not gathering.nodes
+
+
+def test_boards_that_join_at_once_are_all_kept(tmp_path: Path) -> None:
+    guests = Guests(tmp_path / "nodes")
+    nodes = [GuestNode(f"n{i}", f"192.0.2.{i}", 8088, 5088) for i in range(8)]
+    threads = [threading.Thread(target=guests.add, args=(node, node.addr)) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {found.addr for found in Guests(tmp_path / "nodes").nodes()} == {node.addr for node in nodes}
+
+
+def test_a_file_that_cannot_be_written_refuses_no_board(tmp_path: Path) -> None:
+    guests = Guests(tmp_path / "missing" / "nodes")
+    guests.add(GuestNode("n", "192.0.2.1", 8088, 5088), "192.0.2.1")
+    assert [found.addr for found in guests.nodes()] == ["192.0.2.1"]
+
+
+@pytest.mark.parametrize("wait", [Gathering.wait, Gathering.within], ids=["for nodes", "for a time"])
+def test_a_search_ends_with_its_cancel(tmp_path: Path, wait: Any) -> None:
+    cancel, looked = Cancel(), threading.Event()
+
+    def source() -> list[Announcement]:
+        looked.set()
+        return []
+
+    gathering, ended = Gathering([source], key_file(tmp_path / "cluster.key")), []
+
+    def search() -> None:
+        arguments = (2, 10**6) if wait is Gathering.wait else (10**6,)
+        with pytest.raises(CancelledError):
+            wait(gathering, *arguments, cancel=cancel)
+        ended.append(True)
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    assert looked.wait(30)
+    cancel.cancel()
+    thread.join(30)
+    assert ended and not thread.is_alive()

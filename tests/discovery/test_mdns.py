@@ -14,7 +14,7 @@ import pytest
 from networks import network
 
 from cluster_keys import key_file
-from mdi.control.announcement import Announcement
+from mdi.control.discovery import Announcement
 from mdi.control.mdns import N_RESOLVED, SERVICE, Announcer, Browser
 from waiting import until
 

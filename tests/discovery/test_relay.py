@@ -16,11 +16,9 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.control import relay as relay_module
-from mdi.control import tunnel as tunnel_module
-from mdi.control.dial_out import DialOut
-from mdi.control.relay import N_MEETING, N_PER_ADDRESS, Relay
-from mdi.control.tunnel import Tunnel, close, join
-from mdi.net.challenge import CHALLENGE_BYTES
+from mdi.control import relay as tunnel_module
+from mdi.control.relay import N_MEETING, N_PER_ADDRESS, DialOut, Relay, Tunnel, close, join
+from mdi.net.hello import CHALLENGE_BYTES
 from mdi.net.keys import KeyFile
 from mdi.net.listener import open_socket
 from waiting import until

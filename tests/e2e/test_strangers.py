@@ -9,10 +9,16 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import requests
 
+from mdi.cancel import Cancel
+from mdi.control.client import ControlClient
+from mdi.control.messages import ForwardRequest, PartSpec
+from mdi.errors import ControlError
 from mdi.net.hello import Hello
 from mdi.net.wire import Frame, FrameType, send_frame
+from mdi.spec.cluster import NodeConfig
 from processes import Cluster, Spawn, Starter
 from tiny_checkpoint import reference
 
@@ -78,8 +84,17 @@ def test_somebody_who_does_not_know_the_run(ring: Cluster, endless: Path, spawn:
     process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, "--n-tokens", 60000, "--n-samples", 1)
     process.wait_bytes(100)
     for body in (b'{"run": "", "leave": true}', b'{"run": "0000000000000000"}', b"{}"):
-        for path in ("stop", "parts/" + "0" * 64):
-            with requests.put(f"http://127.0.0.1:{ring.port(1)}/{path}", data=body, timeout=10) as answer:
-                assert answer.status_code in (400, 409), answer.text
+        with requests.put(f"http://127.0.0.1:{ring.port(1)}/stop", data=body, timeout=10) as answer:
+            assert answer.status_code in (400, 409), answer.text
+    entry = NodeConfig("secondary0", "127.0.0.1", ring.port(1), ring.ring_port(1))
+    client, part = ControlClient(entry), PartSpec("block.1", "0" * 64, 9)
+    for ask in (
+        lambda: client.send_part(part, "0" * 16, 0, [bytes(9)]),
+        lambda: client.forward(ForwardRequest("0" * 16, part, 0, "x", "127.0.0.1", 9)),
+        lambda: next(client.watch("0" * 16, None, Cancel())),
+    ):
+        with pytest.raises(ControlError) as caught:
+            ask()
+        assert (caught.value.status, caught.value.code) == (409, "run")
     process.wait_bytes(len(process.printed["out"]) + 100)
     assert ring[0].child.poll() is None and ring.status(1)["state"] == "RUNNING"

@@ -14,6 +14,7 @@ import pytest
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from mdi.kernels import library
+from missing_libraries import without
 from processes import Cluster, Starter
 from tiny_checkpoint import reference, write_checkpoint
 
@@ -22,18 +23,6 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs the kernel
 PROMPT, N_TOKENS = "Who are you?", 8
 RUN = ("--prompt", PROMPT, "--n-tokens", N_TOKENS, "--n-samples", 1)
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKER = """
-import sys
-
-MISSING = {missing}
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in MISSING:
-            raise ModuleNotFoundError("No module named " + repr(name), name=name)
-
-sys.meta_path.insert(0, Missing())
-"""
 
 Start = Callable[..., Cluster]
 
@@ -55,10 +44,10 @@ def test_versions_are_those_of_the_whole_installation() -> None:
 @pytest.fixture
 def start(make_cluster: Callable[[int], Cluster], tmp_path: Path) -> Start:
     """A ring of two secondaries without torch, and with these flags."""
-    missing = sorted(listed("requirements.txt").keys() - listed("requirements-secondary.txt").keys())
+    missing = listed("requirements.txt").keys() - listed("requirements-secondary.txt").keys()
     folder = tmp_path / "blocker"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(BLOCKER.format(missing=missing))
+    (folder / "sitecustomize.py").write_text(without(missing))
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
     def made(*flags: tuple[object, ...]) -> Cluster:
@@ -110,7 +99,7 @@ def test_a_starter_whose_blocks_are_in_the_kernels_loads_no_torch(
 ) -> None:
     folder = write_checkpoint(tmp_path / "m")
     assert launch("prepare-model", [str(folder), "--n-nodes", "1"]) == 0
-    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(missing=["torch", "lightning"]))
+    (tmp_path / "sitecustomize.py").write_text(without(["torch", "lightning"]))
     flags = ["--ckpt", str(folder), "--window", "2", "--prompt", PROMPT, "--n-tokens", str(N_TOKENS), "--json"]
     flags += ["--temperature", "0.9", "--seed", "3", "--top-p", "0.9"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -15,7 +15,7 @@ MUTANTS = [
     ),
     Mutant(
         "a node that compiles says that it is idle",
-        "SecondaryNode._run_status",
+        "SecondaryNode._status_of",
         "self.runs.latest is None",
         "False",
         f"{SETUP}::test_a_node_answers_while_its_kernels_are_compiled",
@@ -170,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "the starter forgets who has joined",
-        "Invitations.answer",
-        "used.guest is not None",
+        "Invitation.answer",
+        "guest is not None",
         "False",
         f"{JOIN}::test_the_host_learns_where_a_guest_s_node_will_be",
     ),
@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant(
         "the same lines are said all the time",
         "Gathering.wait",
-        "told if told != before else ()",
-        "told",
+        "reported if reported != before else ()",
+        "reported",
         f"{GATHER}::test_it_says_whom_it_waits_for_and_only_what_is_new",
     ),
 ]

@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "logits are not looked at",
         "StarterEngine._draw",
-        'self._check_finite(logits, "the head gave logits")',
-        "None",
+        'self._finite(self.stage.head(x), wanted, "the head gave logits")',
+        "(self.stage.head(x), wanted)",
         f"{RANGE}::test_logits_that_are_not_finite_end_the_run",
     ),
 ]

@@ -93,11 +93,11 @@ MUTANTS = [
         "tests/recovery/test_failed_nodes.py::test_rings_are_counted_so_that_late_requests_are_known",
     ),
     Mutant(
-        "a node that loads is asked 33 times a second",
-        "growing_pauses",
-        "min(SLOWER * pause_s, LONGEST_POLL_S)",
-        "POLL_S",
-        f"{RACES}::test_a_node_that_loads_for_minutes_is_asked_less_often",
+        "a node that loads is asked how far it is",
+        "SecondarySetup._wait_until",
+        "self._checked(self._answer)",
+        "self._loading_status()",
+        "tests/test_setup.py::test_a_node_that_loads_is_not_asked_but_says_how_far_it_is",
     ),
     Mutant(
         "the end of one unload lets requests enter another model that is being unloaded",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -130,9 +131,13 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="trials at a time (all cores)"
     )
+    parser.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn at random (by --seed)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--list", action="store_true", help="print the mutants, and try none")
     args = parser.parse_args()
     chosen = [m for m in all_mutants() if args.only.lower() in f"{m.function} {m.what} {m.tests}".lower()]
+    if args.sample is not None:
+        chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
     if args.list:
         print("\n".join(f"{m.function}: {m.what}" for m in chosen))
         return 0

@@ -31,9 +31,9 @@ MUTANTS = [
     ),
     Mutant(
         "draws are counted from the prompt's begin",
-        "StarterEngine._row_of",
-        "position + 1 - sequence.n_prompt",
-        "position + 1",
+        "StarterEngine._wanted_of",
+        "+ i + 1 - sequence.n_prompt",
+        "+ i + 1",
         SEED,
     ),
     Mutant(
@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     Mutant(
         "a frame that is not due is taken",
-        "Scheduler.update",
+        "Scheduler.due",
         "due is None or due.number != number",
         "due is None",
         f"{TEST}::test_a_frame_that_is_not_due_is_refused",
@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "a frame may come back with other rows",
         "Scheduler.update",
-        "tokens.keys() != {part.seq_id for part in plan.slices if part.n_logits}",
-        "False",
+        "if not {part.seq_id for part in live} <= tokens.keys() <= {p.seq_id for p in plan.slices if p.n_logits}:",
+        "if False:",
         f"{TEST}::test_a_frame_with_other_rows_is_refused",
     ),
     Mutant(
@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "a text is suspected for ever",
-        "Scheduler.update",
+        "Scheduler._take_drawn",
         "self._suspects.discard(part.seq_id)",
         "pass",
         f"{TEST}::test_suspected_texts_run_one_by_one_until_each_has_its_next_token",
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "a text goes on behind rows that were lost in flight",
         "Scheduler.resume",
-        "sequence.n_sent = n_done",
+        "sequence.return_to(n_done)",
         "pass",
         f"{TEST}::test_a_row_that_was_lost_in_flight_is_sent_again_after_the_replay",
     ),
@@ -192,15 +192,15 @@ MUTANTS = [
     ),
     Mutant(
         "guesses beyond the text stay in the caches",
-        "Sequence.extend",
-        "min(self.n_sent, len(self.ids) - 1)",
+        "Sequence.return_to",
+        "min(self.n_sent, n)",
         "self.n_sent",
         f"{TEST}::test_guesses_beyond_the_accepted_tokens_are_taken_back",
     ),
     Mutant(
         "the last row of a prompt does not ask for logits",
         "next_slice",
-        "0 if sequence.in_prefill else 1",
+        "max(0, end - max(start, len(sequence.ids) - 1))",
         "0",
         f"{TEST}::test_one_sequence_from_prompt_to_end",
     ),

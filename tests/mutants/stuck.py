@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "torch does not count blocks",
-        "model.stage:Stage.forward",
+        "stages.torch_stage:Stage.forward",
         "self.n_finished += 1",
         "pass",
         "tests/test_stage.py::test_finished_blocks_are_counted",

@@ -13,7 +13,7 @@ from mdi.placement.cost import CostModel
 from mdi.placement.methods import place
 from mdi.placement.model import Workload
 from mdi.placement.profile import LinkProfile
-from mdi.placement.search import best_rings, good_ring, ring_of
+from mdi.placement.search import SEARCH_S, best_rings, fastest, good_ring, ring_of
 
 
 def random_cluster(n_nodes: int, seed: int, link_share: float = 0.0) -> CostModel:
@@ -88,3 +88,17 @@ def test_equal_links_leave_the_nodes_as_they_are_listed() -> None:
     cost = CostModel(cluster(node("s", memory_mb=160), *cost.profile.nodes[1:]), model(12), Workload(5, 10))
     found = place(cost)
     assert found.order == tuple(sorted(found.order))
+
+
+def test_the_search_ends_when_its_time_is_up() -> None:
+    cost = random_cluster(40, 5, link_share=1.0)
+    asked = []
+
+    def clock() -> float:
+        asked.append(SEARCH_S * len(asked))
+        return asked[-1]
+
+    begun, whole = fastest(cost, clock=clock), fastest(cost, clock=lambda: 0.0)
+    assert len(asked) == 2, "the time was up before the first change"
+    assert begun is not None and whole is not None and fits(cost, begun.order, begun.counts)
+    assert whole.round_s < begun.round_s, "with time, it is improved"

@@ -58,3 +58,16 @@ def test_of_many_nodes_no_more_than_have_something_to_do() -> None:
     assert place(cost, "throughput").order == (0,)
     tight = tuple(replace(n, memory_bytes=n.memory_bytes // 8) for n in nodes)
     assert len(place(CostModel(cluster(*tight), model(20), Workload(1, 100)), "throughput").order) > 1
+
+
+@pytest.mark.parametrize("noise", [(1.0, 1.0, 1.0), (1.0, 1.03, 0.98), (0.97, 1.0, 1.02)])
+def test_three_alike_nodes_get_an_even_cut(noise: tuple[float, ...]) -> None:
+    """Processes of one machine, as they measure themselves."""
+    cost = CostModel(
+        cluster(*(node(n, s) for n, s in zip(nodes_of(3), noise, strict=True))), model(12), Workload(8, 100)
+    )
+    found, even = place(cost, "throughput"), place(cost, "even")
+    assert found.names == even.names
+    assert all(abs(n - m) <= 1 for n, m in zip(found.counts, even.counts, strict=True)), (
+        "the head counts as some blocks"
+    )

@@ -19,8 +19,7 @@ from mdi.node.setup import arithmetic_of
 from mdi.run.identity import numbers_of
 from mdi.run.journal import Journal, JournalText, find_run, read_record
 from mdi.run.policy import Form, Stage
-from mdi.run.records import REPLAY, TOKENS, Records
-from mdi.run.report import format_report
+from mdi.run.report import REPLAY, TOKENS, Records, format_report
 from mdi.spec.options import Options, StarterOptions
 
 CONFIG = asdict(config_of("pythia-14m"))

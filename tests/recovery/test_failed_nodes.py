@@ -73,12 +73,17 @@ def test_each_node_is_asked_once(
 ) -> None:
     asked: list[tuple[str, str]] = []
     is_recovering = False
-    request, next_ring = ControlClient.request, RingLoop.next_ring
+    request, message, next_ring = ControlClient._request, ControlClient._message, RingLoop.next_ring
 
     def note(self: ControlClient, method: str, path: str, *args: Any, **options: Any) -> Any:
         if is_recovering:
             asked.append((self.node.name, path))
         return request(self, method, path, *args, **options)
+
+    def note_message(self: ControlClient, ask: str, *args: Any) -> Any:
+        if is_recovering:
+            asked.append((self.node.name, ask))
+        return message(self, ask, *args)
 
     def recover(self: RingLoop, *args: Any) -> Any:
         nonlocal is_recovering
@@ -88,7 +93,8 @@ def test_each_node_is_asked_once(
         finally:
             is_recovering = False
 
-    monkeypatch.setattr(ControlClient, "request", note)
+    monkeypatch.setattr(ControlClient, "_request", note)
+    monkeypatch.setattr(ControlClient, "_message", note_message)
     monkeypatch.setattr(RingLoop, "next_ring", recover)
     with ring(tmp_path, replay_memory) as (nodes, starter):
         ids = generate(starter, {8: lambda: fail(nodes[failed])})

@@ -16,8 +16,7 @@ from cluster_keys import key_file
 from clusters import cluster, model, node
 from loopback import DEADLINE_S
 from mdi.checkpoint.store import BlockStore
-from mdi.control.announcement import Announcement
-from mdi.control.arrivals import Arrivals
+from mdi.control.discovery import Announcement, Arrivals
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, UsageError
 from mdi.placement.cost import CostModel

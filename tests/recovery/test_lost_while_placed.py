@@ -13,9 +13,9 @@ import pytest
 import mdi.control.client
 import mdi.placement.cluster_measurement
 from mdi.control.client import ControlClient
-from mdi.control.exchange import ExchangeError
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import NodeLostError
+from mdi.net.message import ExchangeError, Message
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Speeds
 from mdi.run.nodes import GivenNodes
@@ -30,7 +30,7 @@ PROMPT, N_TOKENS = "The ring", 8
 
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Control ports of nodes that are gone: they refuse connections."""
+    """Ports of nodes that are gone: they refuse connections."""
     ports: set[int] = set()
     exchange = mdi.control.client.exchange
 
@@ -39,7 +39,14 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
             raise ExchangeError("refused", "connection refused")
         return exchange(method, addr, port, *args)
 
+    class Refused(Message):
+        def __init__(self, addr: str, port: int, *args: Any) -> None:
+            if port in ports:
+                raise ExchangeError("refused", "connection refused")
+            super().__init__(addr, port, *args)
+
     monkeypatch.setattr(mdi.control.client, "exchange", refuse)
+    monkeypatch.setattr(mdi.control.client, "Message", Refused)
     speeds = Speeds(1e9, 1e10, ((1, 1e-3), (128, 1e-1)), ((1, 1e-4), (16, 2e-4)))
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds)
     monkeypatch.setattr(mdi.placement.cluster_measurement, "SIGN_S", 0.05)
@@ -72,7 +79,7 @@ def dies_measuring(dead: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(self: ControlClient, request: Any) -> Any:
         if self.node.name == "secondary0":
-            dead.add(self.node.port)
+            dead.update((self.node.port, self.node.port_in))
         return profile(self, request)
 
     monkeypatch.setattr(ControlClient, "profile", ask)
@@ -113,7 +120,7 @@ def test_a_node_that_hangs_while_it_measures_itself_is_lost(
 
     def ask(self: ControlClient, request: Any) -> Any:
         if self.node.name == "secondary0" and not dead:
-            dead.add(self.node.port)
+            dead.update((self.node.port, self.node.port_in))
             over.wait()
         return profile(self, request)
 

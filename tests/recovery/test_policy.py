@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,8 +58,12 @@ class World:
         me: Any = self
         self.policy = Policy(stages, spares, self.cut, 6.0)
         self.policy.formed(stages, {name: f"{name}-1" for name in processes}, self.now)
-        self.loop = RingLoop(me, self.policy, clients, me, "starter", self.roll, lambda: self.now)
+        self.loop = RingLoop(me, self.policy, clients, me, me, "starter", self.roll, lambda: self.now)
         self.loop.engine = me
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[World]:
+        yield self
 
     def wait(self, seconds: float) -> None:
         self.now += max(0.0, seconds)
@@ -115,12 +120,12 @@ class World:
 
     def recover(self, error: RingError) -> None:
         """The ring broke: find another one."""
-        self.loop.next_ring(Lost(error, dict(self.in_flight), dict(self.n_known)), self)  # type: ignore[arg-type]
+        self.loop.next_ring(Lost(error, dict(self.in_flight), dict(self.n_known)))
 
     def move(self, form: Form) -> None:
         """A ring that is better, after the present one was left."""
         assert self.policy.next(Better(form, self.policy.ring), self.now) == form
-        self.loop.next_ring(form, self)  # type: ignore[arg-type]
+        self.loop.next_ring(form)
 
     def told(self) -> list[tuple[str, str]]:
         return [(one.node, ", ".join(one.replaced_by)) for one in self.loop.recoveries]

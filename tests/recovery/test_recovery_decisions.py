@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mdi.run.cut import Holder, cut, slowest_s
 from mdi.run.policy import Absences, Form, Stage, Suspects, in_place, takers, with_the_rest
-from mdi.run.records import Records
+from mdi.run.report import Records
 
 RING = (Stage("starter", 0, 2), Stage("a", 2, 5), Stage("b", 5, 9))
 

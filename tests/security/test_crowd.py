@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster_keys import key_file
 from mdi.control.client import ControlClient
 from mdi.errors import ControlError
-from mdi.net.challenge import CHALLENGE_BYTES
+from mdi.net.hello import CHALLENGE_BYTES
 from secondaries import entry_of, secondary
 
 N_CONNECTIONS = 1000

@@ -16,10 +16,9 @@ from loopback import DEADLINE_S, PLACEMENT, listener, nodes
 from mdi.control.reach import greet
 from mdi.errors import AccessError, NodeLostError
 from mdi.net.handshake import close_starter_ring
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import Fault, Hello, meet
 from mdi.net.keys import KeyFile, new_secret, write_keys
 from mdi.net.listener import RingListener
-from mdi.net.meeting import meet
 from mdi.net.ring import Seat
 from mdi.net.wire import HANDSHAKE, PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
 

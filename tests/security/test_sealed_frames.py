@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from mdi.errors import AccessError, WireError
-from mdi.net import challenge
-from mdi.net.challenge import CHALLENGE_BYTES, Caller, answer_to
-from mdi.net.keys import mac
-from mdi.net.sealing import SealedSession
+from mdi.net import hello as challenge
+from mdi.net.hello import CHALLENGE_BYTES, Caller, answer_to
+from mdi.net.keys import SealedSession, mac
 from mdi.net.wire import HEADER_BYTES, BufferPool, Frame, FrameCodec, FrameType, Limits, SealedCodec, Slice, read_frame
 
 A, B = bytes(32), bytes(range(32))

@@ -12,8 +12,8 @@ import pytest
 
 from hub_server import HubServer
 from mdi.cli.serve_settings import _key
-from mdi.control.gather import Guests
-from mdi.control.join import ask_to_join
+from mdi.control.client import ask_to_join
+from mdi.control.discovery import Guests
 from mdi.errors import ControlError, UsageError
 from mdi.net.invitation import VALID_S, Guest, GuestNode
 from mdi.net.keys import KeyFile, new_secret, text_of, write_keys
@@ -123,7 +123,7 @@ class Clock:
 @pytest.fixture
 def machines(tmp_path: Path) -> Any:
     write_keys(tmp_path / "key", (new_secret(),))
-    clock, guests = Clock(), Guests()
+    clock, guests = Clock(), Guests(tmp_path / "nodes")
     made = Machines(KeyFile(tmp_path / "key"), LOCAL, guests=guests, clock=clock)
     yield made, clock, guests, KeyFile(tmp_path / "key")
     made.close()

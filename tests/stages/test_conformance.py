@@ -27,7 +27,7 @@ from mdi.stages.building import StageSpec
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageStore
-from mdi.stages.window_options import WindowOptions
+from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group, Member
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import share_out

@@ -18,8 +18,7 @@ from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import CacheClass
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.stages.building import StageSpec
-from mdi.stages.cache_budget import CacheReport
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
+from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore
 from waiting import DEADLINE_S, until
 
 COMPUTING = Computing("cpu", "float32", "float32", None)

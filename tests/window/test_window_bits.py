@@ -15,7 +15,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
 from mdi.kernels.slices import Slice
-from mdi.stages.window_options import WindowOptions
+from mdi.stages.window_budget import WindowOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 

@@ -16,13 +16,13 @@ from mdi.stages.window_budget import (
     MARGIN_BYTES,
     MemoryLimit,
     RunMemory,
+    WindowOptions,
     choose_window,
     plan_window,
     taken_bytes,
     work_bytes,
 )
 from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units, head_units
-from mdi.stages.window_options import WindowOptions
 from waiting import until
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

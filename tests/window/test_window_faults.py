@@ -20,7 +20,7 @@ from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
 from mdi.stages.kernel_stage import KernelStage
-from mdi.stages.window_options import WindowOptions
+from mdi.stages.window_budget import WindowOptions
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

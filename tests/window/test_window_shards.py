@@ -21,11 +21,11 @@ from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import Windowed, open_window
-from mdi.stages.window_options import WindowMemory, WindowOptions
-from mdi.tensor.allreduce import AllReduce
-from mdi.tensor.group_sum import GroupSum
+from mdi.stages.window_budget import WindowMemory, WindowOptions
+from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shares import Share, Shares, share_out
+from mdi.tensor.sums import AllReduce
 from secondaries import cluster_of, secondaries
 from tensor_groups import meshes, on_all, sums
 from tiny_checkpoint import encode, reference, write_checkpoint

@@ -17,8 +17,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.slices import Slice
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory
-from mdi.stages.window_options import WindowOptions
+from mdi.stages.window_budget import RunMemory, WindowOptions
 from tiny_models import tiny_lit
 
 LENGTH = 96

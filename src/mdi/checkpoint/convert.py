@@ -21,7 +21,7 @@ import torch
 
 from mdi.checkpoint.derived import fitted
 from mdi.checkpoint.disk_space import check_disk, free_bytes
-from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_lit_dir
+from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_hf_dir, is_lit_dir, weight_files
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import read_kept
@@ -31,13 +31,10 @@ from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.spec.settings_file import parse_json
 from mdi.units import size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 # (embedding, head) as the families name them; if one is missing, the other is used
 _TIED = (
     ("model.embed_tokens.weight", "lm_head.weight"),
@@ -46,11 +43,6 @@ _TIED = (
     ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
     ("model.language_model.embed_tokens.weight", "lm_head.weight"),
 )
-
-
-def is_hf_dir(path: str | Path) -> bool:
-    """Whether there is a Hugging Face checkpoint to convert."""
-    return (Path(path) / "config.json").is_file() and bool(weight_files(Path(path)))
 
 
 def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
@@ -63,28 +55,6 @@ def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
         return True
     converted = max((target / name).stat().st_mtime for name in WEIGHT_FILES if (target / name).is_file())
     return any(file.is_file() and file.stat().st_mtime > converted for file in weight_files(path))
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files with weights: by an index, else by their names; safetensors are preferred. Some may be missing.
-
-    Raises:
-        CheckpointError: the index cannot be read.
-    """
-    found = {
-        suffix: sorted(f for f in path.glob(f"*.{suffix}") if f.name not in (*WEIGHT_FILES, *_NOT_WEIGHTS))
-        for suffix in ("safetensors", "bin")
-    }
-    for index, (suffix, single) in zip(
-        _INDEXES, (("safetensors", "model.safetensors"), ("bin", "pytorch_model.bin")), strict=True
-    ):
-        if (path / index).is_file():
-            return _indexed(path / index)
-        if (path / single).is_file():
-            return [path / single]
-        if found[suffix]:
-            return found[suffix]
-    return []
 
 
 def convert(
@@ -287,17 +257,6 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous():
         return tensor
     return tensor.contiguous().clone()
-
-
-def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        is_plain = all(isinstance(name, str) and Path(name).name == name for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"cannot read the index {index}: {type(e).__name__}: {e}") from None
-    if not is_plain:
-        raise CheckpointError(f"{index} names files outside of its directory")
-    return [index.parent / name for name in names]
 
 
 def _check_disk(directory: Path, reader: _Reader, dtype: str | None) -> None:

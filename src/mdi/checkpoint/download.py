@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mdi.checkpoint.convert import is_hf_dir, weight_files
-from mdi.checkpoint.folder import CHAT_TEMPLATE, is_lit_dir, is_repo_id
+from mdi.checkpoint.folder import CHAT_TEMPLATE, is_hf_dir, is_lit_dir, is_repo_id, weight_files
 from mdi.checkpoint.hub_files import fetch, has_file
 from mdi.errors import DownloadError
 from mdi.files import replacing

@@ -22,6 +22,9 @@ TOKENIZER_FILES = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a model needs one of them
 GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _N_LISTED = 8
 _DEPTH = 3  # org/model, custom/name/finetuned
@@ -51,14 +54,29 @@ def find_folder(name: Path, home: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if the folder has neither a LitGPT checkpoint nor its chunks nor the note of a GGUF file."""
+    """Raises UsageError if there is no checkpoint in LitGPT's or Hugging Face's form, no chunk, and no note of a GGUF file."""
     if not is_usable(folder):
         raise UsageError(no_checkpoint(folder))
 
 
 def is_usable(folder: Path) -> bool:
     """Whether a starter can be given this folder."""
-    return is_lit_dir(folder) or (folder / CHUNKS).is_dir() or (folder / GGUF_NOTE).is_file()
+    return is_lit_dir(folder) or (folder / CHUNKS).is_dir() or (folder / GGUF_NOTE).is_file() or is_readable_hf(folder)
+
+
+def is_readable_hf(folder: Path) -> bool:
+    """Whether there is a Hugging Face checkpoint that is read as it is: in safetensors, whole or not."""
+    return (folder / "config.json").is_file() and any(
+        path.name not in WEIGHT_FILES for path in folder.glob("*.safetensors*")
+    )
+
+
+def model_name(folder: Path) -> str:
+    """The name of the model in a folder: the folder's own, or that of the hub's cache (models--org--name/snapshots/abc)."""
+    folder = folder.absolute()
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.parent.parent.name.rsplit("--", 1)[-1]
+    return folder.name
 
 
 def checkpoints_in(home: Path) -> list[str]:
@@ -71,12 +89,67 @@ def is_lit_dir(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() and any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
+def is_hf_dir(path: str | Path) -> bool:
+    """Whether there is a Hugging Face checkpoint to convert."""
+    return (Path(path) / "config.json").is_file() and bool(weight_files(Path(path)))
+
+
+def all_weight_files(folder: Path) -> list[Path]:
+    """The files that the weights of a checkpoint's folder are read from, in LitGPT's or else Hugging Face's form."""
+    return [folder / name for name in WEIGHT_FILES] if is_lit_dir(folder) else weight_files(folder)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with weights: by an index, else by their names; safetensors are preferred. Some may be missing.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    found = {
+        suffix: sorted(f for f in path.glob(f"*.{suffix}") if f.name not in (*WEIGHT_FILES, *_NOT_WEIGHTS))
+        for suffix in ("safetensors", "bin")
+    }
+    for index, (suffix, single) in zip(
+        _INDEXES, (("safetensors", "model.safetensors"), ("bin", "pytorch_model.bin")), strict=True
+    ):
+        if (path / index).is_file():
+            return _indexed(path / index)
+        if (path / single).is_file():
+            return [path / single]
+        if found[suffix]:
+            return found[suffix]
+    return []
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        is_plain = all(isinstance(name, str) and Path(name).name == name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"cannot read the index {index}: {type(e).__name__}: {e}") from None
+    if not is_plain:
+        raise CheckpointError(f"{index} names files outside of its directory")
+    return [index.parent / name for name in names]
+
+
+def describe_pickles(folder: Path) -> str:
+    """Why a Hugging Face folder with weights in .bin files alone is not read as it is, and what to do."""
+    return (
+        f"{folder} has its weights in .bin files, which are pickles and are not read as they are: convert it once with "
+        f"prepare_model.py {folder} (with `pip install mdi-llm[all]`), or take the model's safetensors files"
+    )
+
+
 def no_checkpoint(folder: Path) -> str:
     """Say why a folder is not a LitGPT checkpoint, and what to do."""
     if not folder.is_dir():
         return f"no such directory: {folder} (the nearest that exists is {nearest_existing(folder)})"
     if (folder / "config.json").is_file() and not (folder / CONFIG_FILE).is_file():
-        return f"{folder} is not a LitGPT checkpoint but a Hugging Face one; convert it with: prepare_model.py {folder}"
+        return (
+            describe_pickles(folder)
+            if is_hf_dir(folder)
+            else f"{folder} has config.json, but no weights: *.safetensors"
+        )
     have = sorted(name for name in (*WEIGHT_FILES, CONFIG_FILE) if (folder / name).is_file())
     return (
         f"{folder} is not a LitGPT checkpoint: it needs {CONFIG_FILE} and {' or '.join(WEIGHT_FILES)}, "
@@ -95,8 +168,9 @@ def stated_blocks(folder: Path) -> int | None:
             settings = read_yaml(folder / CONFIG_FILE)
         else:
             settings = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+            settings = {**settings, **(settings.get("text_config") or {})}
         number = settings.get("n_layer", settings.get("num_hidden_layers"))
-    except (CheckpointError, OSError, ValueError, AttributeError):
+    except (CheckpointError, OSError, ValueError, AttributeError, TypeError):
         return None
     return number if type(number) is int and number > 0 else None
 
@@ -110,7 +184,7 @@ def _listed(home: Path) -> str:
 
 
 def _checkpoints(folder: Path, home: Path, depth: int) -> Iterator[str]:
-    if (folder / CONFIG_FILE).is_file():
+    if (folder / CONFIG_FILE).is_file() or is_readable_hf(folder):
         yield str(folder.relative_to(home))
     if depth:
         try:

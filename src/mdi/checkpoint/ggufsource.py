@@ -151,7 +151,7 @@ class GgufSource(WeightSource):
         self.dtype = main_dtype(self.specs.values())
         # Weights that were rounded once keep the numbers that they were rounded to.
         self.folds_gains = all(tensor.type_name in PLAIN for tensor in self._tensors.values())
-        self.hashes = PartHashes() if hashes is None else HashCache(hashes, path, self.config_hash)
+        self.hashes = PartHashes() if hashes is None else HashCache(hashes, [path], self.config_hash)
 
     def __str__(self) -> str:
         return str(self.path)

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.folder import model_name as model_folder_name
+from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
 from mdi.spec.settings_file import parse_json
@@ -312,8 +314,8 @@ _SAME = {
 }
 
 
-def read_hf_config(path: Path) -> Json:
-    """config.json; of a model that also sees or hears, its language part. Raises CheckpointError."""
+def read_hf_config(path: Path, is_whole: bool = False) -> Json:
+    """config.json; of a model that also sees or hears, its language part unless `is_whole`. Raises CheckpointError."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
@@ -330,7 +332,7 @@ def read_hf_config(path: Path) -> Json:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
     language = data.get("text_config")
-    return language if isinstance(language, dict) else data
+    return language if isinstance(language, dict) and not is_whole else data
 
 
 def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | None]:
@@ -343,21 +345,25 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
     Raises:
         CheckpointError: no such name, a name that contradicts config.json, or an architecture that is not supported.
     """
-    from litgpt.config import Config
-
     where = directory / "config.json"
     hf = read_hf_config(where)
-    name = directory.absolute().name
+    name = model_folder_name(directory)
     for candidate in [model_name] if model_name else [name, f"{directory.absolute().parent.name}/{name}"]:
-        try:
-            config = full_config(asdict(Config.from_name(candidate)), candidate)
-        except ValueError:
-            continue
-        _check_agreement(hf, config, where)
-        return config, None
+        config = _named(candidate)
+        if config is not None:
+            _check_agreement(hf, config, where)
+            return config, None
     if model_name:
         raise CheckpointError(f"litgpt knows no model named {model_name!r}; without --model-name config.json is used")
     return derive_config(hf, name, where), str(hf.get("model_type"))
+
+
+def _named(name: str) -> Json | None:
+    """What litgpt's table says of a model; None if it is not there, or litgpt is not installed."""
+    try:
+        return full_config(asdict(litgpt_module("config").Config.from_name(name)), name)
+    except (ValueError, ModuleNotFoundError):
+        return None
 
 
 def derive_config(hf: Json, name: str, where: Path) -> Json:

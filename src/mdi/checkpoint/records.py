@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,25 +60,19 @@ class PartHashes:
 
 
 class HashCache(PartHashes):
-    """`parts.json`: valid as long as size and time of the weight file are those it was made for.
+    """`parts.json`: valid as long as sizes and times of the weight files are those it was made for.
 
     Args:
         path: of the cache.
-        weights: the weight file whose parts they are.
+        weights: the weight files whose parts they are.
         config_hash: of the model.
     """
 
-    def __init__(self, path: Path, weights: Path, config_hash: str) -> None:
+    def __init__(self, path: Path, weights: Sequence[Path], config_hash: str) -> None:
         super().__init__()
         self._path = path
-        stat = weights.stat()
-        self._stamp = {
-            "format_version": FORMAT_VERSION,
-            "file": weights.name,
-            "n_bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            "config_hash": config_hash,
-        }
+        files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in weights]
+        self._stamp = {"format_version": FORMAT_VERSION, "files": files, "config_hash": config_hash}
         self._infos = read_kept(path, self._taken, {})
 
     def put(self, form: str, info: PartInfo) -> None:
@@ -99,7 +93,7 @@ class HashCache(PartHashes):
             form: {name: [info.sha256, info.n_bytes] for name, info in infos.items()}
             for form, infos in self._infos.items()
         }
-        write_kept(self._path, {**self._stamp, "parts": parts})
+        write_kept(self._path, {**self._stamp, "parts": parts}, makes_folder=True)
 
 
 def _info(name: str, entry: Any) -> PartInfo:

@@ -7,16 +7,15 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
 from mdi.spec.limits import excess
+from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import check_counts, read_yaml
 
 BLOCKS = "transformer.h."
@@ -152,8 +151,7 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: an unknown setting, one of the wrong kind, or ones that do not fit each other.
     """
-    make = litgpt_module("config").Config
-    defaults = asdict(make())
+    defaults = _defaults()
     for key, value in settings.items():
         if isinstance(defaults.get(key), (int, float)) and not isinstance(value, (int, float)):
             raise CheckpointError(f"{where}: {key}: expected a number such as {defaults[key]}, found {value!r}")
@@ -161,12 +159,17 @@ def full_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise CheckpointError(f"{where}: {key}: expected a number, found {value}")
     check_counts(settings, where)
     try:
-        config = asdict(make(**settings))
+        config = ModelConfig(**settings).plain()
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError, ArithmeticError) as e:
         raise CheckpointError(f"{where} describes no model that litgpt can build: {type(e).__name__}: {e}") from None
     if config["n_layer"] < 1:
         raise CheckpointError(f"{where}: n_layer: expected at least one block, found {config['n_layer']}")
     return config
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return ModelConfig().plain()
 
 
 def check_tensors(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mdi.checkpoint.chunks import ChunkFile
-from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, no_checkpoint
+from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_hf_dir, is_lit_dir, no_checkpoint
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashCache
@@ -45,7 +46,7 @@ class LitCheckpoint(WeightSource):
         self.specs = {name: self._file.specs[stored] for name, stored in self._stored.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
-        self.hashes = HashCache(self.path / "parts.json", weights, self.config_hash)
+        self.hashes = HashCache(self.path / "parts.json", [weights], self.config_hash)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -72,15 +73,40 @@ class LitCheckpoint(WeightSource):
 
 
 def open_source(path: str | Path) -> WeightSource:
-    """A checkpoint's directory, or that of a GGUF file; a checkpoint's weight file; or a chunk. Raises CheckpointError."""
+    """Weights, wherever they are; nothing is written beside them but a record of their hashes in LitGPT's own folders.
+
+    Args:
+        path: a folder in LitGPT's form, in Hugging Face's form (as it is, with safetensors), or that of a GGUF file; a GGUF
+            file; a weight file in LitGPT's form; or a chunk. A folder with both forms is read in LitGPT's.
+
+    Raises:
+        CheckpointError: it is none of these, or damaged.
+    """
     path = Path(path)
+    if path.suffix == ".gguf" and path.is_file():
+        from mdi.checkpoint.ggufsource import GgufSource
+
+        return GgufSource(path)
     if path.is_dir():
         from mdi.checkpoint.ggufsource import open_gguf_directory  # needs tokenizers; a chunk does not
+        from mdi.checkpoint.hffolder import HfFolder
 
-        return open_gguf_directory(path) or LitCheckpoint(path)
+        source = open_gguf_directory(path)
+        return source or (HfFolder(path) if is_hf_dir(path) and not is_lit_dir(path) else LitCheckpoint(path))
     if path.name in WEIGHT_FILES and path.is_file():
         return LitCheckpoint(path.parent)
     return ChunkFile(path)
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """litgpt's Config of a checkpoint's folder as a plain dict; the weights need not be there. Raises CheckpointError."""
+    if (path / CONFIG_FILE).is_file():
+        return read_config(path / CONFIG_FILE)
+    if (path / "config.json").is_file():
+        from mdi.checkpoint.hffolder import folder_config
+
+        return folder_config(path)
+    raise CheckpointError(no_checkpoint(path))
 
 
 def _litgpt_names(specs: Mapping[str, TensorSpec]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.errors import MdiError, UsageError
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
@@ -138,12 +140,24 @@ def launch(
     try:
         with _log_lines(command, args), _signals(is_ended_at_once):
             try:
-                status: int = module.run(options_of(parser, args))
+                with _cancelled_at_the_end() as cancel:
+                    waits = {"cancel": cancel} if "cancel" in inspect.signature(module.run).parameters else {}
+                    status: int = module.run(options_of(parser, args), **waits)
                 return status
             except Exception as e:
                 return _status_of(e, bool(getattr(args, "debug", False)), show or _show_failure)
     except KeyboardInterrupt as e:  # also one that came while the handlers were set, or after the command
         return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
+
+
+@contextlib.contextmanager
+def _cancelled_at_the_end() -> Iterator[Cancel]:
+    """The token of a command that waits for others: whatever still works for it ends with it, also after Ctrl-C."""
+    cancel = Cancel()
+    try:
+        yield cancel
+    finally:
+        cancel.cancel()
 
 
 def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | str], None]) -> int:

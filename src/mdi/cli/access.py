@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MDI_KEY_FILE"
 N_PORTS_TRIED = 32
+DIAL_PORT = 8089
+
+logger = logging.getLogger("mdi")
 
 
 def open_keys(options: Options) -> KeyFile | None:
@@ -26,6 +30,27 @@ def open_keys(options: Options) -> KeyFile | None:
 
     named = options.key or os.environ.get(KEY_VARIABLE) or None
     return None if named is None else KeyFile(Path(named).expanduser())
+
+
+def with_machines(options: Options) -> Options:
+    """For --machines: the same as --nodes N with a key, which is made if there is none. Raises UsageError."""
+    from dataclasses import replace
+
+    from mdi.net.keys import new_secret, write_keys
+
+    if options.machines is None:
+        return options
+    for other, flag in ((options.nodes, "--nodes"), (options.nodes_config, "--nodes-config")):
+        if other is not None:
+            raise UsageError(f"--machines says which nodes there are, and so does {flag}: give one of them")
+    named = options.key or os.environ.get(KEY_VARIABLE)
+    path = Path(named).expanduser() if named else default_key_file()
+    if not named and not path.exists():
+        write_keys(path, (new_secret(),))
+        logger.info("the cluster's key is new: %s", path)
+    # A machine behind a router is not found otherwise, and who starts this cannot know that it is there.
+    dial_port = options.dial_port or free_port(options.addr or own_address(), DIAL_PORT)
+    return replace(options, key=path, nodes=options.machines, dial_port=dial_port)
 
 
 def with_keys(options: Options, cluster: ClusterConfig) -> ClusterConfig:

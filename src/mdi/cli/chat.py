@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     from contextlib import ExitStack
 
     from mdi.cli import ignore_interrupts
-    from mdi.cli.access import with_keys
+    from mdi.cli.access import with_keys, with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.output import write_trace_of
     from mdi.cli.session import nodes_of, run_options, sampling_params, show_seed, with_model, with_seed
@@ -68,7 +68,7 @@ def run(options: Options) -> int:
         logger.info("loading %s ...", (options.ckpt or options.chunk or Path()).name)
         return cluster
 
-    options = with_model(options)
+    options = with_model(with_machines(options))
     params = sampling_params(with_seed(options))
     limit = options.sequence_length or CONTEXT_LIMIT
     with ExitStack() as stack:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.terminal import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mdi.control.arrivals import Arrivals
-    from mdi.control.gather import FoundNode, Guests, Source
+    from mdi.control.discovery import Arrivals, FoundNode, Guests, Source
     from mdi.control.relay import Relay
     from mdi.net.invitation import GuestNode
     from mdi.net.keys import KeyFile
@@ -31,12 +31,11 @@ logger = logging.getLogger("mdi")
 class Discovery:
     """How a command finds the nodes of its key. It holds the ports that nodes dial, which are open until it ends."""
 
-    def __init__(self, options: Options) -> None:
-        from mdi.control.gather import Guests
-
+    def __init__(self, options: Options, cancel: Cancel | None = None) -> None:
         self._options = options
+        self.cancel = Cancel(parent=cancel)  # its end ends a search
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
-        self.guests = Guests()  # nodes that have joined with a code while the command runs
+        self._guests: Guests | None = None
 
     def cluster(self) -> ClusterConfig:
         """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
@@ -58,7 +57,7 @@ class Discovery:
     def present_nodes(self) -> ClusterConfig:
         """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
         from mdi.cli.access import free_port, open_keys, own_address
-        from mdi.control.gather import Gathering, Guests, cluster_of
+        from mdi.control.discovery import Gathering, cluster_of
         from mdi.errors import UsageError
         from mdi.spec.cluster import NodeConfig
 
@@ -70,11 +69,11 @@ class Discovery:
         starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         wanted = None if options.nodes is None else options.nodes - 1
         wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
-        guests = Guests()
+        guests = self.guests(keys)
         with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
-            nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line))
+            nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
         cluster = cluster_of(nodes, starter, keys)
         for node, config in zip(nodes, cluster.secondaries, strict=True):
             logger.info("%s is %s", config.name, node.label)
@@ -93,7 +92,7 @@ class Discovery:
 
         browser = Browser(keys, interfaces)
         stack.callback(browser.close)
-        found: list[Source] = [browser.nodes, self.guests.nodes]
+        found: list[Source] = [browser.nodes]
         if (port := self._options.dial_port) is not None:
             found.append(self._relay(addr, port, keys).nodes)
         return found
@@ -107,10 +106,18 @@ class Discovery:
             logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
         return self._relays[addr, port]
 
+    def guests(self, keys: KeyFile) -> Guests:
+        """Those of this key that have joined, today or earlier."""
+        from mdi.control.discovery import Guests
+
+        if self._guests is None:
+            self._guests = Guests(keys.path.with_name(f"{keys.path.name}.nodes"))
+        return self._guests
+
     def arrivals(self, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
         """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
         from mdi.cli.access import ip_address, open_keys
-        from mdi.control.arrivals import Arrivals
+        from mdi.control.discovery import Arrivals
 
         keys = None if self._options.fixed else open_keys(self._options)
         if keys is None:
@@ -120,11 +127,12 @@ class Discovery:
             found = cluster()
             assert keys is not None and found is not None
             addr = found.starter.addr
-            return self._listen(keys, addr, [ip_address(addr)], stack)
+            return [*self._listen(keys, addr, [ip_address(addr)], stack), self.guests(keys).nodes]
 
         return Arrivals(heard, keys)
 
     def close(self) -> None:
+        self.cancel.cancel()
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()
@@ -150,7 +158,7 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
             yield
             return
         if options.dial is not None:
-            from mdi.control.dial_out import DialOut
+            from mdi.control.relay import DialOut
 
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
@@ -163,7 +171,7 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
 def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
     """Announce a node in its own network; returns what ends that. Without multicast, only logs."""
     from mdi.cli.access import ip_address
-    from mdi.control.announcement import Announcement
+    from mdi.control.discovery import Announcement
     from mdi.control.mdns import Announcer
     from mdi.errors import UsageError
 
@@ -179,7 +187,7 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
 
 @contextmanager
 def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) -> Iterator[Any]:
-    """Codes for boards that are to join, as long as some are waited for; gives what renews a code that is too old.
+    """A code for the machines that are to join, as long as some are waited for; gives what renews one that is too old.
 
     Args:
         guests: gets those that have joined, and is asked for them where there is no multicast.
@@ -197,7 +205,8 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
             return {"name": starter.name, "version": mdi.__version__, "state": "WAITING"}
 
     def tell(code: str) -> None:
-        show(f"to join from a board:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
+        boards = "the other machine" if n_wanted == 1 else f"each of the other {n_wanted} machines"
+        show(f"on {boards}:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
 
     def welcome(node: GuestNode, addr: str) -> None:
         logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
@@ -213,7 +222,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
 
 def describe(node: FoundNode) -> str:
     """A line about a node that has come."""
-    from mdi.control.reach_node import compiling
+    from mdi.control.reach import compiling
 
     if node.is_compiling:
         return compiling(f"{node.label} is there; it", node.status)

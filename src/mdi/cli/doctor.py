@@ -17,6 +17,7 @@ from mdi.spec.parser import Parser
 from mdi.terminal import show
 
 if TYPE_CHECKING:
+    from mdi.cancel import Cancel
     from mdi.spec.cluster import ClusterConfig
 
 
@@ -29,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     )  # fmt: skip
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli import default_nodes_config
     from mdi.cli.access import with_keys
     from mdi.spec.cluster import load_cluster
@@ -44,7 +45,7 @@ def run(options: Options) -> int:
     from mdi.files import default_cache_dir
     from mdi.host.doctor import examine
 
-    report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir())
+    report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir(), cancel)
     show(json.dumps(report.to_json()) if options.json else str(report))
     return 0 if report.is_ok else 1
 

@@ -80,7 +80,7 @@ def run(options: Options) -> int:
 
 def fetch(addr: str, port: int, code: str, path: Path, node: GuestNode | None = None) -> None:
     """Get the keys of an invitation, and keep them in `path`, a new file. The host learns of `node`. Raises MdiError."""
-    from mdi.control.join import ask_to_join
+    from mdi.control.client import ask_to_join
     from mdi.net.invitation import Guest
     from mdi.net.keys import parse_keys, write_keys
 

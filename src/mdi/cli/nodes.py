@@ -8,8 +8,13 @@ examples:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mdi.spec.options import ACCESS, COMMON, Options
 from mdi.spec.parser import Parser
+
+if TYPE_CHECKING:
+    from mdi.cancel import Cancel
 
 WAIT_S = 3.0
 
@@ -19,14 +24,14 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, *ACCESS, "addr", "wait_s", "json", *COMMON, wait_s=wait)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from pathlib import Path
 
     from mdi.cli.access import default_key_file, open_keys, own_address
     from mdi.cli.discover import Discovery
     from mdi.cli.output import print_json
     from mdi.columns import table
-    from mdi.control.gather import Gathering
+    from mdi.control.discovery import Gathering
     from mdi.errors import UsageError
     from mdi.net.keys import KeyFile
     from mdi.terminal import show
@@ -38,8 +43,8 @@ def run(options: Options) -> int:
         raise UsageError("nodes are found by their key: give it with --key FILE, or fetch it with `mdi join`")
     if not 0 < options.wait_s <= 600:
         raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {options.wait_s}")
-    with Discovery(options) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
-        nodes = Gathering(found, keys).within(options.wait_s)
+    with Discovery(options, cancel) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
+        nodes = Gathering(found, keys).within(options.wait_s, discovery.cancel)
     rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
     if options.json:
         print_json({"nodes": rows})

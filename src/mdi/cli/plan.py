@@ -28,6 +28,7 @@ from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
 from mdi.terminal import show
 
 if TYPE_CHECKING:
+    from mdi.cancel import Cancel
     from mdi.placement.model import ModelShape
     from mdi.placement.plan import PlanReport
     from mdi.placement.profile import ClusterProfile
@@ -63,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, "json", *COMMON, json={"help": "print one JSON object"})
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     options = _with_model(options)
     if options.example:
         from mdi.placement.profile import boards
@@ -71,7 +72,7 @@ def run(options: Options) -> int:
         _print(boards().to_json())
         return 0
     try:
-        report = _plan(options)
+        report = _plan(options, cancel)
     except PlacementError as e:
         if not options.json:
             raise
@@ -95,7 +96,7 @@ def _with_model(options: Options) -> Options:
     if options.ckpt is None:
         return options
     folder = found_ckpt(options.ckpt)
-    if not (folder / CONFIG_FILE).is_file():
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, "config.json")):
         raise UsageError(no_checkpoint(folder))
     return replace(options, ckpt=folder)
 
@@ -127,11 +128,11 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     ]
 
 
-def _plan(options: Options) -> PlanReport:
+def _plan(options: Options, cancel: Cancel) -> PlanReport:
     from mdi.placement.profile import read_profile
 
     if options.profiles is None and options.nodes_config is not None:
-        profile = _live(options)
+        profile = _live(options, cancel)
         if options.save_profiles is not None:
             _save(options.save_profiles, profile)
         return plan_on(options, profile)
@@ -150,7 +151,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
 
 
-def _live(options: Options) -> ClusterProfile:
+def _live(options: Options, cancel: Cancel) -> ClusterProfile:
     """Profiles that the nodes of a nodes file measure of themselves."""
     from mdi.cli.access import with_keys
     from mdi.files import default_cache_dir
@@ -172,15 +173,15 @@ def _live(options: Options) -> ClusterProfile:
     asked = Requested(
         dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize, kv_dtype=options.kv_dtype
     )
-    return measure_live(cluster, model, asked, default_cache_dir(), options.wait_s, options.fresh)
+    return measure_live(cluster, model, asked, default_cache_dir(), options.wait_s, options.fresh, cancel)
 
 
 def _stored_dtype(ckpt: Path | None) -> str:
     """Number type of the stored weights; float32 if they are not here."""
-    from mdi.checkpoint.folder import GGUF_NOTE, WEIGHT_FILES
+    from mdi.checkpoint.folder import GGUF_NOTE, is_lit_dir, is_readable_hf
     from mdi.checkpoint.source import open_source
 
-    if ckpt is None or not any((ckpt / name).is_file() for name in (*WEIGHT_FILES, GGUF_NOTE)):
+    if ckpt is None or not (is_lit_dir(ckpt) or is_readable_hf(ckpt) or (ckpt / GGUF_NOTE).is_file()):
         return "float32"
     source = open_source(ckpt)
     source.close()
@@ -241,16 +242,17 @@ def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
 def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
     """The whole litgpt Config of the model that is meant."""
     from mdi.checkpoint.shapes import read_config
+    from mdi.checkpoint.source import settings_of
 
     if options.ckpt is not None:
-        return read_config(options.ckpt / "model_config.yaml")
+        return settings_of(options.ckpt)
     if options.config is None:
         if profile is None or not profile.model:
             raise UsageError("give the model: --ckpt DIRECTORY or --config NAME")
         return _named(profile.model)
     path = Path(options.config)
     if path.is_dir():
-        return read_config(path / "model_config.yaml")
+        return settings_of(path)
     return read_config(path) if path.is_file() else _named(options.config)
 
 

@@ -194,10 +194,20 @@ def _find(options: Options) -> Path:
 
 
 def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
-    """The folders of the LitGPT checkpoint and of its chunks."""
+    """The folders of the checkpoint and of its chunks."""
+    from mdi.checkpoint.folder import is_lit_dir, is_readable_hf
+    from mdi.cli import default_ckpt_folder
+
+    if (
+        options.export is not None
+        and options.model_name is None
+        and is_readable_hf(directory)
+        and not is_lit_dir(directory)
+    ):
+        return directory, directory  # read as it is
+
     from mdi.checkpoint.convert import ready
     from mdi.checkpoint.shapes import read_config
-    from mdi.cli import default_ckpt_folder
 
     out = None if options.export is not None else options.out
     home, clips = options.ckpt_folder or default_ckpt_folder(), options.allow_clipping

@@ -61,7 +61,7 @@ class Journaling:
     def begin(self, options: Options, session: Run, prompts: list[str]) -> None:
         """From here on generated tokens are recorded. UsageError if the run began with something else."""
         from mdi.run.journal import Journal, JournalText, RunRecord, new_run
-        from mdi.run.records import MAY_DIFFER
+        from mdi.run.report import MAY_DIFFER
 
         if self._journal is None:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]

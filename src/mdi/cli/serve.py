@@ -3,6 +3,7 @@
 examples:
   serve.py --ckpt checkpoints/org/model                                   on this machine alone
   serve.py --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
+  serve.py --ckpt checkpoints/org/model --machines 3                      on three machines: prints a line for the others
   serve.py --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
       over the nodes of that file, for everybody in the network with a key
 
@@ -41,7 +42,7 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL)
     parser.options(
-        "nodes", "nodes", "nodes_config", "devices", *ACCESS, *RING, *PARALLEL,
+        "nodes", "nodes", "nodes_config", "machines", "addr", "dial_port", "devices", *ACCESS, *RING, *PARALLEL,
         nodes={"help": "a ring of N processes on this machine"},
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},
@@ -54,6 +55,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Options) -> int:
     from mdi.cli import Obeyed, default_ckpt_folder, ignore_interrupts
+    from mdi.cli.access import with_machines
     from mdi.cli.serve_settings import serve_settings
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
     from mdi.errors import UsageError
@@ -62,6 +64,7 @@ def run(options: Options) -> int:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
     if options.ckpt is None:
         raise UsageError("give the model: --ckpt DIRECTORY")
+    options = replace(options, key=with_machines(options).key)
     settings = serve_settings(options)
     options = with_model(options)
     check_cut(options, 1 if options.nodes is None else options.nodes)
@@ -87,6 +90,7 @@ def run(options: Options) -> int:
 def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
+    from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
     from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
@@ -95,7 +99,7 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     from mdi.serve.host import ModelHost
     from mdi.serve.snapshot import Snapshots
 
-    discovery = Discovery(options)
+    discovery = Discovery(with_machines(options))
     nodes = _nodes(options, discovery)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
@@ -148,8 +152,9 @@ def _machines(options: Options, discovery: Discovery) -> Machines:
     from mdi.serve.machines import Machines
 
     keys = None if options.nodes is not None else open_keys(options)
-    addr = own_address()
-    return Machines(keys, addr, lambda: free_port(addr, CONTROL_PORT), discovery.guests)
+    addr = options.addr or own_address()
+    guests = None if keys is None else discovery.guests(keys)
+    return Machines(keys, addr, lambda: free_port(addr, CONTROL_PORT), guests)
 
 
 def _nodes(options: Options, discovery: Discovery) -> NodeSource:
@@ -163,4 +168,4 @@ def _nodes(options: Options, discovery: Discovery) -> NodeSource:
     def find() -> ClusterConfig:
         return load_cluster(options.nodes_config) if options.nodes_config else standalone()
 
-    return nodes_of(options, find, discovery)
+    return nodes_of(options, find if options.machines is None else discovery.present_nodes, discovery)

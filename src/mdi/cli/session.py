@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mdi.node.local import LocalRing
     from mdi.run.nodes import NodeSource
     from mdi.spec.cluster import ClusterConfig, WeightMemory
-    from mdi.stages.window_options import WindowOptions
+    from mdi.stages.window_budget import WindowOptions
 
 logger = logging.getLogger("mdi")
 
@@ -142,7 +142,7 @@ def processes_of(
 
 def asked_window(options: Options) -> WindowOptions | None:
     """The window of --window, --retain and --memory; None without. Raises UsageError."""
-    from mdi.stages.window_options import window_options
+    from mdi.stages.window_budget import window_options
 
     return window_options(options.window, options.retain, options.memory)
 
@@ -150,7 +150,7 @@ def asked_window(options: Options) -> WindowOptions | None:
 def weight_memory(options: Options) -> WeightMemory:
     """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
     from mdi.spec.cluster import WeightMemory
-    from mdi.stages.window_options import WindowMemory
+    from mdi.stages.window_budget import WindowMemory
 
     window = asked_window(options)
     if window is None:

@@ -45,6 +45,7 @@ def add_arguments(parser: Parser, is_resumable: bool = True) -> None:
 
 
 def run(options: Options) -> int:
+    from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.resume import Journaling, list_runs
     from mdi.cli.session import nodes_of
@@ -52,6 +53,7 @@ def run(options: Options) -> int:
     if options.resume == "":
         list_runs(options)
         return 0
+    options = with_machines(options)
     with contextlib.ExitStack() as stack:
         journaling = None
         if not options.no_journal:

@@ -1,19 +1,23 @@
-"""The starter's side of the control exchange: one object per secondary. Turns failures into ControlError."""
+"""A node as another one asks it: over HTTP on its control port, with messages on its ring port. Failures are ControlErrors."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
-from collections.abc import Iterable
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
-from mdi.control.exchange import ExchangeError, HttpAnswer, exchange
-from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
+from mdi.cancel import Cancel
+from mdi.control.messages import CONTROL_VERSION, ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.control.signing import (
     BODY_HEADER,
     NONCE_HEADER,
     SIGNATURE_HEADER,
-    UNHASHED,
     NoncesKept,
     body_hash,
     is_answer,
@@ -21,7 +25,9 @@ from mdi.control.signing import (
 )
 from mdi.errors import AccessError, ControlError
 from mdi.net.keys import KeyFile
+from mdi.net.message import ANSWER_LIMIT_BYTES, ExchangeError, Message, connect, problem_of
 from mdi.spec.cluster import NodeConfig
+from mdi.units import duration
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0
@@ -30,15 +36,18 @@ PART_ANSWER_S = 300.0
 # Measuring takes a few seconds; a slow board that builds large blocks takes longer.
 PROFILE_ANSWER_S = 180.0
 PROBE_ANSWER_S = 60.0
+ECHO_S = 10.0
+SIGN_S = 1.0  # between two signs of life to a node that is watched
 CODE_LIMIT = 40
 ERROR_LIMIT = 1000  # characters of a peer's words
 
 
 class ControlClient:
-    """Talks to the control port of one node; may be used by several threads.
+    """Talks to the ports of one node; may be used by several threads.
 
     Args:
-        keys: of the cluster. Where there are some, requests are signed, and only signed answers are believed.
+        keys: of the cluster. Where there are some, requests are signed, only signed answers are believed, and messages are
+            sealed.
     """
 
     def __init__(self, node: NodeConfig, keys: KeyFile | None = None) -> None:
@@ -53,7 +62,7 @@ class ControlClient:
     def status(self, run: str | None = None, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """`GET /`; with `run`, also a sign of life to the node that waits for it."""
         query = {"run": run} if run else {}
-        answer = self.request("GET", "/", timeout_s, query=query)
+        answer = self._request("GET", "/", timeout_s, query=query)
         if not isinstance(answer.get("state"), str):
             raise ControlError(f"{self.where} is not a node of MDI-LLM: its status has no state", problem="stranger")
         return answer
@@ -62,66 +71,151 @@ class ControlClient:
         """`POST /init`; the answer says which parts are missing."""
         return self._ask("POST", "/init", request.to_json(), ANSWER_S * 5)
 
-    def send_part(
-        self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview],
-        timeout_s: float = PART_ANSWER_S,
-    ) -> None:  # fmt: skip
-        """`PUT /parts/<sha256>`: the bytes of a part from `offset` on."""
-        query = {"run": run, "offset": str(offset)}
-        self.request("PUT", f"/parts/{part.sha256}", timeout_s, pieces, part.n_bytes - offset, query)
-
-    def forward(self, request: ForwardRequest) -> None:
-        """`POST /forward`: the node sends a part to another one."""
-        self._ask("POST", "/forward", request.to_json(), PART_ANSWER_S)
-
     def stop(self, run: str, leave: bool = False, timeout_s: float = ANSWER_S, ring: str | None = None) -> None:
         """`PUT /stop`: end a run, and with `leave` the process; with `ring`, an epoch, only that ring of the run."""
         only = {} if ring is None else {"ring": ring}
         self._ask("PUT", "/stop", {"run": run, "leave": leave, **only}, timeout_s)
 
+    def send_part(
+        self, part: PartSpec, run: str, offset: int, pieces: Iterable[bytes | memoryview],
+        timeout_s: float = PART_ANSWER_S,
+    ) -> None:  # fmt: skip
+        """Send the bytes of a part from `offset` on; returns when the node has it."""
+        args = {"run": run, "sha256": part.sha256, "offset": offset}
+        self._tell("part", args, timeout_s, pieces, part.n_bytes - offset)
+
+    def forward(self, request: ForwardRequest) -> None:
+        """Have the node send a part to another one."""
+        self._tell("forward", request.to_json(), PART_ANSWER_S)
+
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """`POST /profile`: the node measures itself; returns when that is done."""
-        return self._ask("POST", "/profile", request.to_json(), PROFILE_ANSWER_S)
+        """Have the node measure itself; returns when that is done."""
+        body = json.dumps(request.to_json()).encode()
+        return self._tell("profile", {}, PROFILE_ANSWER_S, [body], len(body))
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        """`POST /probe`: how the node reaches another one."""
-        return self._ask("POST", "/probe", request.to_json(), PROBE_ANSWER_S)
+        """How the node reaches another one."""
+        return self._tell("probe", request.to_json(), PROBE_ANSWER_S)
 
-    def echo(self, n_bytes: int, timeout_s: float) -> None:
-        """`PUT /echo`: so many bytes on their way there, and a short answer."""
-        self.request("PUT", "/echo", timeout_s, bytes(n_bytes), n_bytes)
+    def echo(self, n_bytes: int) -> None:
+        """So many bytes on their way there, and a short answer."""
+        self._tell("echo", {}, ECHO_S, [bytes(n_bytes)], n_bytes)
+
+    def watch(self, run: str, epoch: str | None, cancel: Cancel) -> Iterator[dict[str, Any]]:
+        """Each status of a ring of a run, as it changes, until the ring has ended; says meanwhile that the starter lives.
+
+        Args:
+            epoch: of the ring; None is the run's latest.
+            cancel: ends the waiting, with its error.
+        """
+        with (
+            self._message("watch", {"run": run, "epoch": epoch}, 0, ANSWER_S) as message,
+            self._problems(self.port_where),
+        ):
+            heard = signed = time.monotonic()
+            with cancel.waking(message.sock.wake):
+                while True:
+                    cancel.check()
+                    if message.sock.is_readable(cancel.left_s(SIGN_S)):
+                        heard = time.monotonic()
+                        try:
+                            found = message.read(ANSWER_S)
+                        except ExchangeError:
+                            cancel.check()
+                            raise
+                        if "push" in found:
+                            yield self._status_in(found)
+                        elif found:
+                            self._last(found)
+                            return
+                    now = time.monotonic()
+                    if now - heard > ANSWER_S:
+                        raise ExchangeError("silent", "no answer in time")
+                    if now - signed >= SIGN_S:
+                        signed = now
+                        message.sign()
+
+    # Messages on the ring port
+
+    @property
+    def port_where(self) -> str:
+        return f"{self.node.name} at {self.node.addr}:{self.node.port_in}"
+
+    def _tell(
+        self, ask: str, args: dict[str, Any], timeout_s: float, pieces: Iterable[bytes | memoryview] = (), n_bytes: int = 0
+    ) -> dict[str, Any]:  # fmt: skip
+        """The answer to a message with `n_bytes` of `pieces`."""
+        with self._message(ask, args, n_bytes, timeout_s) as message, self._problems(self.port_where):
+            found = message.read(timeout_s)
+            if "go" in found:
+                message.send(pieces, timeout_s)
+                found = message.read(timeout_s)
+            return self._last(found)
+
+    def _message(self, ask: str, args: dict[str, Any], n_bytes: int, timeout_s: float) -> Message:
+        opening = {"ask": ask, "version": CONTROL_VERSION, "n_bytes": n_bytes, "args": args}
+        node, wait_s = self.node, min(ANSWER_S, timeout_s)
+        with self._problems(self.port_where):
+            return Message(node.addr, node.port_in, opening, self._keys, min(CONNECT_S, timeout_s), wait_s)
+
+    def _status_in(self, found: dict[str, Any]) -> dict[str, Any]:
+        status = found["push"]
+        if not isinstance(status, dict) or not isinstance(status.get("state"), str):
+            raise ControlError(
+                f"{self.port_where} is not a node of MDI-LLM: its status has no state", problem="stranger"
+            )
+        return status
+
+    def _last(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The content of a last answer; ControlError if it is a refusal, or none."""
+        answer, status = found.get("answer"), found.get("status")
+        if isinstance(answer, dict):
+            return answer
+        if "error" not in found or not isinstance(status, int):
+            raise ControlError(
+                f"{self.port_where} is not a node of MDI-LLM: its answer cannot be read", problem="stranger"
+            )
+        words = str(found["error"])[:ERROR_LIMIT]
+        raise ControlError(f"{self.port_where}: {words}", status, code=str(found.get("code", ""))[:CODE_LIMIT])
+
+    @contextlib.contextmanager
+    def _problems(self, where: str) -> Iterator[None]:
+        """Turns what the way to the node does into a ControlError."""
+        try:
+            yield
+        except ExchangeError as e:
+            raise ControlError(f"{where} does not answer ({e})", problem=e.problem) from None
+        except AccessError as e:
+            raise ControlError(f"{where}: {e}", 401, "key", code=AccessError.code) from None
+
+    # HTTP on the control port
 
     def _ask(self, method: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        data = json.dumps(body).encode()
-        return self.request(method, path, timeout_s, data, len(data))
+        return self._request(method, path, timeout_s, json.dumps(body).encode())
 
-    def request(
-        self, method: str, path: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview] = b"", n_bytes: int = 0,
-        query: dict[str, str] | None = None,
+    def _request(
+        self, method: str, path: str, timeout_s: float, body: bytes = b"", query: dict[str, str] | None = None
     ) -> dict[str, Any]:  # fmt: skip
         target = f"{path}?{urlencode(query)}" if query else path
         if self._keys is None:
-            found = self._exchange(method, target, timeout_s, body, n_bytes)
+            found = self._exchange(method, target, timeout_s, body)
             if NONCE_HEADER in found.headers:
                 raise self._no_entry("has a cluster key, and this command was started without")
         else:
-            found = self._signed(self._keys.first, method, target, timeout_s, body, n_bytes)
+            found = self._signed(self._keys.first, method, target, timeout_s, body)
         return self._content(found)
 
-    def _signed(
-        self, secret: bytes, method: str, target: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview],
-        n_bytes: int,
-    ) -> HttpAnswer:  # fmt: skip
+    def _signed(self, secret: bytes, method: str, target: str, timeout_s: float, body: bytes) -> HttpAnswer:
         """Exchange a signed request for a signed answer. Raises ControlError."""
-        hashed = body_hash(body) if isinstance(body, bytes) else UNHASHED
+        hashed = body_hash(body)
 
         def ask(nonce: str) -> tuple[str, HttpAnswer]:
-            signature = sign_request(secret, method, target, n_bytes, hashed, nonce)
+            signature = sign_request(secret, method, target, hashed, nonce)
             headers = {NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed}
-            return signature, self._exchange(method, target, timeout_s, body, n_bytes, headers)
+            return signature, self._exchange(method, target, timeout_s, body, headers)
 
         signature, found = ask(self.nonces.take() or self._fetch_nonce(timeout_s))
-        if self._is_stale(found) and isinstance(body, bytes):  # for example, the node was started again
+        if self._is_stale(found):  # for example, the node was started again
             signature, found = ask(self._fetch_nonce(timeout_s))
         answered, nonce = found.headers.get(SIGNATURE_HEADER, ""), found.headers.get(NONCE_HEADER, "")
         if not is_answer(answered, secret, signature, found.status, found.body, nonce):
@@ -131,7 +225,7 @@ class ControlClient:
 
     def _fetch_nonce(self, timeout_s: float) -> str:
         """Anybody may have one. Raises ControlError if the node gives none: it has no key."""
-        found = self._exchange("GET", "/", timeout_s, b"", 0)
+        found = self._exchange("GET", "/", timeout_s, b"")
         nonce = found.headers.get(NONCE_HEADER)
         if nonce is None:
             self._content(found)  # is it a node at all?
@@ -144,14 +238,11 @@ class ControlClient:
         )
 
     def _exchange(
-        self, method: str, target: str, timeout_s: float, body: bytes | Iterable[bytes | memoryview], n_bytes: int,
-        headers: dict[str, str] | None = None,
-    ) -> HttpAnswer:  # fmt: skip
+        self, method: str, target: str, timeout_s: float, body: bytes, headers: dict[str, str] | None = None
+    ) -> HttpAnswer:
         node, connect_s = self.node, min(CONNECT_S, timeout_s)
-        try:
-            return exchange(method, node.addr, node.port, target, body, n_bytes, connect_s, timeout_s, headers)
-        except ExchangeError as e:
-            raise ControlError(f"{self.where} does not answer ({e})", problem=e.problem) from None
+        with self._problems(self.where):
+            return exchange(method, node.addr, node.port, target, body, connect_s, timeout_s, headers)
 
     @staticmethod
     def _is_stale(found: HttpAnswer) -> bool:
@@ -174,3 +265,162 @@ class ControlClient:
             words = str(answer.get("error", found.reason))[:ERROR_LIMIT]
             raise ControlError(f"{self.where}: {words}", found.status, code=str(answer.get("code", ""))[:CODE_LIMIT])
         return answer
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """`reason` is the text that the server gave beside its status; `body` at most ANSWER_LIMIT_BYTES."""
+
+    status: int
+    reason: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def exchange(
+    method: str, addr: str, port: int, target: str, body: bytes, connect_s: float, answer_s: float,
+    headers: Mapping[str, str] | None = None,
+) -> HttpAnswer:  # fmt: skip
+    """Send a request and read its answer.
+
+    Args:
+        target: path and query.
+        connect_s: for the connection.
+        answer_s: for the body to leave, and then for the whole answer.
+        headers: to send besides those of every exchange.
+
+    Raises:
+        ExchangeError
+    """
+    sock = connect(addr, port, connect_s)
+    try:
+        connection = http.client.HTTPConnection(addr, port)
+    except http.client.InvalidURL as e:
+        sock.close()
+        raise ExchangeError("name", str(e)) from None
+    connection.sock = sock
+    sock.settimeout(answer_s)
+    with contextlib.closing(connection), _explained():
+        # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
+            own = {"Content-Length": str(len(body)), "Connection": "close"}
+            connection.request(method, target, body, {**own, **(headers or {})})
+        sock.read_within(answer_s)
+        with connection.getresponse() as response:
+            found = HttpAnswer(
+                response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
+            )
+            is_whole = not response.length
+    if len(found.body) > ANSWER_LIMIT_BYTES:
+        raise ExchangeError("stranger", f"its answer is longer than {ANSWER_LIMIT_BYTES} bytes")
+    if not is_whole:
+        raise ExchangeError("closed", "it closed the connection in the middle of its answer")
+    return found
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what goes wrong on the way into an ExchangeError."""
+    try:
+        yield
+    except TimeoutError:
+        raise ExchangeError("silent", "no answer in time") from None
+    except OSError as e:
+        raise ExchangeError(problem_of(e), e.strerror or str(e)) from None
+    except (http.client.RemoteDisconnected, http.client.IncompleteRead):
+        raise ExchangeError("closed", "it closed the connection without an answer") from None
+    except (http.client.HTTPException, ValueError) as e:
+        raise ExchangeError("stranger", f"it does not speak HTTP: {str(e)[:100]!r}") from None
+
+
+def _titled(response: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.title(): value for name, value in response.headers.items()}
+
+
+def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
+    """The answer of the node there; ControlError if there is none, or it says no."""
+    body, where = json.dumps(request).encode(), f"{addr}:{port}"
+    try:
+        found = exchange("POST", addr, port, "/join", body, CONNECT_S, ANSWER_S)
+        answer = json.loads(found.body)
+    except ExchangeError as e:
+        raise ControlError(
+            f"{where} does not answer ({e}): is `mdi key --invite` still running there?", problem=e.problem
+        ) from None
+    except (ValueError, RecursionError):
+        raise ControlError(f"{where} is not a node of MDI-LLM", problem="stranger") from None
+    if found.status == 401:
+        raise ControlError(
+            f"{where} refuses the code: it is wrong, was used, or is older than 15 minutes", 401, code=AccessError.code
+        )
+    if found.status != 200:
+        raise ControlError(f"{where} has no open invitation: run `mdi key --invite` there", found.status)
+    return answer
+
+
+T = TypeVar("T")
+
+
+class FanOut(Generic[T]):
+    """Begins all calls at once.
+
+    Args:
+        calls: by the name of the node that each asks, or of a group of nodes.
+
+    Attributes:
+        results: of the calls that are done.
+    """
+
+    def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
+        self.results: dict[str, T] = {}
+        self._errors: list[Exception] = []
+        self._threads = {
+            name: threading.Thread(target=self._call, args=(name, call), name=f"ask-{name}", daemon=True)
+            for name, call in calls.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _call(self, name: str, call: Callable[[], T]) -> None:
+        try:
+            self.results[name] = call()
+        except Exception as e:
+            self._errors.append(e)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether some are not done."""
+        return any(thread.is_alive() for thread in self._threads.values())
+
+    def raise_error(self) -> None:
+        """Raise the first error that a call has raised so far, if one has."""
+        if self._errors:
+            raise self._errors[0]
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for all, but no longer than this; errors stay untold."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def wait(self, cancel: Cancel | None = None, timeout_s: float = float("inf")) -> list[T]:
+        """The results of all calls, in order.
+
+        Args:
+            cancel: its end ends the waiting, with its error.
+
+        Raises:
+            Exception: the first that a call raised, without waiting for the other calls.
+            ControlError: some were not done in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if cancel is not None:
+                cancel.check()
+            late = [name for name, thread in self._threads.items() if thread.is_alive()]
+            self.raise_error()
+            if not late:
+                return [self.results[name] for name in self._threads]
+            if time.monotonic() >= deadline:
+                raise ControlError(f"{', '.join(late)} did not answer within {duration(timeout_s)}")
+            self._threads[late[0]].join(min(0.1, max(0.0, deadline - time.monotonic())))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from zeroconf import InterfaceChoice, IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
-from mdi.control.announcement import Announcement
+from mdi.control.discovery import Announcement
 from mdi.errors import UsageError
 from mdi.net.keys import KeyFile
 

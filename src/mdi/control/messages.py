@@ -10,14 +10,28 @@ from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.net.wire import SILENCE_S
-from mdi.spec.decode import Meta, Name, Port, RunId, Sha256, Span, Text, Whole, decode, one_of, shown, spans_rise
+from mdi.spec.decode import (
+    Meta,
+    Name,
+    Port,
+    RunId,
+    Sha256,
+    Span,
+    Text,
+    Whole,
+    decode,
+    decode_text,
+    one_of,
+    shown,
+    spans_rise,
+)
 from mdi.spec.limits import excess
 from mdi.spec.options import Frames, Length, Requested, Silence
 
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 7
+CONTROL_VERSION = 8
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -127,7 +141,7 @@ class InitRequest(Requested):
 
 @dataclass(frozen=True)
 class ProfileRequest(Requested):
-    """Body of `POST /profile`: which model the node is to measure itself with, computed as it would be in a run.
+    """Bytes of a message `profile`: which model the node is to measure itself with, computed as it would be in a run.
 
     Attributes:
         config: litgpt Config as a plain object; `config_hash` is its hash.
@@ -155,7 +169,7 @@ class ProfileRequest(Requested):
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Body of `POST /probe`: another node, which the receiver is to reach.
+    """Arguments of a message `probe`: another node, which the receiver is to reach.
 
     Attributes:
         name: of that node.
@@ -180,12 +194,12 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """Body of `POST /forward`: a part that the receiver has, and another node of the run that lacks it.
+    """Arguments of a message `forward`: a part that the receiver has, and another node of the run that lacks it.
 
     Attributes:
         run: in which the other node waits for the part.
-        offset: bytes of it that the receiver has already.
-        node, addr, port: name of the other node, and where its control port is.
+        offset: bytes of it that the other node has already.
+        node, addr, port_in: name of the other node, and where its ring port is.
     """
 
     run: RunId
@@ -193,7 +207,7 @@ class ForwardRequest:
     offset: Whole
     node: Name
     addr: Name
-    port: Port
+    port_in: Port
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -207,6 +221,54 @@ class ForwardRequest:
         return request
 
 
+@dataclass(frozen=True)
+class Opening:
+    """The first frame of a message on a ring port (net.message).
+
+    Attributes:
+        ask: what is asked.
+        n_bytes: that follow once the node wants them.
+        args: the fields of one of the requests below, but for a profile, which may be longer than an opening.
+    """
+
+    ask: Text
+    version: int
+    n_bytes: Whole = 0
+    args: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Opening:
+        """Raises ControlError (400)."""
+        return decode_text(cls, data, "a message", _refused)
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """Arguments of a message `part`, whose bytes are those of a part of a run from `offset` on."""
+
+    run: RunId
+    sha256: Sha256
+    offset: Whole
+
+    @classmethod
+    def from_json(cls, data: Any) -> PartRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        return _decoded(cls, data)
+
+
+@dataclass(frozen=True)
+class WatchRequest:
+    """Arguments of a message `watch`: a ring of a run, None is the latest one."""
+
+    run: RunId
+    epoch: RunId | None = None
+
+    @classmethod
+    def from_json(cls, data: Any) -> WatchRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        return _decoded(cls, data)
+
+
 def _decoded(cls: type[T], data: Any) -> T:
     return decode(cls, data, "request", _refused)
 
@@ -216,12 +278,7 @@ def _check_versions(data: Any) -> None:
         raise _refused(f"request: expected an object, found {shown(data)}")
     version, layout = data.get("control_version"), data.get("layout_version")
     if type(version) is not int or version != CONTROL_VERSION:
-        raise ControlError(
-            f"the starter speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
-            "install the same version of MDI-LLM on both",
-            409,
-            code="version",
-        )
+        raise version_error("the starter", version)
     if type(layout) is int and 0 <= layout <= VERSION_LIMIT and layout != LAYOUT_VERSION:
         raise ControlError(
             f"the starter packs weights in version {layout} of their layout, this node in version "
@@ -229,6 +286,16 @@ def _check_versions(data: Any) -> None:
             409,
             code="version",
         )
+
+
+def version_error(who: str, version: Any) -> ControlError:
+    """The refusal for another version of this protocol."""
+    return ControlError(
+        f"{who} speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
+        "install the same version of MDI-LLM on both",
+        409,
+        code="version",
+    )
 
 
 def _check_blocks(request: InitRequest) -> None:

@@ -5,26 +5,29 @@ Each type of problem has its own remedy: see `PROBLEMS`.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import mdi
+from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
-from mdi.control.exchange import problem_of
-from mdi.control.messages import ProbeRequest
-from mdi.errors import AccessError, ControlError, WireError
-from mdi.net.hello import Fault, Hello
+from mdi.control.messages import COMPILING, CONTROL_VERSION, ProbeRequest
+from mdi.errors import AccessError, ControlError, NodeLostError, RingError, WireError
+from mdi.net.hello import Fault, Hello, meet
 from mdi.net.keys import KeyFile
-from mdi.net.meeting import meet
+from mdi.net.message import problem_of
 from mdi.net.wire import Frame, FrameType, read_frame, send_frame, tune
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import Number, Text, decode, shown
+from mdi.units import duration
 
 DEADLINE_S = 5.0
 N_TRIES = 4  # the first connection may have to ask the network for an address
-ECHO_S = 10.0
 ENOUGH_S = 0.2  # a transfer of this time is long enough to measure the bandwidth
 
 PROBLEMS = {
@@ -128,9 +131,9 @@ def try_node(request: ProbeRequest, deadline_s: float = DEADLINE_S, keys: KeyFil
         return Route(Reach(e.problem or "stranger", str(e)), greet(request.addr, request.port_in, "", deadline_s, keys))
     clock = status.get("clock_s")
     skew = float(clock) - (before + time.time()) / 2 if isinstance(clock, (int, float)) else 0.0
-    if request.measure:
-        control = Reach("", "", control.round_trip_s, bandwidth(client))
     ring = greet(request.addr, request.port_in, str(status.get("name", "")), deadline_s, keys)
+    if request.measure and ring.is_ok:
+        ring = replace(ring, bytes_s=bandwidth(client))
     return Route(control, ring, status, skew)
 
 
@@ -209,5 +212,67 @@ def bandwidth(client: ControlClient) -> float:
 
 def _echo_s(client: ControlClient, n_bytes: int) -> float:
     begin = time.perf_counter()
-    client.echo(n_bytes, ECHO_S)
+    client.echo(n_bytes)
     return time.perf_counter() - begin
+
+
+BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
+
+COMPILED_S = 0.1
+COMPILING_TOLD_S = 10.0
+
+logger = logging.getLogger("mdi")
+
+
+def reach_node(client: ControlClient, wait_s: float, cancel: Cancel) -> dict[str, Any]:
+    """The status of a node, waited for; a starter may well be started before its secondaries.
+
+    A node that compiles its kernels is waited for, however long that takes: it answers meanwhile.
+
+    Raises:
+        NodeLostError: it does not answer in time.
+        RingError: it is of another version.
+        ControlError: something else answers there.
+    """
+    deadline = time.monotonic() + wait_s
+    report = Periodic(COMPILING_TOLD_S)
+    for attempt in itertools.count():
+        cancel.check()
+        try:
+            status = client.status()
+        except ControlError as e:
+            if e.status is not None:
+                raise
+            if e.problem == "silent":  # there is a process, but it hangs or was stopped
+                raise NodeLostError(
+                    client.node.name, f"{e}: look at the output of {client.node.name}, end it, and start it again"
+                ) from None
+            if time.monotonic() > deadline:
+                raise NodeLostError(
+                    client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
+                    "doctor.py tells more",
+                ) from None  # fmt: skip
+            if attempt == 6:  # three seconds: a node that is just starting is not reported
+                logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)
+            cancel.wait(0.5)
+            continue
+        if status["state"] != COMPILING:
+            break
+        deadline = time.monotonic() + wait_s
+        if report.is_due():
+            logger.info("%s", compiling(client.node.name, status))
+        cancel.wait(COMPILED_S)
+    if status.get("control_version") != CONTROL_VERSION:
+        raise RingError(
+            f"{client.where} runs version {status.get('version')} of MDI-LLM (control protocol "
+            f"{status.get('control_version')}), this machine version {mdi.__version__} (control protocol {CONTROL_VERSION}): "
+            "install the same version on both"
+        )
+    return status
+
+
+def compiling(name: str, status: dict[str, Any]) -> str:
+    """A line about a node that compiles its kernels, which it began when it was started."""
+    up_s = status.get("up_s")
+    so_far = f" ({duration(up_s)} so far)" if isinstance(up_s, (int, float)) else ""
+    return f"{name} compiles its kernels, once{so_far}"

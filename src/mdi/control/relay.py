@@ -1,27 +1,168 @@
-"""The starter's side of nodes that cannot be reached, for example behind a router: they connect to the starter.
+"""Nodes that cannot be reached, for example behind a router: they connect to a relay on the starter's machine.
 
-Each gets two ports of this machine, which stand for its control port and its ring port: a connection to one of them makes the
-node dial again, and the two connections are joined. What travels there is protected between its ends as on any other way.
+Each gets two ports of that machine, which stand for its control port and its ring port: a connection to one of them makes the
+node dial again, and the two connections are joined. What travels there is protected between its ends as on any other way. A
+node and its relay exchange short sealed JSON messages, then the bytes of one connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import secrets
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from mdi.control.announcement import NAME_LIMIT, Announcement
-from mdi.control.connection_workers import is_here
-from mdi.control.deadline import DeadlineSocket
-from mdi.control.tunnel import MEET_S, PING_S, Tunnel, close, join, wake
+from mdi.cancel import Periodic
+from mdi.control.discovery import NAME_LIMIT, Announcement
+from mdi.control.web_pages import is_here
 from mdi.errors import AccessError, MdiError, WireError
-from mdi.net.keys import KeyFile
+from mdi.net.hello import CHALLENGE_BYTES, Caller, answer_to
+from mdi.net.keys import TAG_BYTES, KeyFile, SealedSession
 from mdi.net.listener import open_socket
+from mdi.net.message import DeadlineSocket
+from mdi.net.wire import tune
+
+MEET_S = 10.0  # for all messages up to the first one of a session
+ENDING_S = 15.0  # without a byte, after which a connection is over whose other direction has ended
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
+PING_S = 5.0
+SILENCE_S = 20.0  # without a message, after which the other side counts as gone
+MESSAGE_LIMIT_BYTES = 1024
+PIECE_BYTES = 64 << 10
+
+
+class Tunnel:
+    """One connection between relay and node. Both have proved that they have the key.
+
+    Raises (all methods):
+        OSError: the connection is broken or silent. WireError, AccessError: the other side is none of ours.
+    """
+
+    def __init__(self, sock: DeadlineSocket, session: SealedSession) -> None:
+        self.sock = sock
+        self._session = session
+        self._lock = threading.Lock()
+
+    @classmethod
+    def dial(cls, addr: str, port: int, keys: tuple[bytes, ...]) -> Tunnel:
+        sock = DeadlineSocket.around(socket.create_connection((addr, port), MEET_S))
+        try:
+            sock.read_within(MEET_S)
+            caller = Caller(keys)
+            sock.sendall(caller.call)
+            session = caller.session(_read(sock, CHALLENGE_BYTES))
+            sock.read_each_within(SILENCE_S)
+            return cls(sock, session)
+        except BaseException:
+            sock.close()
+            raise
+
+    @classmethod
+    def answer(cls, sock: DeadlineSocket, keys: tuple[bytes, ...]) -> tuple[Tunnel, dict[str, str]]:
+        """The tunnel of a caller, and its first message: all within MEET_S, however slowly its bytes come."""
+        sock.settimeout(MEET_S)
+        sock.read_within(MEET_S)
+        answer, session = answer_to(_read(sock, CHALLENGE_BYTES), keys)
+        sock.sendall(answer)
+        tunnel = cls(sock, session)
+        message = tunnel.receive()
+        sock.read_each_within(SILENCE_S)
+        return tunnel, message
+
+    def send(self, message: dict[str, str]) -> None:
+        with self._lock:
+            sealed = self._session.seal(json.dumps(message).encode())
+            self.sock.sendall(len(sealed).to_bytes(2, "little") + sealed)
+
+    def receive(self) -> dict[str, str]:
+        n_bytes = int.from_bytes(_read(self.sock, 2), "little")
+        if not TAG_BYTES < n_bytes <= MESSAGE_LIMIT_BYTES:
+            raise WireError(f"a message of {n_bytes} bytes")
+        data = bytearray(n_bytes - TAG_BYTES)
+        self._session.open(_read(self.sock, n_bytes), data)
+        try:
+            message: Any = json.loads(data)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or not all(isinstance(value, str) for value in message.values()):
+            raise WireError("a message that cannot be read")
+        return message
+
+    def close(self) -> None:
+        close(self.sock)
+
+
+def join(one: socket.socket, other: socket.socket) -> None:
+    """Carry bytes both ways until both sides have ended; closes both.
+
+    A side that goes without a word is found by the system's keep-alive; one that does not end with the other, after ENDING_S.
+    """
+    is_ending = threading.Event()
+    for sock in (one, other):
+        sock.settimeout(None)
+        tune(sock)
+        for option, value in KEEP_ALIVE.items():
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    back = threading.Thread(target=_carry, args=(other, one, is_ending), name="tunnel", daemon=True)
+    back.start()
+    _carry(one, other, is_ending)
+    back.join()
+    close(one)
+    close(other)
+
+
+def wake(sock: socket.socket) -> None:
+    """End a connection whose thread closes the socket then."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def close(sock: socket.socket) -> None:
+    """Also wakes a thread that waits for the socket."""
+    wake(sock)
+    sock.close()
+
+
+def _carry(source: socket.socket, target: socket.socket, is_ending: threading.Event) -> None:
+    piece = bytearray(PIECE_BYTES)
+    try:
+        with selectors.DefaultSelector() as readable:
+            readable.register(source, selectors.EVENT_READ)
+            while True:
+                if not readable.select(ENDING_S):
+                    if is_ending.is_set():
+                        raise TimeoutError
+                elif n := source.recv_into(piece):
+                    target.sendall(memoryview(piece)[:n])
+                else:
+                    break
+        target.shutdown(socket.SHUT_WR)
+    except (OSError, ValueError):  # a broken link is reported to both ends; ValueError: it is closed already
+        close(source)
+        close(target)
+    finally:
+        is_ending.set()
+
+
+def _read(sock: socket.socket, n_bytes: int) -> bytes:
+    """Only recv_into keeps the deadline of a DeadlineSocket."""
+    data = bytearray(n_bytes)
+    n_read = 0
+    while n_read < n_bytes:
+        n = sock.recv_into(memoryview(data)[n_read:])
+        if not n:
+            raise ConnectionError("the other side has closed the connection")
+        n_read += n
+    return bytes(data)
+
 
 N_NODES, N_WAITING, N_MEETING = 256, 64, 64
 N_PER_ADDRESS = 16  # connections to one node from one address elsewhere: the node cannot tell them apart
@@ -233,3 +374,77 @@ class _DialledNode:
         with contextlib.suppress(OSError):
             while not self._closed.wait(PING_S):
                 self._tunnel.send({"ping": ""})
+
+
+AGAIN_S = 3.0
+N_STREAMS = 64
+
+
+class DialOut:
+    """Keeps this node reachable through the relay at an address, until `close`.
+
+    Args:
+        relay: address and port.
+        own: address and ports of this node, by the names in mdi.control.relay.PORTS.
+    """
+
+    def __init__(
+        self, relay: tuple[str, int], keys: KeyFile, name: str, process: str, own: dict[str, tuple[str, int]]
+    ) -> None:
+        self._relay, self._keys, self._name, self._process, self._own = relay, keys, name, process, own
+        self._closed = threading.Event()
+        self._streams = threading.BoundedSemaphore(N_STREAMS)
+        self._tunnel: Tunnel | None = None
+        self._thread = threading.Thread(target=self._run, name="dial-out", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._tunnel is not None:
+            self._tunnel.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        (addr, port), due = self._relay, Periodic()
+        where = f"{addr}:{port}"
+        is_reported = False
+        while not self._closed.is_set():
+            try:
+                self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys)
+                tunnel.send({"name": self._name, "process": self._process})
+                logger.info("%s is reached through %s", self._name, where)
+                is_reported = False
+                self._serve(tunnel)
+            except (OSError, MdiError) as e:
+                if not self._closed.is_set() and not is_reported and due.is_due():
+                    is_reported = True
+                    logger.info("%s cannot connect to %s yet (%s): it tries again", self._name, where, e)
+            finally:
+                if self._tunnel is not None:
+                    self._tunnel.close()
+            self._closed.wait(AGAIN_S)
+
+    def _serve(self, tunnel: Tunnel) -> None:
+        while not self._closed.is_set():
+            message = tunnel.receive()
+            if "open" not in message:
+                tunnel.send(message)
+            elif message.get("port") in self._own and self._streams.acquire(blocking=False):
+                threading.Thread(
+                    target=self._stream, args=(message["open"], message["port"]), name="dial-out", daemon=True
+                ).start()
+
+    def _stream(self, number: str, port: str) -> None:
+        try:
+            own = socket.create_connection(self._own[port], MEET_S)
+            try:
+                tunnel = Tunnel.dial(*self._relay, self._keys.keys)
+                tunnel.send({"stream": number, "process": self._process})
+            except BaseException:
+                own.close()
+                raise
+            join(own, tunnel.sock)
+        except (OSError, MdiError) as e:
+            logger.debug("a connection through the relay: %s", e)
+        finally:
+            self._streams.release()

@@ -10,31 +10,195 @@ import contextlib
 import inspect
 import json
 import logging
+import re
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import cherrypy
 from cheroot import wsgi
 from cheroot.server import HTTPConnection
 
-from mdi.control.body import BodyBrokenError, content_length, number_of, read_body, read_json
-from mdi.control.connection_workers import REQUEST_S, ConnectionWorkers
-from mdi.control.deadline import DeadlineSocket
-from mdi.control.gate import Gate, public_status
-from mdi.control.join import JOIN_LIMIT_BYTES, Host
-from mdi.control.messages import ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
-from mdi.control.web_pages import check_sender
-from mdi.errors import AccessError, ControlError, MdiError, UsageError
+import mdi
+from mdi.control.message_server import EchoOnly, MessageServer
+from mdi.control.messages import CONTROL_VERSION, InitRequest
+from mdi.control.signing import Asker, Gate, public_status
+from mdi.control.web_pages import check_sender, is_here
+from mdi.errors import ControlError, MdiError, UsageError
 from mdi.net.keys import KeyFile
+from mdi.net.listener import RingListener, open_socket
+from mdi.net.message import DeadlineSocket, status_of
+from mdi.spec.cluster import NodeConfig
+from mdi.spec.settings_file import parse_json
 
-ECHO_LIMIT_BYTES = 4 << 20
+N_CONNECTIONS = 96
+N_OF_OWNER = 32  # places more, for the address of the run's starter
+N_PER_ADDRESS = 24  # from elsewhere than this machine; a starter has a handful
+REQUEST_S = 10  # for a request to come whole; and, of a transfer of weights, for each piece
+
+logger = logging.getLogger(__name__)
+
+
+class _Worker(threading.Thread):
+    """Serves one connection.
+
+    Attributes:
+        is_heard: the request has come, or is one that may take long: it is not dropped any more.
+    """
+
+    def __init__(self, pool: ConnectionWorkers, connection: Any) -> None:
+        super().__init__(name="control-request", daemon=True)
+        self.connection = connection
+        self.addr: str = connection.remote_addr
+        self.is_heard = False
+        self._pool = pool
+
+    def run(self) -> None:
+        try:
+            self.connection.communicate()
+        except Exception:  # nothing that a client can do ends the server
+            logger.debug("a request from %s failed", self.addr, exc_info=True)
+        finally:
+            with contextlib.suppress(OSError):
+                self.connection.close()
+            self._pool.leave(self)
+
+    def drop(self) -> None:
+        """Wake the thread: the connection is at its end."""
+        with contextlib.suppress(OSError):
+            self.connection.socket.shutdown(socket.SHUT_RDWR)
+
+
+class ConnectionWorkers:
+    """In the place of the pool of threads of a cheroot server, which calls `start`, `put` and `stop`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: dict[_Worker, None] = {}  # in the order in which they came
+        self._owner: str | None = None
+
+    def start(self) -> None:
+        pass
+
+    def put(self, connection: Any) -> None:
+        """Serve a connection that was accepted; the one that makes room for it may be itself."""
+        connection.socket.read_within(REQUEST_S)
+        worker = _Worker(self, connection)
+        with self._lock:
+            dropped = self._to_drop(worker)
+            if dropped is not worker:
+                self._workers[worker] = None
+            if dropped is not None:
+                self._workers.pop(dropped, None)
+        if dropped is worker:
+            connection.close()
+            return
+        if dropped is not None:
+            dropped.drop()
+        worker.start()
+
+    def own(self, addr: str) -> None:
+        """The starter of the node's run is at this address: strangers do not take its places."""
+        self._owner = addr
+
+    def heard(self) -> None:
+        """Called in the thread of a complete request, or of one that may take its time."""
+        worker = threading.current_thread()
+        if isinstance(worker, _Worker):
+            worker.is_heard = True
+            sock: DeadlineSocket = worker.connection.socket
+            sock.read_each_within(REQUEST_S)
+
+    def leave(self, worker: _Worker) -> None:
+        with self._lock:
+            self._workers.pop(worker, None)
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for answers that are being sent, and for no other connection."""
+        with self._lock:
+            workers = list(self._workers)
+        for worker in workers:
+            if not worker.is_heard:
+                worker.drop()
+        deadline = time.monotonic() + timeout_s
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            if worker.is_alive():
+                worker.drop()
+                worker.join(0.1)
+
+    def _to_drop(self, new: _Worker) -> _Worker | None:
+        """The connection to drop for a new one; None if there is space."""
+        from_there = [w for w in self._workers if w.addr == new.addr]
+        if len(from_there) >= N_PER_ADDRESS and not is_here(new.addr):
+            return next((w for w in from_there if not w.is_heard), new)
+        limit = N_CONNECTIONS + (N_OF_OWNER if new.addr == self._owner else 0)
+        if len(self._workers) < limit:
+            return None
+        unheard = [w for w in self._workers if not w.is_heard]
+        return next((w for w in unheard if w.addr != self._owner), unheard[0] if unheard else new)
+
+
+JSON_LIMIT_BYTES = 4 << 20
+
+
+class BodyBrokenError(Exception):
+    """The client went away in the middle of its body, or the body is not in the form that it was said to be."""
+
+
+def number_of(text: str) -> int | None:
+    """A count in a header or a query; None if it is not a number, or has more digits than any size here."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def content_length() -> int:
+    headers = cherrypy.request.headers
+    n_bytes = number_of(headers.get("Content-Length", ""))
+    if n_bytes is None or "Transfer-Encoding" in headers:
+        raise ControlError("a request with a body needs a Content-Length and no transfer encoding", 411)
+    return n_bytes
+
+
+def read_body(n_bytes: int) -> bytes:
+    """At most so many bytes of the body; b"" at its end."""
+    try:
+        data: bytes = cherrypy.request.rfile.read(n_bytes)
+    except (OSError, ValueError) as e:  # cheroot's own errors are of the second
+        raise BodyBrokenError(str(e)) from None
+    return data
+
+
+def read_json(limit_bytes: int = JSON_LIMIT_BYTES) -> Any:
+    n_bytes = content_length()
+    if n_bytes > limit_bytes:
+        raise ControlError(f"a body of {n_bytes} bytes; at most {limit_bytes} are accepted here", 413)
+    body = read_body(n_bytes)
+    if len(body) != n_bytes:
+        raise ControlError("the body was cut off", 400)
+    asker: Asker | None = cherrypy.request.asker
+    if asker is not None:
+        asker.check_body(body)
+    try:
+        return parse_json(body)
+    except ValueError as e:
+        raise ControlError(f"the body is not JSON: {str(e)[:200]}", 400) from None
+
+
+MOVED = ("parts", "profile", "probe", "forward", "echo")  # which older nodes call
 HEADER_LIMIT_BYTES = 64 << 10
+JOIN_LIMIT_BYTES = 1024
 BACKLOG = 128  # a crowd of strangers must not fill the queue that the starter waits in
 END_S = 2  # for answers that are on their way
 
-logger = logging.getLogger(__name__)
+
+class Host(Protocol):
+    """A side that can be joined: an Invitation."""
+
+    def answer(self, request: Any, addr: str) -> dict[str, str]:
+        """What the guest at an address gets; raises AccessError."""
 
 
 class Node(Protocol):
@@ -46,48 +210,18 @@ class Node(Protocol):
     def init(self, request: InitRequest) -> dict[str, Any]:
         """Take part in a run; the answer names the missing parts."""
 
-    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        """Take the bytes of a part from `offset` on; `read(n)` gives up to n of the `n_bytes` that are coming."""
-
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         """End the run; with `leave`, the process as well; with `ring`, an epoch, only that ring."""
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """Measure itself; returns when that is done."""
-
-    def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        """Try to reach another node, and report the result."""
-
-    def forward(self, request: ForwardRequest) -> None:
-        """Send a part to another node; done when that node has it."""
-
-    def check_echo(self) -> None:
-        """Raises ControlError if bytes that measure a link would disturb a run."""
-
 
 class StatusOnly:
-    """Base for a node that only answers `GET /` and `PUT /echo`: the starter."""
+    """Base for a node that only answers `GET /`: the starter."""
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         raise ControlError("this node is a starter: it configures others", 409, code="role")
 
-    def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
-        raise ControlError("this node is a starter: it takes no weights", 409, code="role")
-
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         raise ControlError("this node is a starter: stop it there", 409, code="role")
-
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it measures itself", 409, code="role")
-
-    def probe(self, request: ProbeRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it asks others", 409, code="role")
-
-    def forward(self, request: ForwardRequest) -> None:
-        raise ControlError("this node is a starter: it sends parts itself", 409, code="role")
-
-    def check_echo(self) -> None:
-        pass
 
 
 def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) -> Callable[..., bytes]:
@@ -108,9 +242,7 @@ def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) ->
             _check_arguments(signature, args, kwargs)
             result = handler(*args, **kwargs)
         except MdiError as e:
-            found = e.status if isinstance(e, ControlError) else None
-            default = 401 if isinstance(e, AccessError) else 400 if isinstance(e, UsageError) else 500
-            cherrypy.response.status = found or default
+            cherrypy.response.status = status_of(e)
             result = {"error": str(e), "code": e.code}
         except BodyBrokenError:
             cherrypy.response.status = 400
@@ -151,11 +283,6 @@ class _Pages:
         self.index = cherrypy.expose(_answer(self._index, gate, is_public=True))
         self.init = cherrypy.expose(_answer(self._init, gate))
         self.stop = cherrypy.expose(_answer(self._stop, gate))
-        self.parts = cherrypy.expose(_answer(self._parts, gate))
-        self.profile = cherrypy.expose(_answer(self._profile, gate))
-        self.probe = cherrypy.expose(_answer(self._probe, gate))
-        self.forward = cherrypy.expose(_answer(self._forward, gate))
-        self.echo = cherrypy.expose(_answer(self._echo, gate))
         self.join = cherrypy.expose(_answer(self._join, gate, is_public=True))
         self.default = cherrypy.expose(_answer(self._default, gate))
 
@@ -183,46 +310,6 @@ class _Pages:
         self._node.stop(body["run"], body.get("leave") is True, ring)
         return {}
 
-    def _parts(self, sha256: str = "", *, run: str = "", offset: str = "0") -> dict[str, Any]:
-        _allow("PUT")
-        start = number_of(offset)
-        if start is None:
-            raise ControlError(f"offset must be a number, got {offset[:50]!r}", 400)
-
-        def read(n: int) -> bytes:
-            self._workers.heard()  # the node wants this part
-            return read_body(n)
-
-        self._node.receive_part(run, sha256, start, content_length(), read)
-        return {}
-
-    def _profile(self) -> dict[str, Any]:
-        _allow("POST")
-        return self._node.profile(ProfileRequest.from_json(self._read_json()))
-
-    def _probe(self) -> dict[str, Any]:
-        _allow("POST")
-        return self._node.probe(ProbeRequest.from_json(self._read_json()))
-
-    def _forward(self) -> dict[str, Any]:
-        _allow("POST")
-        self._node.forward(ForwardRequest.from_json(self._read_json()))
-        return {}
-
-    def _echo(self) -> dict[str, Any]:
-        """Bytes that only measure the way here: read and forgotten."""
-        _allow("PUT")
-        n_bytes = content_length()
-        if n_bytes > ECHO_LIMIT_BYTES:
-            raise ControlError(f"a body of {n_bytes} bytes; at most {ECHO_LIMIT_BYTES} are accepted here", 413)
-        self._node.check_echo()
-        n_left = n_bytes
-        while n_left and (piece := read_body(min(n_left, 1 << 16))):
-            n_left -= len(piece)
-        if n_left:
-            raise ControlError("the body was cut off", 400)
-        return {"n_bytes": n_bytes}
-
     def _join(self) -> dict[str, str]:
         """An invited board gets the key; the caller does not have it yet."""
         _allow("POST")
@@ -236,11 +323,14 @@ class _Pages:
         return body
 
     def _default(self, *args: str, **kwargs: str) -> dict[str, Any]:
-        raise ControlError(
-            "no such address; there are GET /, POST /init, PUT /parts/<sha256>, PUT /stop, POST /profile, POST /probe, "
-            "POST /forward, PUT /echo",
-            404,
-        )
+        if args and args[0] in MOVED:
+            raise ControlError(
+                f"/{args[0]} is not asked over HTTP any more, but with a message on the ring's port, since version 8 of the "
+                f"control protocol (this node has version {CONTROL_VERSION}): install the same version of MDI-LLM on both",
+                404,
+                code="version",
+            )
+        raise ControlError("no such address; there are GET /, POST /init, PUT /stop, POST /join", 404)
 
 
 def _plain_error(status: str, message: str, traceback: str, version: str) -> bytes:
@@ -347,3 +437,34 @@ class ControlServer:
         self.http.stop()
         self._thread.join(10)
         vars(self._pages).clear()  # its handlers know it: without this the node would wait for the garbage collector
+
+
+class _BeforeRun(StatusOnly):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def status(self, run: str | None) -> dict[str, Any]:
+        return {
+            "name": self._name,
+            "version": mdi.__version__,
+            "control_version": CONTROL_VERSION,
+            "state": "IDLE",
+            "clock_s": time.time(),
+        }
+
+
+@contextlib.contextmanager
+def open_ports(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tuple[int, int]]:
+    """Listen on the starter's control and ring port; gives both ports. UsageError if one cannot be listened on."""
+    sock = open_socket(starter.listen_addr, starter.port_in, "starter's inference port_in")
+    listener = RingListener(sock, starter.name, keys)
+    messages = MessageServer(EchoOnly(), listener)
+    try:
+        control = ControlServer(_BeforeRun(starter.name), starter.listen_addr, starter.port, starter.name, keys)
+        try:
+            yield control.port, listener.port
+        finally:
+            control.close()
+    finally:
+        messages.close()
+        listener.close()

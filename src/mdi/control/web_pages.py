@@ -63,3 +63,13 @@ def is_local_name(name: str) -> bool:
     """Whether no stranger can own the name: it has no domain, or is this machine's."""
     own = socket.gethostname().lower()
     return bool(name) and ("." not in name or name in (own, f"{own}.local"))
+
+
+def is_here(addr: str) -> bool:
+    """Whether an address is a loopback one."""
+    try:
+        found = ipaddress.ip_address(addr.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback

@@ -82,12 +82,14 @@ class Kept:
         ids: whose rows they hold.
         owner: only sequences of the same owner may continue from them.
         n_bytes: on each node.
+        n_far: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
     """
 
     seq_id: int
     owner: str
     ids: tuple[int, ...]
     n_bytes: tuple[int, ...]
+    n_far: int = 0
 
 
 class Prefixes:
@@ -142,7 +144,7 @@ class Prefixes:
         best: tuple[int, int] | None = None
         for seq_id in candidates:
             n = min(_n_common(self._kept[seq_id].ids, ids), len(ids) - 1)
-            if n >= PAGE and (best is None or n > best[1]) and self._can_be_cut(len(self._kept[seq_id].ids), n):
+            if n >= PAGE and (best is None or n > best[1]) and self._can_be_cut(self._kept[seq_id], n):
                 best = seq_id, n
         if best is not None:  # used just now
             self._kept[best[0]] = self._kept.pop(best[0])
@@ -162,8 +164,9 @@ class Prefixes:
         self.drop(seq_id)
         return seq_id
 
-    def _can_be_cut(self, length: int, n: int) -> bool:
+    def _can_be_cut(self, kept: Kept, n: int) -> bool:
         """Whether blocks with a window still have the positions that the row after `n` tokens sees."""
+        length = max(len(kept.ids), kept.n_far)
         return self._window is None or length <= self._window or n >= length - WINDOW_SLACK
 
     def _count(self, kept: Kept, sign: int) -> None:

@@ -139,7 +139,7 @@ class Recorder:
     def add(self, activity: Activity, begin_ns: int, end_ns: int, frame: Frame) -> None:
         """Something was done with a frame's rows."""
         n_rows = frame.slices.n_rows
-        n_decoding = sum(s.n_rows == 1 and s.n_logits == 1 for s in frame.slices)
+        n_decoding = sum([s.n_rows for s in frame.slices if s.n_rows == s.n_logits])  # guesses among them
         self.buffer.add(Span(activity, begin_ns, end_ns, frame.number, n_rows, n_rows - n_decoding))
 
     def to_json(self, n_spans: int | None = None) -> dict[str, Any]:

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
 
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE
+from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK
 
 DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
+
+# Guesses of one text that are under way, at most: nodes with a window can go back by WINDOW_SLACK positions, and a prefix of
+# the ended text is to be cut somewhere, too.
+MOST_GUESSES = WINDOW_SLACK // 2
 
 SLOWER = 0.6  # by this part of its time a frame of decoding rows may take longer: 1 would double it, but times scatter
 FIRST_ROWS = 16  # before anything was measured
@@ -31,8 +36,33 @@ WEIGHT = 0.2  # of the newest frame without prompt rows
 UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
 
 
+class Guesser(Protocol):
+    """Guesses the next tokens of texts: engine.speculation.Speculation."""
+
+    def limits(self, sequence: Sequence, n_places: int) -> tuple[int, int]:
+        """The frames of a text that may be under way, and the rows that each may have. Nothing is guessed with (1, 1).
+
+        Args:
+            n_places: frames that the ring has for this text.
+        """
+
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        """At most `n` tokens that may follow `ids` and `guessed` of a sequence; they are sent."""
+
+    def judge(self, sequence: Sequence, n_right: int, is_wrong: bool) -> None:
+        """So many of its oldest guesses were drawn; with `is_wrong`, the next one was not. `guessed` has those that count."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+
+
 class Scheduler:
     """Spreads sequences over frames.
+
+    A text may have several frames under way: the one with its last token, and others with guesses of its next ones. The
+    starter draws a token from each row, as always, and goes on behind the last guess that was right. Two things are counted:
+    the frames in the ring, of which each that is back leaves a place; and those of a text whose rows count
+    (`Sequence.n_flying`), which are none as soon as a guess was wrong. What is back later for such a text is void.
 
     Caches count as they are used. A sequence is admitted if it and all running ones have memory for AHEAD_POSITIONS
     more tokens. When they have grown beyond what a node holds, the newest sequence is evicted: its caches are
@@ -46,6 +76,9 @@ class Scheduler:
         memory: the nodes' memory for caches; None is unlimited.
         decode_rows: decoding sequences in a frame at most.
         kept_share: of each node's memory for caches, for those of ended sequences.
+
+    Attributes:
+        guesser: guesses tokens; None: nobody does.
     """
 
     n_frames: int
@@ -73,6 +106,8 @@ class Scheduler:
         self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
         self._has_replayed = False  # in the last frame: replays and other rows take turns
         self._number = 0
+        self.guesser: Guesser | None = None
+        self.n_guessed = self.n_confirmed = 0  # guesses that were sent, and those that were drawn
         self.n_reused = 0  # tokens of prompts that did not have to be computed
         self.n_preempted = 0  # how often a sequence had to give its caches back
         self._take_ring(n_frames, memory)
@@ -83,12 +118,13 @@ class Scheduler:
 
     @property
     def in_flight(self) -> dict[int, tuple[int, int]]:
-        """Positions, half-open, of each sequence in the frames that are under way."""
+        """Positions of known tokens, half-open, of each sequence in the frames that are under way and still count."""
         spans: dict[int, tuple[int, int]] = {}
         plans = (plan for plan in self._in_flight if not plan.is_replay)
         for part in (part for plan in plans for part in plan.slices if self._is_current(part)):
             start, stop = spans.get(part.seq_id, (part.start, part.start))
-            spans[part.seq_id] = (min(start, part.start), max(stop, part.start + part.n_rows))
+            end = min(part.start + part.n_rows, len(self._running[part.seq_id].ids))
+            spans[part.seq_id] = (min(start, part.start), max(stop, end))
         return spans
 
     @property
@@ -185,7 +221,7 @@ class Scheduler:
         for sequence in self._running.values():
             n_done = flying.get(sequence.seq_id, (sequence.n_sent, 0))[0]
             if sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0):
-                sequence.n_sent = n_done
+                sequence.return_to(n_done)
                 if has_fresh:
                     self._replays.add(sequence)
                 else:
@@ -215,44 +251,83 @@ class Scheduler:
         slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
         self._has_replayed = is_replay = not slices and bool(self._replays)
         slices = self._replay_slices() if is_replay else slices
+        if not slices and self.guesser is not None:
+            slices = self._guess_slices()
         if not slices and not (self._freed and not self._in_flight):
             return None
+        for part in slices:
+            if part.n_logits:
+                self._running[part.seq_id].n_flying += 1
         plan = Plan(self._number, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay)
         self._number += 1
         self._freed, self._copies = [], []
         self._in_flight.append(plan)
         return plan
 
-    def update(self, number: int, tokens: Mapping[int, Iterable[int]]) -> list[Event]:
-        """Take the tokens that were sampled from a returned frame.
+    def due(self, number: int) -> tuple[Plan, list[bool]]:
+        """The plan of a frame that is back, and for each slice whether tokens are to be drawn from it: not in the middle of a
+        prompt, of a text that has ended or lost its caches, and behind a guess that was wrong.
 
         Args:
             number: of the frame; frames return in the order in which they left.
-            tokens: new tokens by seq_id, for each slice that wanted logits: at least one, at most as many as its logits.
 
         Raises:
-            EngineError: it is not the frame that is due, or not with the tokens that it went out for.
+            EngineError: it is not the frame that is due.
         """
         due = self._in_flight[0] if self._in_flight else None
         if due is None or due.number != number:
             words = f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none")
             raise EngineError(words, "wire")
-        plan = self._in_flight.popleft()
-        if tokens.keys() != {part.seq_id for part in plan.slices if part.n_logits}:
+        return due, [part.n_logits > 0 and self._is_current(part) for part in due.slices]
+
+    def update(self, number: int, tokens: Mapping[int, Iterable[int]]) -> list[Event]:
+        """Take the tokens that were sampled from a returned frame.
+
+        Args:
+            number: see `due`.
+            tokens: new tokens by seq_id, for each slice from which tokens are drawn: of its rows, from the first on, up to the
+                first that is no guess at the latest. With fewer, the other rows are void.
+
+        Returns:
+            events of each token, as if it had come alone.
+
+        Raises:
+            EngineError: it is not the frame that is due, or not with the tokens that it went out for.
+        """
+        plan, are_live = self.due(number)
+        live = [part for part, is_live in zip(plan.slices, are_live, strict=True) if is_live]
+        if not {part.seq_id for part in live} <= tokens.keys() <= {p.seq_id for p in plan.slices if p.n_logits}:
             raise EngineError(f"frame {number} came back with other sequences than it was sent with")
+        self._in_flight.popleft()
         events = []
-        for part in plan.slices:
-            if not part.n_logits or not self._is_current(part):
-                continue  # the middle of a prompt; or cancelled or evicted meanwhile
-            sequence = self._running[part.seq_id]
-            self._suspects.discard(part.seq_id)
-            new = sequence.extend(tokens[part.seq_id])
+        for part in live:
+            events += self._take_drawn(self._running[part.seq_id], part, tokens[part.seq_id])
+        return events
+
+    def _take_drawn(self, sequence: Sequence, part: PlannedSlice, tokens: Iterable[int]) -> list[Event]:
+        self._suspects.discard(part.seq_id)
+        events, n_drawn, n_before = [], 0, sequence.n_confirmed
+        sequence.n_flying -= 1
+        has_guesses = bool(sequence.guessed)
+        for token in tokens:
+            new = sequence.take_drawn(token)
+            n_drawn += 1
             if new or sequence.finish_reason:
                 events.append(Event(part.seq_id, new, sequence.finish_reason))
-            if sequence.finish_reason:
-                self._leave(sequence)
-            else:
-                self._count(sequence)
+            if sequence.finish_reason or sequence.turn != part.turn:
+                break
+        if n_drawn < part.n_logits and sequence.turn == part.turn:
+            sequence.return_to(len(sequence.ids) - 1)
+        if has_guesses:
+            n_right = sequence.n_confirmed - n_before
+            self.n_confirmed += n_right
+            if self.guesser is not None:
+                self.guesser.judge(sequence, n_right, n_right < n_drawn and sequence.turn != part.turn)
+        if sequence.finish_reason:
+            self._leave(sequence)
+        else:
+            self._count(sequence)
+            if sequence.in_prefill:  # else the row of its last token is under way: it was guessed
                 self._ready.append(sequence)
         return events
 
@@ -316,30 +391,84 @@ class Scheduler:
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
         self._use.drop(sequence)
+        if self.guesser is not None and sequence.finish_reason:
+            self.guesser.forget(sequence)
         if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or sequence.n_sent < PAGE:
             self._freed.append(sequence.seq_id)
             return
-        ids, n_bytes = tuple(sequence.ids[: sequence.n_sent]), self._use.needs(sequence.n_sent)
-        self._freed += self._prefixes.add(Kept(sequence.seq_id, sequence.owner, ids, n_bytes))
+        n_known, n_far = min(sequence.n_sent, len(sequence.ids)), max(sequence.n_sent, sequence.n_far)
+        ids, n_bytes = tuple(sequence.ids[:n_known]), self._use.needs(n_far)
+        self._freed += self._prefixes.add(Kept(sequence.seq_id, sequence.owner, ids, n_bytes, n_far))
 
     def _is_current(self, part: PlannedSlice) -> bool:
-        """Whether the sequence still runs, and with the caches that this slice was meant for."""
+        """Whether the sequence still runs, with the caches that this slice was meant for, and no guess before it was wrong."""
         sequence = self._running.get(part.seq_id)
-        return sequence is not None and sequence.life == part.life
+        return sequence is not None and sequence.life == part.life and sequence.turn == part.turn
 
     def _decode_slices(self) -> list[PlannedSlice]:
         if not self._ready:
             return []
         n_slices = min(self._share(), len(self._ready))
-        return [next_slice(self._ready.popleft(), 1) for _ in range(n_slices)]
+        slices = []
+        for _ in range(n_slices):
+            sequence = self._ready.popleft()
+            guesses = [] if self.guesser is None else self._guesses(sequence, 1)
+            slices.append(self._with_guesses(sequence, 1, guesses) if guesses else next_slice(sequence, 1))
+        return slices
+
+    @property
+    def _n_decoding(self) -> int:
+        return len(self._running) - len(self._prefilling) - len(self._replays)
 
     def _share(self) -> int:
-        n_decoding = len(self._running) - len(self._prefilling) - len(self._replays)
-        # The sequences of each frame that continue when it is back.
+        # The sequences of each frame that continue when it is back; not frames with guesses alone.
         flying = [
-            sum([part.n_logits > 0 and self._is_current(part) for part in plan.slices]) for plan in self._in_flight
+            sum([part.n_logits > part.n_guessed and self._is_current(part) for part in plan.slices])
+            for plan in self._in_flight
         ]
-        return min(next_share(n_decoding, [n for n in flying if n], self.n_frames), self.decode_rows)
+        return min(next_share(self._n_decoding, [n for n in flying if n], self.n_frames), self.decode_rows)
+
+    def _guess_slices(self) -> list[PlannedSlice]:
+        """Rows of guesses alone, of texts whose last token is under way, if no other rows wait."""
+        if self._waiting or self._ready or self._n_decoding > self.n_frames // 2:
+            return []
+        slices = []
+        for sequence in self._running.values():
+            if sequence.n_flying and (guesses := self._guesses(sequence, 0)):
+                slices.append(self._with_guesses(sequence, 0, guesses))
+        return slices
+
+    def _with_guesses(self, sequence: Sequence, n_known: int, guesses: list[int]) -> PlannedSlice:
+        part = next_slice(sequence, n_known, guesses)
+        self.n_guessed += len(guesses)
+        self._count(sequence)
+        return part
+
+    def _guesses(self, sequence: Sequence, n_known: int) -> list[int]:
+        """Guesses for the next slice of a sequence, behind so many known rows; none where their rows would be of no use, or
+        take memory that texts will need.
+        """
+        if self.guesser is None or self._copies or not sequence.is_guessed:
+            return []
+        n_texts = max(1, self._n_decoding)
+        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_frames // n_texts))
+        if sequence.n_flying >= n_flying:
+            return []
+        begin = sequence.n_sent + n_known
+        n_room = min(sequence.n_positions - begin, MOST_GUESSES - len(sequence.guessed), self.decode_rows // n_texts)
+        n = min(n_rows - n_known, n_room)
+        if n <= 0 or not self._has_room(sequence, begin + n):
+            return []
+        return self.guesser.propose(sequence, n)[:n]
+
+    def _has_room(self, sequence: Sequence, end: int) -> bool:
+        """Whether a sequence may have rows up to `end`, and all others could still grow, without any cache being dropped."""
+        if self.memory is None or self._prefixes is None or end <= sequence.n_far:
+            return True
+        others = self._use.ahead([one for one in self._running.values() if one is not sequence])
+        own = self._use.needs(min(end + AHEAD_POSITIONS, sequence.n_positions))
+        kept = self._prefixes.total
+        return self.memory.holds([sum(n) for n in zip(others or [0] * len(own), own, kept, strict=True)])
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         if not self._prefilling:
@@ -350,7 +479,7 @@ class Scheduler:
             budget = min(budget, rows_beside(self.doubling_rows, n_prompts, n_decoding))
         while self._prefilling and budget:
             sequence = self._prefilling[0]
-            part = next_slice(sequence, min(budget, sequence.n_to_send))
+            part = next_slice(sequence, min(budget, sequence.n_to_send), is_prompt=True)
             budget -= part.n_rows
             slices.append(part)
             if not sequence.in_prefill:
@@ -368,12 +497,21 @@ class Scheduler:
         (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
 
 
-def next_slice(sequence: Sequence, n_rows: int) -> PlannedSlice:
-    """The next rows of a sequence, which count as sent from now on."""
+def next_slice(sequence: Sequence, n_rows: int, guesses: Collection[int] = (), is_prompt: bool = False) -> PlannedSlice:
+    """The next rows of a sequence, which count as sent from now on: so many of known tokens, and then guesses.
+
+    Each row from that of the last known token on asks for logits.
+    """
     start = sequence.n_sent
-    sequence.n_sent += n_rows
-    ids = tuple(sequence.ids[start : start + n_rows])
-    return PlannedSlice(sequence.seq_id, start, n_rows, 0 if sequence.in_prefill else 1, ids, sequence.life)
+    ids = (*sequence.ids[start : start + n_rows], *guesses)
+    end = sequence.n_sent = start + len(ids)
+    if guesses:
+        sequence.guess(guesses)
+        sequence.n_far = max(sequence.n_far, end)
+    n_logits = max(0, end - max(start, len(sequence.ids) - 1))
+    return PlannedSlice(
+        sequence.seq_id, start, len(ids), n_logits, ids, sequence.life, sequence.turn, len(guesses), is_prompt
+    )
 
 
 def next_share(n_decoding: int, flying: Collection[int], n_frames: int) -> int:
@@ -461,9 +599,8 @@ class PromptPace:
 
     def sent(self, plan: Plan, now_s: float) -> None:
         """A frame leaves."""
-        n_decoding = sum(part.n_rows == 1 and part.n_logits == 1 for part in plan.slices)
-        n_rows = sum(part.n_rows for part in plan.slices)
-        self.under_way[plan.number] = now_s, n_rows - n_decoding, n_decoding
+        n_prompt = sum(part.n_rows for part in plan.slices if part.is_prompt)
+        self.under_way[plan.number] = now_s, n_prompt, sum(not part.is_prompt for part in plan.slices)
 
     def returned(self, number: int, now_s: float) -> None:
         """It is back. Those of a lost ring never are, and are forgotten."""

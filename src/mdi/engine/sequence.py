@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -78,13 +79,20 @@ class Sequence:
 
     Attributes:
         ids: prompt and generated tokens so far.
-        n_sent: positions whose rows have gone into the ring.
+        n_sent: positions whose rows have gone into the ring, those of guesses included.
+        guessed: guesses of the tokens behind `ids` whose rows are under way; no drawn token is there yet.
+        n_flying: frames under way whose rows still count.
+        turn: how often a drawn token was another one than the guess; rows that were sent before that are void.
+        n_far: position behind the furthest row that the nodes got since they have caches of it.
+        n_guessed, n_confirmed: guesses that were sent so far, and those that were drawn.
         n_reused: tokens of the prompt that an ended sequence's caches held when this one began.
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
         n_positions: cache positions that it can need at most: the last token is never sent.
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
+        is_guessed: whether its tokens may be guessed.
+        prediction: ids of a text that it probably repeats in parts.
     """
 
     seq_id: int
@@ -98,6 +106,14 @@ class Sequence:
     life: int = 0
     finish_reason: str | None = None
     owner: str | None = None
+    is_guessed: bool = True
+    prediction: tuple[int, ...] = ()
+    guessed: deque[int] = field(default_factory=deque)
+    n_flying: int = 0
+    turn: int = 0
+    n_far: int = 0
+    n_guessed: int = 0
+    n_confirmed: int = 0
 
     n_prompt: int = field(init=False)
     n_positions: int = field(init=False)
@@ -117,14 +133,20 @@ class Sequence:
         return len(self.ids) - self.n_sent
 
     @property
+    def n_rounds_left(self) -> int:
+        """Rounds until it has all tokens that it may get, if as many of them are guessed as so far."""
+        n_left, n_drawn = self.n_positions + 1 - len(self.ids), len(self.ids) - self.n_prompt
+        return -(-n_left * (n_drawn - self.n_confirmed) // n_drawn) if 0 < self.n_confirmed < n_drawn else n_left
+
+    @property
     def in_prefill(self) -> bool:
         """Whether rows of tokens that are known are still to be sent; a rewound text is a prompt as a whole."""
         return self.n_sent < len(self.ids)
 
     @property
     def n_cached(self) -> int:
-        """Cache positions that it takes once all tokens that are known have been sent."""
-        return min(len(self.ids), self.n_positions)
+        """Cache positions that it takes once all tokens that are known have been sent; guesses may have taken more."""
+        return max(min(len(self.ids), self.n_positions), self.n_far)
 
     def begin_behind(self, n: int) -> int:
         """Its first `n` positions are in caches already. Returns `n`."""
@@ -135,17 +157,34 @@ class Sequence:
 
     def rewind(self) -> None:
         """Its caches are gone: from now on it is a prompt of all its tokens so far."""
-        self.n_sent = 0
+        self.return_to(0)
+        self.n_far = 0
         self.life += 1
 
-    def extend(self, tokens: Iterable[int]) -> tuple[int, ...]:
-        """Take new tokens, up to the one that ends the sequence; those that are now part of the text."""
-        new: list[int] = []
-        for token in tokens:
+    def return_to(self, n: int) -> None:
+        """The rows from position `n` on do not count any more: guesses of which something was wrong, or lost ones."""
+        self.n_sent = min(self.n_sent, n)
+        self.n_flying = 0
+        if self.guessed:
+            self.guessed.clear()
+            self.turn += 1
+
+    def guess(self, tokens: Iterable[int]) -> None:
+        """Send rows for guesses of the next tokens behind `guessed`."""
+        n_before = len(self.guessed)
+        self.guessed.extend(tokens)
+        self.n_guessed += len(self.guessed) - n_before
+
+    def take_drawn(self, token: int) -> tuple[int, ...]:
+        """Take the next drawn token as `append` does. If it is the first guess, the rows behind it count, else they do not."""
+        new = self.append(token)
+        if self.guessed and self.guessed[0] == token:
+            self.n_confirmed += 1
             if self.finish_reason is None:
-                new.extend(self.append(token))
-        self.n_sent = min(self.n_sent, len(self.ids) - 1)  # rows beyond the last token were guesses
-        return tuple(new)
+                self.guessed.popleft()
+                return new
+        self.return_to(len(self.ids) - 1)
+        return new
 
     def append(self, token: int) -> tuple[int, ...]:
         """Take a new token. Sets `finish_reason` when this ends the sequence.
@@ -195,7 +234,8 @@ class Sequence:
 @dataclass(frozen=True)
 class PlannedSlice:
     """Rows of one sequence that go into a frame: a `slices.Slice`, which all nodes see, with what only the starter needs: the
-    ids, and the `life` of the sequence.
+    ids, the `life` and the `turn` of the sequence, how many of the rows, the last ones, are guesses, and whether the others
+    belong to a prompt.
     """
 
     seq_id: int
@@ -204,6 +244,9 @@ class PlannedSlice:
     n_logits: int
     ids: tuple[int, ...]
     life: int = 0
+    turn: int = 0
+    n_guessed: int = 0
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,6 +302,9 @@ class Constraint(Protocol):
 
     def take(self, token: int) -> bool:
         """The next token; True if nothing may follow it."""
+
+    def copy(self) -> Constraint:
+        """A constraint in the same state, for tokens that are guessed."""
 
 
 class Request:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import SentRows
@@ -23,20 +23,31 @@ from mdi.engine.sequence import (
     Events,
     Inbox,
     Plan,
+    PlannedSlice,
     Request,
     SamplingParams,
     Sequence,
 )
 from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
-from mdi.kernels.slices import Slice, Slices, SliceTable
+from mdi.kernels.slices import Slice, SliceTable
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
 
-# Rows whose tokens are dropped: of a sequence that has ended, and of one that ends because its constraint failed.
-_DROPPED, _UNMATCHED = Row(SamplingParams(temperature=0), 0), Row(SamplingParams(temperature=0), 0)
-
 logger = logging.getLogger(__name__)
+
+
+class _Wanted(NamedTuple):
+    """A row from which a token is drawn.
+
+    Attributes:
+        place: among those of its slice; all but the first count only if `token`, whose row it is, was drawn before.
+    """
+
+    seq_id: int
+    place: int
+    token: int
+    row: Row
 
 
 class StarterEngine:
@@ -168,9 +179,9 @@ class StarterEngine:
 
     @property
     def n_rounds_left(self) -> int:
-        """Tokens that the longest text may still get. From any thread."""
+        """Rounds that the longest text may still need, if its next guesses are as good as those so far. From any thread."""
         sequences = [request.sequence for request in list(self._live.values())]
-        return max((one.n_positions + 1 - len(one.ids) for one in sequences), default=0)
+        return max((one.n_rounds_left for one in sequences), default=0)
 
     @property
     def is_isolating(self) -> bool:
@@ -229,7 +240,7 @@ class StarterEngine:
             ring.send(self._compute(plan, ring))
         frame = ring.recv()
         if frame is not None:
-            self._tell(self.scheduler.update(frame.number, self._draw(frame, ring)))
+            self._tell(self.scheduler.update(frame.number, self._draw(frame, ring, *self.scheduler.due(frame.number))))
             if self.pace is not None:
                 self.pace.returned(frame.number, time.perf_counter())
                 self.scheduler.doubling_rows = self.pace.doubling_rows
@@ -272,58 +283,103 @@ class StarterEngine:
         dtype, n_cols, payload = self.sent.fill(slices)
         return replace(frame, dtype=dtype, n_rows=slices.n_rows, n_cols=n_cols, payload=payload)
 
-    def _draw(self, frame: Frame, ring: Ring) -> dict[int, list[int]]:
-        """Final norm, head and sampling for the rows that came back: new tokens by seq_id."""
+    def _draw(self, frame: Frame, ring: Ring, plan: Plan, are_live: list[bool]) -> dict[int, list[int]]:
+        """Final norm, head and sampling for the rows that came back: new tokens by seq_id. Rows that do not count any more are
+        left out before anything is computed from them.
+        """
         begin = time.perf_counter()
         tokens: dict[int, list[int]] = {}
         if n_wanting := frame.slices.n_logits:
             x = self._rows.read(frame, self.stage.returned_width)
-            if len(x) != n_wanting:
-                raise EngineError(f"{len(x)} rows came back for {n_wanting} sequences")
-            self._check_finite(x, "the blocks returned numbers")
-            logits = self.stage.head(x)
-            self._check_finite(logits, "the head gave logits")
-            tokens = self._sampled(logits, frame.slices)
+            if len(x) != n_wanting or n_wanting != sum([part.n_logits for part in plan.slices]):
+                raise EngineError(f"{len(x)} rows came back for {n_wanting} tokens")
+            wanted: list[_Wanted] = []
+            places: list[int] = []
+            at = 0
+            for part, is_live in zip(plan.slices, are_live, strict=True):
+                if is_live:
+                    found = self._wanted_of(part)
+                    wanted += found
+                    places += range(at, at + len(found))
+                at += part.n_logits
+            if wanted:
+                x, wanted = self._finite(
+                    x if len(wanted) == len(x) else x[places], wanted, "the blocks returned numbers"
+                )
+                tokens = self._sampled(*self._finite(self.stage.head(x), wanted, "the head gave logits"))
         ring.release(frame)
         self.compute_s += time.perf_counter() - begin
         return tokens
 
-    def _check_finite(self, x: Any, what: str) -> None:
-        """Raises EngineError: a number is not finite. `what` says where `x` comes from."""
-        if not self._rows.are_finite(x):
-            raise EngineError(
-                f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 "
-                "there), or weights are damaged"
+    def _wanted_of(self, part: PlannedSlice) -> list[_Wanted]:
+        """How the rows of a slice are drawn, if all its guesses are right; fewer rows where the constraint allows nothing more.
+        If it fails for the first row, the sequence ends.
+        """
+        request = self._live[part.seq_id]
+        sequence, constraint = request.sequence, request.constraint
+        ids: list[int] = sequence.ids
+        wanted = []
+        for i, token in enumerate(part.ids[part.n_rows - part.n_logits :]):
+            allowed = None
+            if i and sequence.params.changes_logits:
+                ids = [*ids, token]
+            if constraint is not None:
+                try:
+                    if i:
+                        constraint = constraint.copy() if i == 1 else constraint
+                        if constraint.take(token):
+                            break
+                    allowed = constraint.allowed()
+                except Exception:  # of a grammar: its own sequence ends, and no other
+                    if not i:
+                        logger.exception("a sequence is ended, because its grammar failed")
+                        self._end(part.seq_id, UNMATCHED)
+                    break
+            n_drawn = part.start + part.n_rows - part.n_logits + i + 1 - sequence.n_prompt
+            wanted.append(
+                _Wanted(part.seq_id, i, token, Row(sequence.params, n_drawn, ids, sequence.n_prompt, allowed))
             )
+        return wanted
 
-    def _sampled(self, logits: Any, slices: Slices) -> dict[int, list[int]]:
-        """New tokens by seq_id, one for each row of logits. A sequence whose constraint fails ends here."""
-        wanting = [(s.seq_id, s.start + s.n_rows - s.n_logits + i) for s in slices for i in range(s.n_logits)]
-        rows = [self._row_of(seq_id, position) for seq_id, position in wanting]
+    def _finite(self, x: Any, wanted: list[_Wanted], what: str) -> tuple[Any, list[_Wanted]]:
+        """The rows of each slice before the first that has a number that is not finite: a wrong guess may give some.
+
+        Args:
+            x: (len(wanted), any)
+
+        Raises:
+            EngineError: it is the first row of a slice, which is none of a guess. `what` says where `x` comes from.
+        """
+        if self._rows.are_finite(x):
+            return x, wanted
+        kept, damaged = [], set()
+        for at, one in enumerate(wanted):
+            if one.seq_id not in damaged and self._rows.are_finite(x[at : at + 1]):
+                kept.append(at)
+            elif one.place:
+                damaged.add(one.seq_id)
+            else:
+                raise EngineError(
+                    f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 "
+                    "there), or weights are damaged"
+                )
+        return x[kept], [wanted[at] for at in kept]
+
+    def _sampled(self, logits: Any, wanted: list[_Wanted]) -> dict[int, list[int]]:
+        """New tokens by seq_id: one for each row of a slice, up to the first one behind which another token was guessed."""
+        rows = [one.row for one in wanted]
         if any([row.params.n_logprobs is not None for row in rows]):
             logits = on_host(logits)  # once for both
         tokens: dict[int, list[int]] = {}
-        for i, ((seq_id, _), row, token) in enumerate(zip(wanting, rows, sample(logits, rows), strict=True)):
-            tokens.setdefault(seq_id, []).append(token)
-            if row.params.n_logprobs is not None:
-                self._live[seq_id].keep_logprobs(row.n_drawn, log_probs(logits[i], token, row.params.n_logprobs))
-        for seq_id in [seq_id for (seq_id, _), row in zip(wanting, rows, strict=True) if row is _UNMATCHED]:
-            self._end(seq_id, UNMATCHED)
+        for at, (one, token) in enumerate(zip(wanted, sample(logits, rows), strict=True)):
+            own = tokens.setdefault(one.seq_id, [])
+            if one.place and (len(own) < one.place or own[-1] != one.token):
+                continue  # behind a wrong guess
+            own.append(token)
+            if one.row.params.n_logprobs is not None:
+                found = log_probs(logits[at], token, one.row.params.n_logprobs)
+                self._live[one.seq_id].keep_logprobs(one.row.n_drawn, found)
         return tokens
-
-    def _row_of(self, seq_id: int, position: int) -> Row:
-        """How the row of a position is drawn; one of a sequence that has ended is drawn greedily, and dropped."""
-        request = self._live.get(seq_id)
-        if request is None:
-            return _DROPPED
-        sequence, allowed = request.sequence, None
-        if request.constraint is not None:
-            try:
-                allowed = request.constraint.allowed()
-            except Exception:  # of a grammar: its own sequence ends, and no other
-                logger.exception("a sequence is ended, because its grammar failed")
-                return _UNMATCHED
-        return Row(sequence.params, position + 1 - sequence.n_prompt, sequence.ids, sequence.n_prompt, allowed)
 
     # Commands
 
@@ -340,7 +396,9 @@ class StarterEngine:
         """Hand events of the scheduler to their readers. A text that its reader's own condition ends leaves the scheduler."""
         now = time.perf_counter()
         for seq_id, tokens, reason in [(event.seq_id, event.tokens, event.finish_reason) for event in events]:
-            request = self._live[seq_id]
+            request = self._live.get(seq_id)
+            if request is None:
+                continue  # the token before ended it, by its reader's condition
             if tokens:
                 self.n_tokens += len(tokens)
                 self.last_token_s = now

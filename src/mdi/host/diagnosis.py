@@ -282,7 +282,7 @@ def _node_row(finding: NodeFinding) -> tuple[str, ...]:
 
 def _link_row(link: LinkFinding) -> tuple[str, ...]:
     route = link.route
-    rate = f"{route.control.bytes_s * 8 / 1e6:.0f} Mbit/s" if route.control.bytes_s else "-"
+    rate = f"{route.ring.bytes_s * 8 / 1e6:.0f} Mbit/s" if route.ring.bytes_s else "-"
     ring = route.ring
     if ring.is_ok and route.control.round_trip_s:  # measured a few times, the ring port only once
         ring = replace(ring, round_trip_s=min(ring.round_trip_s, route.control.round_trip_s))

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
-from mdi.control.client import PROBE_ANSWER_S, ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import PROBE_ANSWER_S, ControlClient, FanOut
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
-from mdi.control.open_ports import open_ports
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
+from mdi.control.server import open_ports
 from mdi.errors import ControlError, UsageError
 from mdi.host.device import choose_device, devices
 from mdi.host.diagnosis import LinkFinding, NodeFinding, Problem, Report
@@ -30,6 +30,7 @@ def examine(
     deadline_s: float = DEADLINE_S,
     needed_bytes: Mapping[str, int] | None = None,
     cache_dir: Path | None = None,
+    cancel: Cancel | None = None,
 ) -> Report:
     """Reach everything that a run needs to reach. Takes a few deadlines, however many nodes there are.
 
@@ -37,7 +38,9 @@ def examine(
         deadline_s: for each connection and each answer.
         needed_bytes: weights that each node would get, by name; None is unknown.
         cache_dir: where this machine's free disk is looked at.
+        cancel: ends the waiting, with its error.
     """
+    cancel = cancel or Cancel()
     needed = needed_bytes or {}
     own: list[Problem] = []
     starter = starter_finding(cluster.starter, needed, cache_dir)
@@ -48,8 +51,8 @@ def examine(
                 cluster = replace(cluster, starter=replace(cluster.starter, port=ports[0], port_in=ports[1]))
             except UsageError as e:
                 own.append(Problem("starter", str(e), "If that is a starter of yours, wait for its end"))
-        nodes = (starter, *reach_nodes(cluster, deadline_s, needed))
-        links = _measured(_reach_neighbours(cluster, nodes), nodes, cluster.keys)
+        nodes = (starter, *reach_nodes(cluster, deadline_s, needed, cancel))
+        links = _measured(_reach_neighbours(cluster, nodes, cancel), nodes, cluster.keys, cancel)
     return Report(nodes, tuple(links), tuple(own))
 
 
@@ -73,7 +76,9 @@ def starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path
     return NodeFinding(node, Route(Reach(), Reach()), status, needed.get(node.name, 0))
 
 
-def reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str, int]) -> list[NodeFinding]:
+def reach_nodes(
+    cluster: ClusterConfig, deadline_s: float, needed: Mapping[str, int], cancel: Cancel
+) -> list[NodeFinding]:
     """Every secondary from here, all at once."""
 
     def reach(node: NodeConfig) -> NodeFinding:
@@ -81,10 +86,10 @@ def reach_nodes(cluster: ClusterConfig, deadline_s: float, needed: Mapping[str, 
         return NodeFinding(node, route, route.status or {}, needed.get(node.name, 0))
 
     calls = {node.name: lambda node=node: reach(node) for node in cluster.secondaries}
-    return FanOut(calls).wait(timeout_s=12 * deadline_s)
+    return FanOut(calls).wait(cancel, 12 * deadline_s)
 
 
-def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) -> list[LinkFinding]:
+def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...], cancel: Cancel) -> list[LinkFinding]:
     """Each node asked for its way to the next and to the previous one; the starter's own ways are known already."""
     if len(nodes) == 1:
         return []
@@ -95,7 +100,7 @@ def _reach_neighbours(cluster: ClusterConfig, nodes: tuple[NodeFinding, ...]) ->
         return [_way(nodes, index, configs[(index + step) % len(nodes)], step == 1, cluster.keys) for step in steps]
 
     calls = {node.name: lambda i=i: ways_of(i) for i, node in enumerate(configs)}
-    found = FanOut(calls).wait(timeout_s=4 * PROBE_ANSWER_S)
+    found = FanOut(calls).wait(cancel, 4 * PROBE_ANSWER_S)
     return [link for links in found for link in links]
 
 
@@ -107,7 +112,8 @@ def _way(
     if source == 0:
         known = next(finding.route for finding in nodes if finding.node.name == target.name)
         return LinkFinding(name, target, known, in_ring)
-    if not asked.status or asked.status.get("state") == "RUNNING" or "samples" in asked.status:
+    cannot_ask = not asked.status or not asked.route.ring.is_ok
+    if cannot_ask or asked.status.get("state") == "RUNNING" or "samples" in asked.status:
         return LinkFinding(name, target, NOTHING, in_ring)  # said elsewhere
     try:
         answer = ControlClient(asked.node, keys).probe(_request(target))
@@ -116,15 +122,18 @@ def _way(
         return LinkFinding(name, target, NOTHING, in_ring, str(e))
 
 
-def _measured(links: list[LinkFinding], nodes: tuple[NodeFinding, ...], keys: KeyFile | None) -> list[LinkFinding]:
+def _measured(
+    links: list[LinkFinding], nodes: tuple[NodeFinding, ...], keys: KeyFile | None, cancel: Cancel
+) -> list[LinkFinding]:
     """Bandwidth of the ring's links, one after the other, so that none takes part of another's."""
     configs = {finding.node.name: finding.node for finding in nodes}
     measured = []
     for link in links:
+        cancel.check()
         route = link.route
-        if link.in_ring and route.control.is_ok:
+        if link.in_ring and route.ring.is_ok:
             rate = link_bandwidth(configs[link.source], link.target, keys)
-            route = replace(route, control=replace(route.control, bytes_s=rate))
+            route = replace(route, ring=replace(route.ring, bytes_s=rate))
         measured.append(replace(link, route=route))
     return measured
 
@@ -135,7 +144,7 @@ def link_bandwidth(source: NodeConfig, target: NodeConfig, keys: KeyFile | None 
         return bandwidth(ControlClient(target, keys))
     try:
         answer = ControlClient(source, keys).probe(_request(target, measure=True))
-        return Route.from_json(answer).control.bytes_s
+        return Route.from_json(answer).ring.bytes_s
     except ControlError:
         return 0.0
 

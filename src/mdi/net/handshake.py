@@ -18,10 +18,9 @@ from collections.abc import Iterator
 
 from mdi.cancel import REPORT_S, Cancel
 from mdi.errors import AccessError, MdiError, NodeLostError, RingError, WireError
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import CannotConnectError, Fault, Hello, call, shut_down_by
 from mdi.net.link import JOIN_S, PING_INTERVAL_S
 from mdi.net.listener import RingListener
-from mdi.net.meeting import CannotConnectError, call
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import HANDSHAKE_LIMITS, Allocate, Frame, FrameCodec, FrameType, Limits, read_frame, send_frame
@@ -56,8 +55,8 @@ def close_starter_ring(
     sock_out: socket.socket | None = None
     try:
         cancel.check()
-        sock_out, codec_out = _connect(seat)
-        with _interrupted(cancel, sock_out):
+        sock_out, codec_out = _connect(seat, cancel)
+        with shut_down_by(cancel, sock_out):
             answer = _read_answer(sock_out, seat, timeout_s, codec_out)
         with cancel.waking(expectation.wake):
             sock_in = expectation.wait(CONNECT_S)
@@ -101,11 +100,12 @@ def join_ring(
         RingError: the next node cannot be reached or refuses; the previous node knows it, and both sockets are closed.
     """
     sock_out: socket.socket | None = None
+    cancel = cancel or Cancel()
     codec_in = codec_in or FrameCodec(HANDSHAKE_LIMITS)
     try:
         with _signs_of_life(sock_in, seat.epoch, codec_in):
-            sock_out, codec_out = _connect(seat)
-            with _interrupted(cancel or Cancel(), sock_out):
+            sock_out, codec_out = _connect(seat, cancel)
+            with shut_down_by(cancel, sock_out):
                 answer = _read_answer(sock_out, seat, timeout_s, codec_out)
         send_frame(sock_in, seat.hello, codec_in)
         again = None if listener is None or caller is None else Waiter(seat, limits, listener, caller)
@@ -125,27 +125,11 @@ def join_ring(
         raise
 
 
-@contextlib.contextmanager
-def _interrupted(cancel: Cancel, sock: socket.socket) -> Iterator[None]:
-    """Within: the end of `cancel` ends what is read from a socket, and is the error of that."""
-
-    def wake() -> None:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-
-    try:
-        with cancel.waking(wake):
-            yield
-    except (RingError, OSError):
-        cancel.check()
-        raise
-
-
-def _connect(seat: Seat) -> tuple[socket.socket, FrameCodec]:
+def _connect(seat: Seat, cancel: Cancel) -> tuple[socket.socket, FrameCodec]:
     """The connection to the next node, HELLO said."""
     where = f"{seat.next_name} at {seat.next_addr}:{seat.next_port}"
     try:
-        return call((seat.next_addr, seat.next_port), seat.hello, seat.keys, CONNECT_S)
+        return call((seat.next_addr, seat.next_port), seat.hello, seat.keys, CONNECT_S, cancel)
     except CannotConnectError as e:
         raise NodeLostError(
             seat.next_name, f"{seat.name} cannot reach the ring port of {where}: {e}. Check addr, port_in and firewall"

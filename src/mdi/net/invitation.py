@@ -1,4 +1,4 @@
-"""An invitation: its code gives the cluster key, once, within 15 minutes.
+"""An invitation: its code gives the cluster key to as many machines as it is for, within 15 minutes.
 
 The code has 80 random bits, too many to guess, even for an attacker who has recorded or relayed the exchange. Both sides draw
 a public value (X25519). The guest sends its value with a proof that needs the code. The key file's text comes back encrypted
@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from mdi.errors import AccessError, UsageError
-from mdi.net.challenge import public_bytes, shared_key
-from mdi.net.keys import mac
-from mdi.net.sealing import KEY_BYTES
+from mdi.net.hello import public_bytes, shared_key
+from mdi.net.keys import KEY_BYTES, mac
 
 VALID_S = 900.0
 _CODE_BYTES = 10
@@ -87,32 +86,38 @@ class GuestNode:
 
 
 class Invitation:
-    """The side that has the key. `code` is for the guest, who gets `content`.
+    """The side that has the key. `code` is for the guests, who get `content`.
 
     Args:
         clock: seconds, rising.
+        n_guests: how many may use it.
+        on_guest: called with the node of each guest that says where it will be, and the address that it asked from.
 
     Attributes:
-        guest: once it is used, where the guest's node will be, if the guest has said so.
+        used: set with the first use.
     """
 
-    def __init__(self, content: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, content: bytes, clock: Callable[[], float] = time.monotonic, n_guests: int = 1,
+        on_guest: Callable[[GuestNode, str], None] = lambda node, addr: None,
+    ) -> None:  # fmt: skip
         self.code = new_code()
         self._secret = code_bytes(self.code)
         self._content = content
         self._clock = clock
         self._end = clock() + VALID_S
         self._lock = threading.Lock()
-        self._is_used = False
+        self.n_left = n_guests
+        self._known: set[bytes] = set()  # values of the guests, so that a recorded request uses up nothing
+        self._on_guest = on_guest
         self.used = threading.Event()
-        self.guest: GuestNode | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._is_used or self._clock() > self._end
+        return self.n_left == 0 or self._clock() > self._end
 
     def answer(self, request: Any, addr: str = "") -> dict[str, str]:
-        """Make the answer to the guest, and use the invitation up. Raises AccessError: a wrong code, or too late.
+        """Make the answer to a guest, which uses the invitation. Raises AccessError: a wrong code, or too late.
 
         Args:
             addr: from which the request came.
@@ -128,46 +133,44 @@ class Invitation:
                 raise AccessError(
                     "the invitation has been used, or is older than 15 minutes: `mdi key --invite` makes another"
                 )
-            self._is_used = True
-        self.guest = GuestNode.read(request, self._secret, public)
+            if public in self._known:
+                raise AccessError("this request has been answered already: a guest draws a new value each time")
+            self._known.add(public)
+            self.n_left -= 1
+        guest = GuestNode.read(request, self._secret, public)
         self.used.set()
+        if guest is not None:
+            self._on_guest(guest, addr)
         return {"public": mine.hex(), "sealed": ChaCha20Poly1305(key).encrypt(_NONCE, self._content, None).hex()}
 
 
 class Invitations:
-    """One invitation after the other, so that several boards can join: each code is for one of them.
+    """An invitation for several machines, and a new one when it has become too old.
 
     Args:
         on_code: called with each new code.
         n_boards: how many may join.
-        on_guest: called with the node of each guest that says where it will be, and the address that it asked from.
+        on_guest: see Invitation.
     """
 
     def __init__(
         self, content: bytes, on_code: Callable[[str], None], n_boards: int,
         clock: Callable[[], float] = time.monotonic, on_guest: Callable[[GuestNode, str], None] = lambda node, addr: None,
     ) -> None:  # fmt: skip
-        self._content, self._on_code, self._n_left, self._clock = content, on_code, n_boards, clock
-        self._on_guest = on_guest
-        self._current = self._renewed()
+        self._content, self._on_code, self._clock, self._on_guest = content, on_code, clock, on_guest
+        self._current = self._made(n_boards)
 
     def answer(self, request: Any, addr: str = "") -> dict[str, str]:
-        """As Invitation.answer; a code that was used is followed by the next one."""
-        used = self._current
-        answer = used.answer(request, addr)
-        if used.guest is not None:
-            self._on_guest(used.guest, addr)
-        self._n_left -= 1
-        self.renew()
-        return answer
+        """See Invitation.answer."""
+        return self._current.answer(request, addr)
 
     def renew(self) -> None:
-        """Replace a code that was used or has become too old, if more boards may join."""
-        if self._n_left > 0 and self._current.is_over:
-            self._current = self._renewed()
+        """Replace a code that has become too old, if more machines may join."""
+        if self._current.n_left > 0 and self._current.is_over:
+            self._current = self._made(self._current.n_left)
 
-    def _renewed(self) -> Invitation:
-        invitation = Invitation(self._content, self._clock)
+    def _made(self, n_boards: int) -> Invitation:
+        invitation = Invitation(self._content, self._clock, n_boards, self._on_guest)
         self._on_code(invitation.code)
         return invitation
 

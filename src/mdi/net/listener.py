@@ -14,15 +14,13 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
-from mdi.net.challenge import answer_to
-from mdi.net.connection import Returning
-from mdi.net.drops import DropLog
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import Fault, Hello, answer_to
 from mdi.net.keys import KeyFile
-from mdi.net.link import JOIN_S
+from mdi.net.link import JOIN_S, Returning
 from mdi.net.wire import (
     HANDSHAKE_LIMITS,
     HEADER_BYTES,
@@ -35,11 +33,47 @@ from mdi.net.wire import (
     tune,
 )
 
+N_TOLD = 10
+QUIET_S = 60.0
+
+logger = logging.getLogger("mdi")
+
+
+class DropLog:
+    """Reports the first few drops one by one, then each doubling of their number. Starts again after a quiet minute.
+
+    Args:
+        name: of the node.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._n = 0
+        self._last = clock()
+
+    def tell(self, peer: str, why: str) -> None:
+        now = self._clock()
+        if now - self._last > QUIET_S:
+            self._n = 0
+        self._last = now
+        self._n += 1
+        if self._n <= N_TOLD:
+            logger.info("%s: dropped a connection from %s: %s", self._name, peer, why)
+        elif self._n % N_TOLD == 0 and (self._n // N_TOLD).bit_count() == 1:
+            logger.info("%s: dropped %d connections; the last was from %s: %s", self._name, self._n, peer, why)
+        else:
+            logger.debug("%s: dropped a connection from %s: %s", self._name, peer, why)
+
+
 HELLO_DEADLINE_S = 5.0
 N_PENDING_LIMIT = 64
 ACCEPT_AGAIN_S = 0.5  # after an error: what could not be accepted stays there, and would keep this thread busy
 
-logger = logging.getLogger(__name__)
+OnMessage = Callable[
+    [socket.socket, FrameCodec, Frame, str], None
+]  # its last argument is the caller's address and port
 
 
 def open_socket(addr: str, port: int, what: str) -> socket.socket:
@@ -138,6 +172,9 @@ class RingListener:
         keys: of the cluster. If there are some, a caller without one of them is dropped before its HELLO is read.
         hello_s: how long a caller may be silent before it has sent its HELLO.
         accept_again_s: pause after a connection that the system could not accept.
+
+    Attributes:
+        on_message: gets each connection whose first frame is a MESSAGE, and must not block; without, they are refused.
     """
 
     def __init__(
@@ -153,6 +190,7 @@ class RingListener:
         self._name = name
         self.keys = keys
         self._drops = DropLog(name)
+        self.on_message: OnMessage | None = None
         self._sock.setblocking(False)
         self._lock = threading.Lock()
         self._expected: list[Expectation] = []
@@ -306,6 +344,8 @@ class RingListener:
         self._drop(pending, str(error), is_reported)
 
     def _admit(self, pending: _Pending, frame: Frame) -> None:
+        if frame.type is FrameType.MESSAGE and self.on_message is not None:
+            return self.on_message(self._let_in(pending), pending.codec, frame, pending.peer)
         if frame.type is not FrameType.HELLO:
             raise WireError(f"a {frame.type.name} frame where a HELLO was expected")
         hello = Hello.from_bytes(frame.payload)

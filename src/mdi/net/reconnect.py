@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable
 
 from mdi.errors import AccessError, WireError
-from mdi.net.connection import Connection, NotBackError
-from mdi.net.hello import Fault, Hello
+from mdi.net.hello import CannotConnectError, Fault, Hello, call
+from mdi.net.link import Connection, NotBackError
 from mdi.net.listener import RingListener
-from mdi.net.meeting import CannotConnectError, call
 from mdi.net.ring import Seat
 from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, read_frame, send_frame
 

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from mdi.errors import NodeLostError, RingEndedError, RingError
-from mdi.net.connection import Reconnect
 from mdi.net.hello import Fault, Hello
 from mdi.net.keys import KeyFile
-from mdi.net.link import STUCK, Channel, Link, LinkObserver
+from mdi.net.link import STUCK, Channel, Link, LinkObserver, Reconnect
 from mdi.net.wire import SILENCE_S, Allocate, Frame, FrameCodec, FrameType, Limits
 
 FLUSH_S = 2.0

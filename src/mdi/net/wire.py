@@ -44,7 +44,7 @@ from typing import Any
 from mdi.errors import WireError
 from mdi.kernels.slices import NO_SLICES, RECORD, SliceTable
 from mdi.kernels.slices import Slice as Slice
-from mdi.net.sealing import TAG_BYTES, SealedSession
+from mdi.net.keys import TAG_BYTES, SealedSession
 
 SILENCE_S = 6.0  # a neighbour that is silent for so long counts as dead, unless the run has another limit
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
@@ -58,6 +58,8 @@ class FrameType(IntEnum):
     PING = 5  # sign of life of one link, in both directions, never passed on
     CHALLENGE = 6  # before the HELLO, where nodes have a cluster key, and its answer
     NOTICE = 7  # a node will leave; passed on in both directions, before queued frames, up to the starter
+    MESSAGE = 8  # a question outside of rings, and its answers, see net.message
+    DATA = 9  # bytes that belong to a MESSAGE
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ DTYPE_CODES = {payload_type.name: code for code, payload_type in DTYPES.items()}
 
 # What a run's rows travel as; "auto" is what each stage computes in. All nodes of a ring must agree (net.hello).
 WIRE_DTYPES = ("auto", "fp16", "int8")
-REDUCE_DTYPES = ("float32", *WIRE_DTYPES[1:])  # of partial sums, see tensor.numbers
+REDUCE_DTYPES = ("float32", *WIRE_DTYPES[1:])  # of partial sums, see tensor.sums
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class FrameCodec:
 
 
 class SealedCodec(FrameCodec):
-    """The frames of a connection whose two sides have met (`mdi.net.challenge`); see the module for the bytes."""
+    """The frames of a connection whose two sides have met (`mdi.net.hello`); see the module for the bytes."""
 
     def __init__(self, session: SealedSession, limits: Limits) -> None:
         super().__init__(limits)

@@ -13,8 +13,7 @@ from mdi.net.listener import RingListener
 from mdi.net.ring import TcpRing
 from mdi.stages.kernel_stage import KernelStage
 from mdi.tensor.group import group_of
-from mdi.tensor.group_ring import MemberRing
-from mdi.tensor.joining import GroupLinks
+from mdi.tensor.joining import GroupLinks, MemberRing
 
 
 def run_check(ring: TcpRing, on_wait: Callable[[], None] = lambda: None) -> Callable[[float], None]:

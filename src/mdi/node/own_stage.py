@@ -28,14 +28,12 @@ from mdi.node.part_sending import PartSource
 from mdi.node.starter_weights import StarterWeights
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import StageSpec
-from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage, WeightUse
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import Claim, HeldStage, StageStore
-from mdi.stages.window_options import window_of
+from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore
+from mdi.stages.window_budget import window_of
 from mdi.tensor.group import EXTENSION, Group
-from mdi.tensor.group_ring import LeaderRing
-from mdi.tensor.joining import GroupLinks
+from mdi.tensor.joining import GroupLinks, LeaderRing
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share
 from mdi.units import duration

@@ -138,7 +138,7 @@ class PartSending:
     def _forward(self, holder: ControlClient, part: PartSpec, have: int) -> None:
         """Have another node send the rest of a part. Raises ControlError, with status 404 if it does not have it."""
         node = self._client.node
-        holder.forward(ForwardRequest(self._run, part, have, node.name, node.addr, node.port))
+        holder.forward(ForwardRequest(self._run, part, have, node.name, node.addr, node.port_in))
         self._n_sent[holder.node.name] = self._n_sent.get(holder.node.name, 0) + 1
         logger.debug("%s has sent %s to %s", holder.node.name, part.name, node.name)
 
@@ -152,7 +152,7 @@ class PartSending:
 class Forwards:
     """Parts that a secondary sends to other nodes when a starter asks it to, a few at a time.
 
-    Each holds a thread of the control port, and the other node may be a stranger that takes nothing and never answers.
+    Each holds a thread of the ring port, and the other node may be a stranger that takes nothing and never answers.
 
     Args:
         name: of the node.
@@ -172,7 +172,7 @@ class Forwards:
         try:
             end = time.monotonic() + PART_ANSWER_S  # the starter does not wait any longer
             pieces = until(end, from_offset(self._pieces(request.part), request.offset))
-            client = ControlClient(NodeConfig(request.node, request.addr, request.port, 0), self._keys)
+            client = ControlClient(NodeConfig(request.node, request.addr, 0, request.port_in), self._keys)
             client.send_part(request.part, request.run, request.offset, pieces, FORWARD_ANSWER_S)
         finally:
             self._places.release()

@@ -12,12 +12,12 @@ N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 N_STOPPED = 256  # ids of runs that were stopped: requests for their rings may come late
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
-_BESIDE = "beside"  # of the extensions of a run
+_AHEAD = "ahead"  # of the extensions of a run
 
 
-def beside_extension() -> dict[str, bool]:
+def ahead_extension() -> dict[str, bool]:
     """The extension of a node's request that lets the run's ring before go on while this one is prepared; else it is ended."""
-    return {_BESIDE: True}
+    return {_AHEAD: True}
 
 
 class Runs:
@@ -41,10 +41,14 @@ class Runs:
             for run in ended[:-N_REMEMBERED]:
                 del self.rings[run]
 
-    def find(self, run: str | None) -> RingWorker | None:
-        """The latest ring of a run that has not ended; else the last one, one that had begun if there is one."""
+    def find(self, run: str | None, epoch: str | None = None) -> RingWorker | None:
+        """The latest ring of a run that has not ended; else the last one, one that had begun if there is one.
+
+        Args:
+            epoch: of the ring, if it must be a certain one.
+        """
         with self._lock:
-            rings = self.rings.get(run or "", [])
+            rings = [one for one in self.rings.get(run or "", []) if epoch in (None, one.request.epoch)]
             active = [one for one in rings if not one.has_ended.is_set()]
             return next(reversed(active or [one for one in rings if one.has_begun] or rings), None)
 
@@ -109,7 +113,7 @@ class Runs:
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
                 return False
-            if before.is_running and request.extensions.get(_BESIDE) is True:
+            if before.is_running and request.extensions.get(_AHEAD) is True:
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):

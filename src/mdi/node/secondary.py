@@ -20,6 +20,7 @@ import psutil
 import mdi
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
+from mdi.control.message_server import MessageServer
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.server import ControlServer
 from mdi.errors import ControlError, MdiError, NoMemoryError
@@ -35,7 +36,7 @@ from mdi.node.node_weights import NodeWeights
 from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
-from mdi.node.secondary_status import InTime, run_status, slot_status
+from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.worker import RingWorker
 from mdi.placement.profiler import Profiler
@@ -43,9 +44,8 @@ from mdi.spec.cluster import NodeConfig, WeightMemory
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
-from mdi.stages.cache_budget import share_in
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, share_in
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
@@ -106,6 +106,7 @@ class SecondaryNode:
         self._deadline: threading.Timer | None = None
         self.listener: RingListener | None = None
         self.control: ControlServer | None = None
+        self._messages: MessageServer | None = None
         self.is_leaving = self._closed = False
 
     def open(self) -> None:
@@ -116,6 +117,7 @@ class SecondaryNode:
         self._kernels.join(KERNELS_S)
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self.listener = RingListener(sock, name, self._keys)
+        self._messages = MessageServer(self, self.listener)
         self.control = ControlServer(self, self.config.listen_addr, self.config.port, name, self._keys)
         logger.info(
             "%s waits for its starter on %s:%d (ring port %d, device %s)",
@@ -154,6 +156,8 @@ class SecondaryNode:
         self.turns.close()
         if self.control is not None:
             self.control.close()
+        if self._messages is not None:
+            self._messages.close()
         for worker in self.workers:
             worker.join(JOIN_S)
         if not any(worker.is_alive for worker in self.workers):
@@ -196,7 +200,7 @@ class SecondaryNode:
         if self.is_leaving and not self.runs.active:
             self.turns.close()
 
-    # What the control server calls, from its threads
+    # Called by the servers of both ports, in their threads
 
     def status(self, run: str | None) -> dict[str, Any]:
         """The status of a run or of the node. Nothing slow is in it: a node that does not answer counts as dead."""
@@ -233,11 +237,14 @@ class SecondaryNode:
         own = self.runs.find(run)
         if own is not None and not own.has_ended.is_set():
             own.cancel.touch()
+        return self._status_of(own or self.runs.latest, own is not None)
+
+    def _status_of(self, worker: RingWorker | None, is_known: bool) -> dict[str, Any]:
         return {
             "name": self.config.name,
             "process": self.process,
             "ring_port": self.listener.port if self.listener is not None else None,
-            **run_status(own or self.runs.latest, own is not None, self.store, self._in_time),
+            **run_status(worker, is_known, self.store, self._in_time),
             **({"state": COMPILING} if self._kernels.is_alive() and self.runs.latest is None else {}),
         }
 
@@ -291,6 +298,12 @@ class SecondaryNode:
         self.workers = [*(one for one in self.workers if one.is_alive), worker]
         worker.start()
         return worker
+
+    def watch(self, run: str, epoch: str | None) -> RingWatch:
+        worker = self.runs.find(run, epoch)
+        if worker is None:
+            raise self._unknown_run()
+        return RingWatch(worker, lambda: self._status_of(worker, True))
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         rings = self.runs.active_of(run)

@@ -47,6 +47,37 @@ class InTime:
                 del self._asked[what]
 
 
+class RingWatch:
+    """The statuses of a ring, for its starter: it waits for changes; and what only counts up is looked at now and then.
+
+    Args:
+        status: of the ring.
+    """
+
+    def __init__(self, worker: RingWorker, status: Callable[[], dict[str, Any]]) -> None:
+        self._worker, self._status = worker, status
+        self._n_seen = -1
+        self._last: dict[str, Any] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._worker.has_ended.is_set()
+
+    def changed(self, timeout_s: float) -> dict[str, Any] | None:
+        worker = self._worker
+        with worker.changed:
+            worker.changed.wait_for(lambda: worker.n_changes != self._n_seen, timeout_s)
+            self._n_seen = worker.n_changes
+        status = self._status()
+        if status == self._last:
+            return None
+        self._last = status
+        return status
+
+    def touch(self) -> None:
+        self._worker.cancel.touch()
+
+
 def run_status(worker: RingWorker | None, is_known: bool, store: BlockStore, in_time: InTime) -> dict[str, Any]:
     """The requested run; else the one that decides the node's state.
 

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mdi
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.control.reach_node import BUSY_S, reach_node
+from mdi.control.reach import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
 from mdi.spec.cluster import NodeConfig
-from mdi.stages.cache_budget import CacheReport
+from mdi.stages.store import CacheReport
 from mdi.units import duration, size
 
-# A node that has everything is ready in a few hundredths of a second, and texts may be waiting for it; one that loads for
-# minutes needs its processor for that.
-POLL_S, LONGEST_POLL_S, SLOWER = 0.03, 0.5, 1.2
-SIGN_S = 1.0
+AGAIN_S = 0.1  # before a node that is busy is asked again
+SIGN_S = 1.0  # after which a node that was ready at once hears of its starter again
+N_BROKEN = 3  # connections of a watch that break one after the other without a status
 WINDOW_S = 10.0  # the rate of a transfer is that of the last seconds: a slow start says nothing about the rest
 
 logger = logging.getLogger("mdi")
-
-
-def growing_pauses() -> Iterator[float]:
-    """Seconds between two questions, as a node takes longer."""
-    pause_s = POLL_S
-    while True:
-        yield pause_s
-        pause_s = min(SLOWER * pause_s, LONGEST_POLL_S)
 
 
 class SecondarySetup:
@@ -48,6 +38,7 @@ class SecondarySetup:
         request: its task.
         weights: where its parts come from.
         wait_s: how long to wait for a node that does not answer yet.
+        cancel: of the set-up of all nodes: its end ends this one, and a failure of this one cancels it.
         is_known: whether it took part in the run's ring before: then it is there, and of a version that fits.
         holders: other nodes that may have parts.
 
@@ -58,8 +49,8 @@ class SecondarySetup:
     """
 
     def __init__(
-        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, is_known: bool = False,
-        holders: Holders | None = None,
+        self, client: ControlClient, request: InitRequest, weights: PartSource, wait_s: float, cancel: Cancel,
+        is_known: bool = False, holders: Holders | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._request = request
@@ -68,9 +59,10 @@ class SecondarySetup:
         self._is_known = is_known
         self._holders = holders or Holders()
         self._answer: dict[str, Any] = {}  # its last status
+        self._changed = threading.Condition()  # notified with each status, and at the end
         self.is_ready_at_once = False
         self._done = threading.Event()
-        self._cancel = Cancel()
+        self._cancel = cancel
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
@@ -85,12 +77,16 @@ class SecondarySetup:
     def name(self) -> str:
         return self._client.node.name
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the node is ready, or has failed (see `error`), by now."""
-        return self._done.wait(timeout_s)
+    def wait(self) -> None:
+        """Until the node is ready. Raises the error that ended the set-up of all nodes."""
+        with self._cancel.waking(self._done.set):
+            while not self._done.wait(self._cancel.left_s(SIGN_S)):
+                self._cancel.check()
+        self._cancel.check()
 
-    def cancel(self) -> None:
-        self._cancel.cancel(RingError("the set-up was interrupted"))
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
         for thread in (self._setup, self._watch):
@@ -102,11 +98,11 @@ class SecondarySetup:
             if not self._is_known:
                 self._reach()
             self._configure()
-            missing = self._ask_missing()
             self.is_ready_at_once = self._answer["state"] == "READY"
             self._watch.start()
-            self._send(missing)
-            self._wait_ready()
+            with self._cancel.waking(self._wake):
+                self._send(self._ask_missing())
+                self._wait_until(lambda status: status["state"] == "READY")
             logger.info("%s is ready", self.name)
         except MdiError as e:
             self._fail(e)
@@ -117,10 +113,12 @@ class SecondarySetup:
             self._done.set()
 
     def _fail(self, error: MdiError) -> None:
-        if self.error is None and not self._cancel.is_cancelled:
-            self.error = error
-        self.cancel()
-        self._done.set()
+        if error is self._cancel.error:
+            return  # another node's
+        self.error = error
+        self._cancel.cancel(error)
+        if self._cancel.error is not error:  # another node was first
+            self.error = None
 
     def _reach(self) -> None:
         """Wait until the node answers."""
@@ -143,7 +141,7 @@ class SecondarySetup:
 
     def _configure(self) -> None:
         """Send the run configuration. A node that has its stage in memory answers that it is ready."""
-        deadline, pauses = time.monotonic() + BUSY_S, growing_pauses()
+        deadline = time.monotonic() + BUSY_S
         is_reported = False
         while True:
             self._cancel.check()
@@ -159,23 +157,43 @@ class SecondarySetup:
                 if not is_reported:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
                     is_reported = True
-                self._cancel.wait(next(pauses))
+                self._cancel.wait(AGAIN_S)
 
     def _ask_missing(self) -> list[tuple[PartSpec, int]]:
         """The parts that the node lacks, and how many bytes of each it has from an earlier try."""
         report = Periodic()
-        patience, pauses = self._patience(), growing_pauses()
-        while self._answer.get("missing") is None:
-            patience.look(self._answer, time.monotonic())
+
+        def is_known(status: dict[str, Any]) -> bool:
             if report.is_due():
                 logger.info("%s checks which weights it already has", self.name)
-            self._cancel.wait(next(pauses))
-            self._answer = self._loading_status()
-        return self._missing_in(self._answer)
+            return status.get("missing") is not None
+
+        return self._missing_in(self._wait_until(is_known))
 
     def _missing_now(self) -> dict[PartSpec, int]:
-        self._answer = self._loading_status()
+        self._take(self._loading_status())
         return dict(self._ask_missing())
+
+    def _wait_until(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first of its statuses for which something holds; they are pushed (see `_watch_node`).
+
+        Raises:
+            NodeLostError, RingError: it has given up, or made no progress for too long.
+        """
+        patience = Patience(self.name, len(self._request.parts), STALL_S, time.monotonic())
+        while True:
+            with self._changed:
+                status = self._checked(self._answer)
+                if is_so(status):
+                    return status
+                self._cancel.check()
+                patience.look(status, time.monotonic())
+                self._changed.wait(SIGN_S)
+
+    def _take(self, status: dict[str, Any]) -> None:
+        with self._changed:
+            self._answer = status
+            self._changed.notify_all()
 
     def _missing_in(self, status: dict[str, Any]) -> list[tuple[PartSpec, int]]:
         """The parts that a node reports missing. Raises ControlError if that cannot be read."""
@@ -203,16 +221,6 @@ class SecondarySetup:
         self._progress = None
         logger.info("%s", progress.summary(time.monotonic()))
 
-    def _wait_ready(self) -> None:
-        patience, pauses = self._patience(), growing_pauses()
-        while self._answer["state"] != "READY":
-            patience.look(self._answer, time.monotonic())
-            self._cancel.wait(next(pauses))
-            self._answer = self._loading_status()
-
-    def _patience(self) -> Patience:
-        return Patience(self.name, len(self._request.parts), STALL_S, time.monotonic())
-
     def caches(self, is_asked: bool) -> CacheReport:
         """How much cache the node can hold, now that it is ready; as it said then, or `is_asked` again.
 
@@ -226,7 +234,10 @@ class SecondarySetup:
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""
         self._cancel.check()
-        return self._checked(self._status())
+        try:
+            return self._checked(self._client.status(self._request.run))
+        except ControlError as e:
+            raise self._lost(e) from None
 
     def _checked(self, status: dict[str, Any]) -> dict[str, Any]:
         if status["state"] not in ("LOADING", "READY"):
@@ -236,20 +247,28 @@ class SecondarySetup:
         return status
 
     def _watch_node(self) -> None:
-        """Ask for a sign of life, and give one, until all nodes are ready: this needs no answer from sender or disk.
+        """Hear the node's statuses, and give signs of life, until all nodes are ready: this needs no sender and no disk.
 
         Renews the lease: a node that is ready must not count its starter as dead while the others still load.
         """
-        report = Periodic()
-        with contextlib.suppress(RingError):  # it was interrupted
-            while True:
+        report, n_broken = Periodic(), 0
+        try:
+            if self.is_ready_at_once:  # texts may be waiting for its ring
                 self._cancel.wait(SIGN_S)
+            while True:
                 try:
-                    status = self._status()
-                except MdiError as e:
-                    return self._fail(e)
-                if report.is_due():
-                    self._report(status)
+                    for status in self._client.watch(self._request.run, self._request.epoch, self._cancel):
+                        n_broken = 0
+                        self._take(status)
+                        if report.is_due():
+                            self._report(status)
+                    return
+                except ControlError as e:
+                    n_broken += 1
+                    if e.problem != "closed" or n_broken > N_BROKEN:
+                        return self._fail(self._lost(e))
+        except MdiError:  # it was cancelled
+            pass
 
     def _report(self, status: dict[str, Any]) -> None:
         """A line about the bytes that the node has received; bytes in the sender's buffers do not count."""
@@ -261,14 +280,9 @@ class SecondarySetup:
             ours.update(n_bytes, time.monotonic())
             logger.info("%s", ours)
 
-    def _status(self) -> dict[str, Any]:
-        try:
-            return self._client.status(self._request.run)
-        except ControlError as e:
-            raise self._lost(e) from None
-
     def _lost(self, error: ControlError) -> NodeLostError:
-        return NodeLostError(self.name, f"{self.name} was lost while it got ready: {error}")
+        lost = NodeLostError(self.name, f"{self.name} was lost while it got ready: {error}")
+        return with_true_port(lost, self._client.node, self.ring_port)
 
 
 def with_true_port(error: NodeLostError, node: NodeConfig, ring_port: Any) -> NodeLostError:

@@ -15,8 +15,7 @@ from mdi.node.starter_weights import StarterWeights
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.model_family import ModelFamily
-from mdi.tensor.group import Group, Member
-from mdi.tensor.ring_stages import RingStage, counts_after, groups_after, stages_of
+from mdi.tensor.group import Group, Member, RingStage, counts_after, groups_after, stages_of
 from mdi.tensor.shares import Shares, share_out
 
 logger = logging.getLogger("mdi")

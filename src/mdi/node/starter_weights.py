@@ -10,7 +10,7 @@ from typing import Any
 from mdi.block_ranges import default_split, parse_layers, ranges, span
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
-from mdi.checkpoint.folder import WEIGHT_FILES
+from mdi.checkpoint.folder import all_weight_files
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import CheckedFiles
 from mdi.checkpoint.source import open_source
@@ -26,7 +26,7 @@ class StarterWeights:
     """All parts that the starter holds or can send, and the cut.
 
     Args:
-        ckpt: directory of a LitGPT checkpoint, or None.
+        ckpt: directory of a checkpoint, or None.
         chunk: the starter's chunk, or None; the other nodes' chunks must be beside it.
         n_nodes: length of the ring.
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
@@ -136,7 +136,7 @@ class StarterWeights:
             return
         # Check each: if prepare_model.py was interrupted, new chunks are beside old ones of other weights.
         oldest = min(chunk.stat().st_mtime for chunk in siblings(path).values())
-        if any(file.stat().st_mtime > oldest for name in WEIGHT_FILES if (file := ckpt / name).is_file()):
+        if any(file.stat().st_mtime > oldest for file in all_weight_files(ckpt) if file.is_file()):
             logger.info("the chunks in %s are older than the checkpoint and are not used", path.parent)
             return
         try:

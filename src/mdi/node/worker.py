@@ -27,9 +27,8 @@ from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.group_member import GroupPart, share_metrics
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
-from mdi.stages.cache_budget import CacheReport
 from mdi.stages.kernel_stage import KernelStage
-from mdi.stages.store import KEPT_S, HeldStage, StageStore
+from mdi.stages.store import KEPT_S, CacheReport, HeldStage, StageStore
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ class RingWorker:
         on_end: called from the thread when the ring has ended.
 
     Attributes:
+        changed: notified, and n_changes counted, when the state has changed, and what of the parts is known.
         state: LOADING, READY (everything is here, the ring is open) or RUNNING; and when it has ended, READY again if that was
             in good order, else IDLE.
         error, error_code: what ended it, if that was not in good order.
@@ -108,6 +108,7 @@ class RingWorker:
         self._on_end = on_end
         self.cancel = RingLease()
         self.changed = threading.Condition()
+        self.n_changes = 0
         self.has_ended = threading.Event()
         self.state = "LOADING"
         self.error: str | None = None
@@ -155,18 +156,23 @@ class RingWorker:
         with self.changed:
             self.changed.wait_for(lambda: self.state != "LOADING" or bool(self.missing), timeout_s)
 
+    def _note_change(self) -> None:
+        """Wake all who wait for it; with `changed` held."""
+        self.n_changes += 1
+        self.changed.notify_all()
+
     def note_part(self, sha256: str) -> None:
         """A part has come."""
         with self.changed:
             if self.missing is not None:
                 self.missing.pop(sha256, None)
-            self.changed.notify_all()
+            self._note_change()
 
     def fail(self, error: MdiError) -> None:
         """A part cannot come."""
         with self.changed:
             self.cancel.failure = error
-            self.changed.notify_all()
+            self._note_change()
 
     def end(self) -> None:
         """End it in good order, however far it is."""
@@ -189,7 +195,7 @@ class RingWorker:
         with self.changed:
             self.is_stopped = True
             self._fault = self._fault or fault
-            self.changed.notify_all()
+            self._note_change()
             return self.ring
 
     def announce_leave(self) -> None:
@@ -228,8 +234,8 @@ class RingWorker:
             self.error, self.error_code = _in_words(error)
             self.state = "READY" if error is None else "IDLE"
             self.ring = None
-            self.changed.notify_all()
-        self.has_ended.set()
+            self.has_ended.set()
+            self._note_change()
 
     def _log(self, error: Exception) -> None:
         if isinstance(error, AbandonedError):
@@ -274,7 +280,9 @@ class RingWorker:
                 self._wait_for_parts()
                 self._store.complete(self.held, self._weights, self.cancel, self._next_part)
         else:
-            self.missing = {}
+            with self.changed:
+                self.missing = {}
+                self._note_change()
             self._store.complete(self.held, self._weights, self.cancel)
 
     def _wait_for_parts(self) -> None:
@@ -286,6 +294,7 @@ class RingWorker:
             self.total_bytes = sum(part.n_bytes for part in missing)
             self.received_bytes = sum(weights.store.partial_bytes(part.sha256) for part in missing)
             self.missing = {part.sha256: part for part in missing}
+            self._note_change()
         if missing:
             to_come = self.total_bytes - self.received_bytes
             logger.info("%s gets %s of weights from its starter", self._name, size(to_come))
@@ -320,7 +329,7 @@ class RingWorker:
         try:
             with self.changed:
                 self.report_caches, self.state = (lambda: self._store.grant(self.held)), "READY"
-                self.changed.notify_all()
+                self._note_change()
             logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
             sock = None
             with self.cancel.waking(expectation.wake):

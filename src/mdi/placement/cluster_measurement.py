@@ -16,11 +16,9 @@ from functools import partial
 from typing import Any
 
 from mdi.cancel import Cancel, Periodic
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
-from mdi.control.reach import Route, try_node
-from mdi.control.reach_node import BUSY_S, reach_node
+from mdi.control.reach import BUSY_S, Route, reach_node, try_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
 from mdi.host.neighbours import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory
@@ -51,7 +49,7 @@ class ClusterMeasurement:
         request: ProfileRequest,
         own: Callable[[], NodeProfile],
         wait_s: float,
-        cancel: Cancel | None = None,
+        cancel: Cancel,
         own_format: str = "",
     ) -> None:
         self._own_format = own_format
@@ -59,7 +57,7 @@ class ClusterMeasurement:
         self._request = request
         self._own = own
         self._wait_s = wait_s
-        self._cancel = cancel or Cancel()
+        self._cancel = cancel
         self._clients = {node.name: ControlClient(node, cluster.keys) for node in cluster.secondaries}
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
@@ -225,6 +223,6 @@ class ClusterMeasurement:
                 *(source.name, target.name, target.addr, target.port_in, route.ring.problem),
             )
             return LinkProfile(source.name, target.name, BROKEN_S, 1.0)
-        if not route.control.bytes_s:
+        if not route.ring.bytes_s:
             return None
-        return LinkProfile(source.name, target.name, route.control.round_trip_s, route.control.bytes_s)
+        return LinkProfile(source.name, target.name, route.control.round_trip_s, route.ring.bytes_s)

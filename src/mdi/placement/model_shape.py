@@ -7,9 +7,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes
@@ -19,9 +18,7 @@ from mdi.kernels.weight_formats import EMBEDDING, WeightFormat, weight_format
 from mdi.placement.model import BlockShape, ModelShape
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-
-if TYPE_CHECKING:
-    from litgpt.config import Config
+from mdi.spec.model import ModelConfig
 
 _AS_COMPUTED = {4: "float32", 2: "bf16"}  # what caches hold, by the bytes of a value
 RUNTIME_BYTES = 20_000_000  # measured (docs/distributing.md): memory of a computing process
@@ -48,7 +45,7 @@ def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") 
 @functools.lru_cache(maxsize=16)
 def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
     config_dict = json.loads(config_json)
-    config = litgpt_module("config").Config(**config_dict)
+    config = ModelConfig(**config_dict)
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
     tensors = model_shapes(config_dict, config.name or "this model")
@@ -76,7 +73,7 @@ def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
     )
 
 
-def _block(config: Config, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
+def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
     return BlockShape(
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(sum(map(math.prod, own.values()))),
@@ -90,12 +87,12 @@ def _bytes(tensors: _Shapes, form: WeightFormat) -> int:
     return round(sum(form.tensor_bytes(name, shape) for name, shape in tensors.items()))
 
 
-def _used(config: Config, name: str) -> float:
+def _used(config: ModelConfig, name: str) -> float:
     """The part of a weight matrix that an average row meets: of experts, as many as a row is sent to."""
     return config.n_expert_per_token / config.n_expert if ".experts." in name else 1.0
 
 
-def _widest(config: Config, tensors: _Shapes) -> int:
+def _widest(config: ModelConfig, tensors: _Shapes) -> int:
     """Values that a row has at the same time in a block: in, normed, out, and two of the widest layer."""
     outputs = [shape[0] for name, shape in tensors.items() if name.startswith("transformer.h.") and len(shape) == 2]
     return int(3 * config.n_embd + 2 * max(outputs))

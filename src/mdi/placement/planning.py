@@ -13,7 +13,7 @@ from mdi.block_ranges import span
 from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProfileRequest
-from mdi.control.open_ports import open_ports
+from mdi.control.server import open_ports
 from mdi.errors import CheckpointError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device
@@ -57,8 +57,8 @@ def profile_cluster(
     asked: Requested,
     cache_dir: Path | None,
     wait_s: float,
+    cancel: Cancel,
     fresh: bool = False,
-    cancel: Cancel | None = None,
     run: str | None = None,
 ) -> ClusterProfile:
     """Measure all nodes and the links between them; raises as `ClusterMeasurement`.
@@ -98,6 +98,7 @@ def measure_live(
     cache_dir: Path,
     wait_s: float,
     fresh: bool,
+    cancel: Cancel,
 ) -> ClusterProfile:
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
@@ -107,7 +108,7 @@ def measure_live(
         if cluster.secondaries:
             port, port_in = stack.enter_context(open_ports(node, cluster.keys))
             cluster = replace(cluster, starter=replace(node, port=port, port_in=port_in))
-        return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, fresh)
+        return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, cancel, fresh)
 
 
 def choose(profile: ClusterProfile, model: Model, method: str, workload: Workload, kv_dtype: str) -> PlanReport:

@@ -5,8 +5,8 @@ is on the round's length T, which can be reached if blocks can be spread so that
 round takes at most T. Given the limit on the stages, the shortest way round is found exactly: where all blocks are alike by
 filling the fastest nodes first, else by dynamic programming over the blocks.
 
-Up to EXACT_NODES nodes every choice of nodes is tried, and every order that may be best. With more nodes the choice and the
-order are a guess (the fastest or largest ones), improved step by step.
+Up to EXACT_NODES nodes every choice of nodes is tried, and every order that may be best. With more nodes the search begins with
+likely ones (the fastest or largest), and improves the ring step by step, for SEARCH_S at most.
 
 A prediction is no better than what it rests on: times that were measured in a moment. A ring that is faster by less than
 MARGIN may be no faster at all. Then all nodes that have something to do take part, since their owner put them there; but
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mdi.placement.cost import CostModel, Terms
+
+Clock = Callable[[], float]
 
 TOLERANCE = 1e-9  # relative; smaller differences count as equal
 _INF = float("inf")
@@ -364,37 +367,50 @@ def _moved(order: list[int], way: dict[tuple[int, int], float], passes: int = 4)
     return order
 
 
-WORK = 600  # nodes of all rings together that the improvement may look at
-NEAR = 6  # unused nodes that it tries in each place
+EXACT_NODES = 8  # with more nodes, not every choice of them is tried
+NEAR = 6  # unused nodes that the improvement tries in each place
+SEARCH_S = 1.0  # after which the ring of a large cluster is not improved any more
+MARGIN = 1.1
 
 
-def guessed(cost: CostModel) -> Spread | None:
-    """The best ring of the starter with the fastest or with the largest others; None if the model fits none."""
+def fastest(cost: CostModel, also: Iterable[Sequence[int]] = (), clock: Clock = time.monotonic) -> Spread | None:
+    """The fastest ring; None if the model fits no choice of nodes.
+
+    Args:
+        cost: its workload says how many sequences are meant: with one, the fastest ring is that with the shortest way.
+        also: more orders of nodes to be tried.
+    """
     best: Spread | None = None
-    others = range(1, cost.n_nodes)
     for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
-        if best is not None and n_used > 2 * len(best.order) + NEAR:
+        if cost.n_nodes > EXACT_NODES and best is not None and n_used > 2 * len(best.order) + NEAR:
             break  # longer rings have not been better for a while
-        terms = cost.terms(n_used)
-        usable = [i for i in others if terms.most_blocks(i) > 0] if cost.is_uniform else others
-        fastest = heapq.nsmallest(n_used - 1, usable, key=lambda i: (terms.unit_s(i), i))
-        largest = heapq.nsmallest(n_used - 1, usable, key=lambda i: (-terms.capacity(i)[0], i))
-        for chosen in (fastest, largest) if len(fastest) == n_used - 1 else ():
-            ring = good_ring(cost, [0, *chosen], terms.n_rows)
-            best = spread(cost, ring, best.round_s if best else float("inf")) or best
+        best = fastest_of(cost, n_used, best.round_s if best else _INF) or best
+    for order in also:  # last, because most need no more than a look when a good ring is known
+        ring = ring_of(cost, order, cost.terms(len(order)).n_rows)
+        best = spread(cost, ring, best.round_s if best else _INF) or best
+    return improved(cost, best, clock) if best is not None and cost.n_nodes > EXACT_NODES else best
+
+
+def fastest_of(cost: CostModel, n_used: int, below_s: float, near: Spread | None = None) -> Spread | None:
+    """The fastest ring of so many nodes; None if no round takes less than `below_s`.
+
+    Args:
+        near: a good ring of more nodes. Of a large cluster, rings without its slowest nodes are tried as well.
+    """
+    best: Spread | None = None
+    for ring in _rings(cost, n_used, below_s, near):
+        best = spread(cost, ring, best.round_s if best else below_s) or best
     return best
 
 
-def improved(cost: CostModel, best: Spread) -> Spread:
-    """Leave out, add or exchange nodes as long as it helps, with a limited number of tries."""
-    tries = max(8, WORK // len(best.order))
-    is_better = True
-    while is_better and tries > 0:
+def improved(cost: CostModel, best: Spread, clock: Clock) -> Spread:
+    """Leave out, add or exchange nodes as long as it helps, but no longer than SEARCH_S."""
+    deadline, is_better = clock() + SEARCH_S, True
+    while is_better:
         is_better = False
         for nodes in _neighbours(cost, best):
-            if tries == 0:
-                break
-            tries -= 1
+            if clock() >= deadline:
+                return best
             ring = good_ring(cost, nodes, cost.terms(len(nodes)).n_rows)
             found = spread(cost, ring, best.round_s)
             if found is not None:
@@ -421,44 +437,12 @@ def _neighbours(cost: CostModel, best: Spread) -> Iterator[list[int]]:
             yield [new if i == node else i for i in order]
 
 
-EXACT_NODES = 8
-
-
-def fastest(cost: CostModel, also: Iterable[Sequence[int]] = ()) -> Spread | None:
-    """The fastest ring; None if the model fits no choice of nodes.
-
-    Args:
-        cost: its workload says how many sequences are meant: with one, the fastest ring is that with the shortest way.
-        also: more orders of nodes to be tried.
-    """
-    best: Spread | None = None
-    if cost.n_nodes > EXACT_NODES:
-        best = guessed(cost)
-    else:
-        for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
-            for ring in _rings(cost, n_used, best):
-                best = _better(cost, ring, best)
-    for order in also:  # last, because most need no more than a look when a good ring is known
-        best = _better(cost, ring_of(cost, order, cost.terms(len(order)).n_rows), best)
-    return improved(cost, best) if best is not None and cost.n_nodes > EXACT_NODES else best
-
-
-def fastest_of(cost: CostModel, n_used: int, below_s: float) -> Spread | None:
-    """The fastest ring of so many nodes, up to EXACT_NODES; None if no round takes less than `below_s`."""
-    best: Spread | None = None
-    for ring in _rings(cost, n_used, None):
-        best = spread(cost, ring, best.round_s if best else below_s) or best
-    return best
-
-
-def _better(cost: CostModel, ring: RingOrder, best: Spread | None) -> Spread | None:
-    found = spread(cost, ring, best.round_s if best else float("inf"))
-    return found or best
-
-
-def _rings(cost: CostModel, n_used: int, best: Spread | None) -> Iterator[RingOrder]:
-    """All rings of so many nodes that may be the fastest, as listed first."""
+def _rings(cost: CostModel, n_used: int, below_s: float, near: Spread | None) -> Iterator[RingOrder]:
+    """All rings of so many nodes that may be the fastest, as listed first; of a large cluster, likely ones."""
     n_rows = cost.terms(n_used).n_rows
+    if cost.n_nodes > EXACT_NODES:
+        yield from (good_ring(cost, nodes, n_rows) for nodes in _likely(cost, n_used, near))
+        return
     others = range(1, cost.n_nodes)
     if cost.is_uniform and cost.links.are_equal:
         yield from (ring_of(cost, (0, *chosen), n_rows) for chosen in itertools.combinations(others, n_used - 1))
@@ -467,9 +451,21 @@ def _rings(cost: CostModel, n_used: int, best: Spread | None) -> Iterator[RingOr
             yield from rings
     else:
         for chosen in itertools.combinations(others, n_used - 1):
-            if _may_do(cost, (0, *chosen), best):
+            if _may_do(cost, (0, *chosen), below_s):
                 for order in _different_orders(cost, chosen):
                     yield ring_of(cost, (0, *order), n_rows)
+
+
+def _likely(cost: CostModel, n_used: int, near: Spread | None) -> Iterator[list[int]]:
+    """The starter with the fastest or with the largest others, and a good ring without its slowest nodes."""
+    terms, others = cost.terms(n_used), range(1, cost.n_nodes)
+    usable = [i for i in others if terms.most_blocks(i) > 0] if cost.is_uniform else others
+    if len(usable) >= n_used - 1:
+        yield [0, *heapq.nsmallest(n_used - 1, usable, key=lambda i: (terms.unit_s(i), i))]
+        yield [0, *heapq.nsmallest(n_used - 1, usable, key=lambda i: (-terms.capacity(i)[0], i))]
+    if near is not None and n_used < len(near.order):
+        fast_first = sorted(near.order[1:], key=lambda i: (terms.block_s[i], i))[: n_used - 1]
+        yield [0, *(i for i in near.order if i in fast_first)]
 
 
 def _different_orders(cost: CostModel, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -489,11 +485,11 @@ def _different_orders(cost: CostModel, chosen: tuple[int, ...]) -> Iterator[tupl
             yield order
 
 
-def _may_do(cost: CostModel, order: tuple[int, ...], best: Spread | None) -> bool:
-    """Whether these nodes could be faster than `best` in some order, if blocks could be cut at will."""
+def _may_do(cost: CostModel, order: tuple[int, ...], below_s: float) -> bool:
+    """Whether these nodes could have a shorter round in some order, if blocks could be cut at will."""
     terms = cost.terms(len(order))
     share, total = 0.0, cost.work[-1]
-    limit = best.round_s * (1 - TOLERANCE) / terms.n_frames if best else float("inf")
+    limit = below_s * (1 - TOLERANCE) / terms.n_frames
     for i in order:
         free = limit - terms.base_s[i]
         if free <= 0 and i:
@@ -502,36 +498,16 @@ def _may_do(cost: CostModel, order: tuple[int, ...], best: Spread | None) -> boo
     return share >= total * (1 - TOLERANCE)
 
 
-MARGIN = 1.1
-
-
 def useful_nodes(cost: CostModel) -> int:
     """How many nodes can compute at the same time: one sequence is on one node at a time."""
     return min(cost.timed.n_sequences, cost.n_nodes, cost.n_layer + 1)
 
 
 def preferred(cost: CostModel, best: Spread) -> Spread:
-    """The ring to use, where `best` is the fastest."""
+    """The ring to use, where `best` is the fastest: one of as many nodes as have something to do, if it is about as fast."""
     limit_s, useful = best.round_s * MARGIN, useful_nodes(cost)
-    if cost.n_nodes > EXACT_NODES:
-        return _smaller(cost, best, limit_s, useful)
-    for n_used in (*range(useful, 0, -1), *range(useful + 1, min(cost.n_nodes, cost.n_layer + 1) + 1)):
-        found = best if n_used == len(best.order) else fastest_of(cost, n_used, limit_s)
+    for n_used in (*range(useful, 0, -1), *range(useful + 1, len(best.order))):
+        found = best if n_used == len(best.order) else fastest_of(cost, n_used, limit_s, best)
         if found is not None:
             return found
-    return best
-
-
-def _smaller(cost: CostModel, best: Spread, limit_s: float, useful: int) -> Spread:
-    """The ring without its slowest nodes, until it has no more nodes than have something to do."""
-    while len(best.order) > useful:
-        block_s = cost.terms(len(best.order)).block_s
-        for node in sorted(best.order[1:], key=lambda i: (-block_s[i], i)):
-            order = [i for i in best.order if i != node]
-            found = spread(cost, ring_of(cost, order, cost.terms(len(order)).n_rows), limit_s)
-            if found is not None:
-                best = found
-                break
-        else:
-            return best
     return best

@@ -31,14 +31,13 @@ from mdi.placement.plan import PlanReport
 from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
-from mdi.run.ports import StarterPorts
-from mdi.run.roll_call import free_nodes
+from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_options import window_of
-from mdi.tensor.ring_stages import RingStage, stages_of
+from mdi.stages.window_budget import window_of
+from mdi.tensor.group import RingStage, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
 from mdi.units import duration
@@ -150,7 +149,7 @@ class Choice:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
 
-    def place(self, n_sequences: int, max_length: int, cancel: Cancel) -> None:
+    def place(self, n_sequences: int, max_length: int, losses: Losses) -> None:
         """Decide which node gets which blocks, as the nodes measure themselves; after `open`.
 
         Blocks given by hand, an even placement and chunks that are there stay as they are, and nothing is measured. A node
@@ -159,6 +158,7 @@ class Choice:
         Args:
             n_sequences: of the run, at the same time.
             max_length: tokens that the longest can reach.
+            losses: end an attempt.
 
         Raises:
             PlacementError: the model does not fit; MdiError: a node was never there or cannot measure itself.
@@ -168,7 +168,8 @@ class Choice:
         work = Workload(n_sequences, length, replay_bytes=self.options.replay_bytes)
         while True:
             try:
-                return self._place(work, cancel)
+                with losses.attempt() as attempt:
+                    return self._place(work, attempt)
             except NodeLostError as e:
                 if self.options.fixed:
                     raise
@@ -271,7 +272,7 @@ def measured_cluster(
         MdiError: a node is not there or cannot measure itself.
     """
     return profile_cluster(
-        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, cancel=cancel, run=run
+        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, cancel, run=run
     )
 
 

@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any
 
 from mdi.cancel import Cancel, Periodic
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.control.reach_node import reach_node
+from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
 from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
@@ -35,7 +34,7 @@ from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
-from mdi.node.runs import beside_extension
+from mdi.node.runs import ahead_extension
 from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.node.starter_weights import StarterWeights
 from mdi.run.identity import numbers_of
@@ -43,11 +42,10 @@ from mdi.run.policy import Form, Stage
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import Requested, StarterOptions
-from mdi.stages.cache_budget import share_extensions, share_out
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import StageStore
-from mdi.stages.window_options import extensions_of as window_extensions
-from mdi.stages.window_options import window_of
+from mdi.stages.store import StageStore, share_extensions, share_out
+from mdi.stages.window_budget import extensions_of as window_extensions
+from mdi.stages.window_budget import window_of
 
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
@@ -307,7 +305,7 @@ class Former:
                     break
                 ring.has_fresh = bool(fresh)
                 return ring
-            fresh |= lacking  # they were too long without a ring, or failed, and have let their caches go
+            fresh |= lacking  # they were too long without a ring, or failed, and have freed their caches
         self._has_caches = False  # if this ring is not closed, the next one cannot use them
         ring = self._prepare(cluster, cancel, None, outside)
         ring.has_fresh = bool(fresh)
@@ -465,7 +463,7 @@ class Former:
         ring = self.ring
         if ring is not None and ring.link is not None:
             link, ring.link, ring.computed = ring.link, None, None
-            link.stop("the run is over")
+            link.stop("the run has ended")
             closer = threading.Thread(target=link.close, name="ring-close", daemon=True)
             closer.start()
             with self._lock:
@@ -501,19 +499,6 @@ def _sum(a: Measured, b: Measured) -> Measured:
 # Nodes
 
 
-class Watched(Cancel):
-    """A child that also calls `look` whenever it is checked; what that raises is raised once, and cancels nothing."""
-
-    def __init__(self, parent: Cancel, look: Callable[[], None]) -> None:
-        super().__init__(parent=parent)
-        self._watched, self._look = parent, look
-
-    def check(self) -> None:
-        super().check()
-        self._look()
-        self._watched.check()  # it may look, too
-
-
 @dataclass
 class Preparation:
     """Gets the nodes of one ring ready: configures every node, sends weights, builds stages.
@@ -526,7 +511,7 @@ class Preparation:
         known: secondaries of the ring before.
         holders: nodes that may have parts already.
         replays: as for `Former._prepare`.
-        beside: the stages of the present ring that are also those of this one; None if there is none that goes on meanwhile.
+        kept: stages that the present ring also has, if it goes on meanwhile; None if there is none, or it ends first.
 
     Attributes:
         placement, ring_ports, processes: see Ring.
@@ -534,7 +519,7 @@ class Preparation:
             sent on and can send again.
         parts: the parts that each secondary needs, by its name.
         arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
-        failed: name of the node that could not get ready; None if it was none of them.
+        setups: of the secondaries. The first that fails ends the others, and what waits for them.
         has_begun: whether secondaries know the run, so that they must also hear of its end.
     """
 
@@ -547,10 +532,10 @@ class Preparation:
     known: frozenset[str]
     holders: Holders
     replays: Mapping[str, str] | None
-    beside: frozenset[Stage] | None = None
+    kept: frozenset[Stage] | None = None
     parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
     placement: str = ""
-    failed: str | None = None
+    setups: list[SecondarySetup] = field(default_factory=list)
     processes: dict[str, str] = field(default_factory=dict)
     arithmetic: dict[str, str] = field(default_factory=dict)
     sent_rows: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -559,60 +544,52 @@ class Preparation:
 
     def run(self, cancel: Cancel) -> CacheMemory:
         """Do it; what the caches of all nodes hold. Raises MdiError: a node is not there or cannot."""
-        basis = self.basis
-        self.own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
-        setups = self._configure_secondaries(cancel)
-        try:
-            had = self.own.loaded if self.own.is_loaded else None
-            with Watched(cancel, lambda: self._raise_first(setups)) as watching:
-                self.load_stage(watching)
-                while not all(setup.wait(0.1) for setup in setups):
-                    watching.check()
-                watching.check()
-            self.ring_ports = {setup.name: setup.ring_port for setup in setups}
-            if self.replays is None:
-                self.own.loaded.caches.clear()
-            memory = self._reckon_memory(
-                setups, self.own.loaded is not had
-            )  # last, when all weights are where they stay
-            self.sent_rows = {setup.name: setup.sent_rows for setup in setups if setup.sent_rows is not None}
-        finally:
-            self.processes = {setup.name: setup.process for setup in setups if setup.process}
-            self.arithmetic = {setup.name: setup.arithmetic for setup in setups if setup.arithmetic is not None}
-            for setup in setups:
-                setup.cancel()
-        for setup in setups:
+        basis, own = self.basis, self.own
+        own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
+        with cancel.child() as getting:
+            try:
+                self._configure_secondaries(getting)
+                had = own.loaded if own.is_loaded else None
+                own.load(
+                    basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences,
+                    self._kv_memory, getting,
+                )  # fmt: skip
+                for setup in self.setups:
+                    setup.wait()
+                self.ring_ports = {setup.name: setup.ring_port for setup in self.setups}
+                if self.replays is None:
+                    own.loaded.caches.clear()
+                memory = self._reckon_memory(own.loaded is not had)  # last, when all weights are where they stay
+                self.sent_rows = {one.name: one.sent_rows for one in self.setups if one.sent_rows is not None}
+            finally:
+                self.processes = {setup.name: setup.process for setup in self.setups if setup.process}
+                self.arithmetic = {one.name: one.arithmetic for one in self.setups if one.arithmetic is not None}
+                getting.cancel()
+        for setup in self.setups:
             setup.join(1.0)
         return memory
 
-    def load_ahead(self, cancel: Cancel, setups: list[SecondarySetup]) -> None:
-        """Have all stages in memory while the present ring goes on. Raises MdiError.
-
-        Args:
-            setups: gets those of the nodes, which keep them ready until they are cancelled.
-        """
+    def load_ahead(self, cancel: Cancel) -> None:
+        """Have all stages in memory while the present ring goes on; nodes keep them until `cancel` ends. Raises MdiError."""
         basis, own = self.basis, self.own
         own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
-        setups += self._configure_secondaries(cancel)
-        with Watched(cancel, lambda: self._raise_first(setups)) as watching:
-            own.load_next(
-                basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences,
-                self._kv_memory, watching,
-            )  # fmt: skip
-            while not all(setup.wait(0.1) for setup in setups):
-                watching.check()
-            watching.check()
+        self._configure_secondaries(cancel)
+        own.load_next(
+            basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
+            cancel,
+        )  # fmt: skip
+        for setup in self.setups:
+            setup.wait()
 
-    def _raise_first(self, setups: list[SecondarySetup]) -> None:
-        for setup in setups:
-            if setup.error is not None:
-                self.failed = setup.name
-                raise setup.error
+    @property
+    def failed(self) -> str | None:
+        """Name of the node that could not get ready; None if it was none of them."""
+        return next((setup.name for setup in self.setups if setup.error is not None), None)
 
-    def _configure_secondaries(self, cancel: Cancel) -> list[SecondarySetup]:
-        """Begin to set every secondary up."""
+    def _configure_secondaries(self, cancel: Cancel) -> None:
+        """Begin to set every secondary up, until `cancel` ends."""
         if not self.clients:
-            return []
+            return
         weights, nodes, own = self.basis.weights, self.cluster.nodes, self.own
         names = tuple(node.name for node in nodes)
         parts = self._hash_parts(cancel)
@@ -621,14 +598,11 @@ class Preparation:
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
         self.has_begun = True
-        return [
-            SecondarySetup(
-                client, self._request(index, names, tuple(parts[index - 1]), shares[index - 1]),
-                own.weights_of(weights, index), self.wait_s, client.node.name in self.known, self.holders,
-            )
-            for index, client in enumerate(self.clients, 1)
-            if self.beside is None or Stage(client.node.name, *weights.blocks[index]) not in self.beside
-        ]  # fmt: skip
+        for index, client in enumerate(self.clients, 1):
+            if self.kept is None or Stage(client.node.name, *weights.blocks[index]) not in self.kept:
+                request = self._request(index, names, tuple(parts[index - 1]), shares[index - 1])
+                source, is_known = own.weights_of(weights, index), client.node.name in self.known
+                self.setups.append(SecondarySetup(client, request, source, self.wait_s, cancel, is_known, self.holders))
 
     def _request(
         self, index: int, names: tuple[str, ...], parts: tuple[PartSpec, ...], share: dict[str, Any]
@@ -672,7 +646,7 @@ class Preparation:
                 **extensions_of(options.n_spans),
                 **window_extensions(options.weight_memory),
                 **share_extensions(options.cache_share),
-                **(beside_extension() if self.beside is not None else {}),
+                **(ahead_extension() if self.kept is not None else {}),
                 **share,
             },
             **vars(asked),
@@ -693,17 +667,9 @@ class Preparation:
                     logger.info("hashing the model (stored for the next time): %s of %d blocks", name, weights.n_layer)
         return parts
 
-    def load_stage(self, cancel: Cancel) -> None:
-        """Have the starter's own stage; loading may take long."""
-        basis = self.basis
-        self.own.load(
-            basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
-            cancel,
-        )  # fmt: skip
-
-    def _reckon_memory(self, setups: Sequence[SecondarySetup], has_loaded: bool) -> CacheMemory:
+    def _reckon_memory(self, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
-        basis, nodes = self.basis, self.cluster.nodes
+        basis, nodes, setups = self.basis, self.cluster.nodes, self.setups
         row_bytes = basis.weights.config.get("n_embd", 0) * ROW_VALUE_BYTES
         kept = most_bytes(self._replay_bytes, basis.n_sequences, basis.max_length, row_bytes) if setups else 0
         own = self.own.grant(basis.computing.device, self._kv_memory, kept)
@@ -760,7 +726,6 @@ class LoadAhead:
         self._work = work
         self._cancel = cancel
         self._put = put
-        self._setups: list[SecondarySetup] = []
         self._thread = threading.Thread(target=self._run, name="load-ahead", daemon=True)
         self._thread.start()
 
@@ -770,7 +735,7 @@ class LoadAhead:
 
     def _run(self) -> None:
         try:
-            self._work.load_ahead(self._cancel, self._setups)
+            self._work.load_ahead(self._cancel)
         except MdiError as e:
             self.error = e.with_traceback(None)
         except BaseException as e:  # for example out of memory: the present ring goes on
@@ -783,14 +748,12 @@ class LoadAhead:
         self._cancel.cancel()
         self._thread.join()
         self._cancel.close()
-        for setup in self._setups:
-            setup.cancel()
 
     def give_up(self) -> None:
         """The present ring goes on, or has broken: give the memory back, here and on all nodes."""
         self.close()
         self._work.own.drop_next()
-        names = {setup.name for setup in self._setups}
+        names = {setup.name for setup in self._work.setups}
         asked = [client for client in self._work.clients if client.node.name in names]
         stops = {
             client.node.name: partial(client.stop, self._work.basis.run_id, timeout_s=REACH_S, ring=self._work.epoch)

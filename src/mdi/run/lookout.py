@@ -11,14 +11,12 @@ from functools import partial
 from typing import Protocol
 
 from mdi.cancel import Cancel, CancelledError
-from mdi.control.client import ControlClient
-from mdi.control.fan_out import FanOut
+from mdi.control.client import ControlClient, FanOut
 from mdi.placement.profile import NodeProfile
 from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Ring
-from mdi.run.nodes import Newcomers
+from mdi.run.nodes import GRACE_S, CallRoll, Newcomers, call_roll
 from mdi.run.policy import Answer, Better, Form, Stage
-from mdi.run.roll_call import GRACE_S, CallRoll, call_roll
 from mdi.spec.cluster import NodeConfig
 
 NOTICE_S = 0.25  # how often it is asked whether a node is about to leave

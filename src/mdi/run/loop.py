@@ -23,6 +23,7 @@ from mdi.net.hello import Fault
 from mdi.node.forming import HAND_OVER_S
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
 from mdi.run.lookout import Leaving
+from mdi.run.nodes import CallRoll, Losses, call_roll
 from mdi.run.policy import (
     BROUGHT_DOWN,
     Answered,
@@ -34,11 +35,9 @@ from mdi.run.policy import (
     Lost,
     NotFormed,
     Policy,
-    Wait,
     takers,
 )
-from mdi.run.records import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
-from mdi.run.roll_call import CallRoll, call_roll
+from mdi.run.report import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.spec.cluster import NodeConfig
 
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
@@ -99,7 +98,7 @@ class RingLoop:
 
     Args:
         nodes: clients of all secondaries that may take part, spares best first.
-        cancel: ends the run.
+        cancel: ends the run; `losses` end an attempt to form a ring.
         name: of the starter, in its rings.
         ask: the roll call; clock: that of the tokens.
 
@@ -112,13 +111,14 @@ class RingLoop:
     """
 
     def __init__(
-        self, former: Former, policy: Policy, nodes: Sequence[ControlClient], cancel: Cancel, name: str,
+        self, former: Former, policy: Policy, nodes: Sequence[ControlClient], cancel: Cancel, losses: Losses, name: str,
         ask: CallRoll = call_roll, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._former = former
         self.policy = policy
         self.clients: dict[str, ControlClient] = {client.node.name: client for client in nodes}
         self._cancel = cancel
+        self._losses = losses
         self._name = name
         self._ask = ask
         self._clock = clock
@@ -155,14 +155,6 @@ class RingLoop:
 
     # The run
 
-    def form_first(self, cancel: Cancel) -> Ring:
-        """The first ring. Raises MdiError.
-
-        Args:
-            cancel: what it raises besides the run's own end is the loss of a node.
-        """
-        return self.next_ring(None, cancel)
-
     def start(self, engine: StarterEngine, ring: Ring, recorder: Recorder | None) -> None:
         """Generate from here on, in other threads."""
         self.engine = engine
@@ -183,7 +175,7 @@ class RingLoop:
         try:
             while not self._cancel.is_cancelled and (cause := self._generate(ring, engine)) is not None:
                 self.is_recovering = True
-                ring = self.next_ring(cause, self._cancel)
+                ring = self.next_ring(cause)
                 self.is_recovering = False
                 self._end_ahead(is_used=self._ahead is not None and self._ahead.plan.stages == ring.stages)
         except MdiError as e:
@@ -275,8 +267,8 @@ class RingLoop:
         if ahead is not None:
             ahead.close() if is_used else ahead.give_up()
 
-    def next_ring(self, cause: Event | Form | None, cancel: Cancel) -> Ring:
-        """Another ring in the place of one that broke or was left, or the first one. Raises MdiError: there is none."""
+    def next_ring(self, cause: Event | Form | None) -> Ring:
+        """Another ring in the place of one that broke or was left; None is the first one. Raises MdiError: there is none."""
         engine = self.engine
         last_s = (engine.last_token_s if engine is not None else None) or self._clock()
         if engine is not None and engine.first_token_s is not None:
@@ -290,14 +282,14 @@ class RingLoop:
             decision = self.policy.next(cause, self._clock())
         while not isinstance(decision, End):
             try:
-                if isinstance(decision, Wait):
-                    cancel.wait(decision.until - self._clock())
+                with self._losses.attempt() as attempt:
+                    if isinstance(decision, Form):
+                        attempt.check()
+                        ring = self._form(decision, attempt)
+                        self._note(ring, last_s)
+                        return ring
+                    attempt.wait(decision.until - self._clock())
                     event: Event = Answered(self._ask(list(self.clients.values()), decision.awaited, ASK_S))
-                else:
-                    cancel.check()
-                    ring = self._form(decision, cancel)
-                    self._note(ring, last_s)
-                    return ring
             except MdiError as e:
                 if self._cancel.is_cancelled:
                     raise

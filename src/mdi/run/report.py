@@ -1,11 +1,171 @@
-"""The tables that end a run: what each sample and each node did."""
+"""The report of a run: what each sample and each node did, lost nodes and their recoveries, and the tables at its end."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
 from mdi.block_ranges import span
 from mdi.columns import clip, table
-from mdi.metrics import RunMetrics
+from mdi.engine.starter import StarterEngine
+from mdi.errors import ControlError
+from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
+from mdi.run.choice import Choice
+from mdi.run.form import Former
+from mdi.run.texts import Sample
 from mdi.units import counted, duration, size
+
+TOKENS, REPLAY = "tokens", "replay"  # how caches were restored: from the token ids, or from rows that a node had kept
+NONE: Mapping[int, int] = MappingProxyType({})
+MAY_DIFFER = (
+    "numbers are summed in other parts, or by other hardware, than before: from here on texts may differ from those of an "
+    "undisturbed run"
+)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One lost node.
+
+    Attributes:
+        node: that was lost.
+        replaced_by: nodes that have its blocks now, starter first.
+        restored_by: TOKENS or REPLAY.
+        differs: how many ids each text had, prompt included, whose tokens may be others from there on than without the loss.
+        seconds: from the last token before to the first one after; None if none came.
+    """
+
+    node: str
+    replaced_by: tuple[str, ...]
+    restored_by: str
+    seconds: float | None
+    differs: Mapping[int, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        seconds = None if self.seconds is None else round(self.seconds, 3)
+        replaced_by = ", ".join(self.replaced_by)
+        return {"node": self.node, "replaced_by": replaced_by, "restored_by": self.restored_by, "seconds": seconds}
+
+
+@dataclass
+class _Open:
+    node: str
+    replaced_by: tuple[str, ...]
+    restored_by: str
+    last_s: float
+    differs: Mapping[int, int] = field(default_factory=dict)
+
+
+class Records:
+    """Recoveries in order; those after which no token has come yet are open."""
+
+    def __init__(self) -> None:
+        self._closed: list[Recovery] = []
+        self._open: list[_Open] = []
+
+    def begin(self, nodes: Sequence[str], last_s: float) -> None:
+        """These nodes were lost; the last token came at `last_s`, in the time of time.perf_counter()."""
+        known = {one.node for one in self._open}
+        if self._open:
+            last_s = self._open[0].last_s
+        self._open += [_Open(node, (), TOKENS, last_s) for node in nodes if node not in known]
+
+    def replace(
+        self, node: str, replaced_by: Sequence[str], restored_by: str = TOKENS, differs: Mapping[int, int] = NONE
+    ) -> None:
+        """Name the nodes that have the blocks of a lost one."""
+        for one in self._open:
+            if one.node == node:
+                one.replaced_by, one.restored_by = tuple(replaced_by), restored_by
+                one.differs = {**differs, **one.differs}
+
+    def end(self, first_s: float | None) -> None:
+        """The first token afterwards came; None if there was none."""
+        self._closed += self._ended(first_s)
+        self._open.clear()
+
+    def so_far(self, first_s: float | None) -> list[Recovery]:
+        """All of them, where the first token after the open ones came at `first_s`."""
+        return [*self._closed, *self._ended(first_s)]
+
+    def _ended(self, first_s: float | None) -> list[Recovery]:
+        return [
+            Recovery(
+                one.node, one.replaced_by, one.restored_by, None if first_s is None else first_s - one.last_s, one.differs
+            )
+            for one in self._open
+        ]  # fmt: skip
+
+
+logger = logging.getLogger("mdi")
+
+_ZERO = {"peak_rss_bytes": 0, "compute_s": 0.0, "wait_s": 0.0, "send_s": 0.0, "bytes_sent": 0, "frames": 0}
+_NOTHING = (0.0, 0.0, 0.0, 0, 0, 0, 0, 0.0)
+
+
+def metrics_of_run(
+    model: Choice | None, names: Sequence[str], samples: Sequence[Sample], own: NodeMetrics | None,
+    secondaries: Sequence[Mapping[str, Any]], duration_s: float, recoveries: Sequence[Recovery],
+    may_differ_from: Callable[[Sample], int | None],
+) -> RunMetrics:  # fmt: skip
+    """All of them, so far or in all.
+
+    Args:
+        model: None before it is open; own: of the starter, None before the ring is closed.
+        names: of the ring's nodes, starter first.
+        secondaries: as they measured themselves; empty where that is not known.
+    """
+    nodes: list[NodeMetrics] = []
+    if model is not None:
+        blocks = model.weights.blocks
+        own = own or NodeMetrics("starter", blocks[0], peak_rss_bytes(), *_NOTHING)
+        nodes = [
+            replace(own, name="starter"),
+            *metrics_of(names[1:], blocks[1:], secondaries or [{}] * (len(names) - 1)),
+        ]
+    return RunMetrics.from_parts(
+        model.weights.model if model is not None else "",
+        [replace(sample.metrics(), may_differ_from=may_differ_from(sample)) for sample in samples],
+        nodes,
+        duration_s,
+        [{**one.to_json(), "may_differ": differing(one.differs, samples)} for one in recoveries],
+    )
+
+
+def differing(differs: Mapping[int, int], samples: Sequence[Sample]) -> list[dict[str, int]]:
+    """Of each sample that may differ, its number and that of its first token which may; `differs` as in Recovery."""
+    return [
+        {"sample": sample.index, "token": differs[sample.request.seq_id] - len(sample.prompt_ids)}
+        for sample in samples
+        if sample.request is not None and sample.request.seq_id in differs
+    ]
+
+
+def measured_here(name: str, blocks: tuple[int, int], former: Former, engine: StarterEngine) -> NodeMetrics:
+    """The starter's own."""
+    own = former.own
+    assert own is not None
+    compute_s = engine.compute_s + own.compute_s
+    return NodeMetrics(name, blocks, peak_rss_bytes(), compute_s, *former.measured(), *own.weight_use, own.share)
+
+
+def metrics_of(
+    names: Sequence[str], blocks: Sequence[tuple[int, int]], measured: Sequence[Mapping[str, Any]]
+) -> list[NodeMetrics]:
+    """Put secondaries' own measurements into the run's report; what cannot be read counts as nothing."""
+    nodes = []
+    for name, layers, values in zip(names, blocks, measured, strict=True):
+        fields = {"name": name, "layers": list(layers)}
+        try:
+            nodes.append(NodeMetrics.from_json({**_ZERO, **values, **fields}))
+        except (ControlError, TypeError) as e:  # wrong metrics of a node must not spoil the run
+            logger.warning("the measurements of %s cannot be read: %s", name, e)
+            nodes.append(NodeMetrics.from_json({**_ZERO, **fields}))
+    return nodes
+
 
 REPORT_COLUMNS = 100
 

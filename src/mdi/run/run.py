@@ -33,15 +33,13 @@ from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
 from mdi.run.choice import Choice, model_of
 from mdi.run.cut import MovingCut
-from mdi.run.ending import dismiss
-from mdi.run.form import Basis, Former, Ring, Watched
+from mdi.run.form import Basis, Former, Ring
 from mdi.run.identity import identity_of
 from mdi.run.lookout import Joins, Lookout
 from mdi.run.loop import RingLoop
-from mdi.run.measurements import differing, measured_here, metrics_of_run
-from mdi.run.nodes import NodeSource
+from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.policy import Cut, Policy, Stage
-from mdi.run.ports import StarterPorts
+from mdi.run.report import differing, measured_here, metrics_of_run
 from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace, Trace
 from mdi.spec.cluster import ClusterConfig
@@ -114,10 +112,16 @@ class Run(StatusOnly):
 
     # Opening
 
-    def open(self) -> None:
-        """Raises MdiError; nothing is left open then."""
+    def open(self, cancel: Cancel | None = None) -> None:
+        """Raises MdiError; nothing is left open then.
+
+        Args:
+            cancel: its end ends the run until it is open, with its error.
+        """
+        outer = cancel or Cancel()
         try:
-            self._open()
+            with outer.waking(lambda: self._cancel.cancel(outer.error)):
+                self._open()
         except BaseException:
             self._on_close()
             self._state = "BROKEN"
@@ -134,15 +138,16 @@ class Run(StatusOnly):
         self.model, self._has_model = model, True
         self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
         length = max(map(len, self.prompt_ids), default=0) + self._n_tokens
-        with Watched(self._cancel, self._nodes.check) as cancel:
+        losses = Losses(self._cancel)
+        with self._nodes.watched(losses):
             self._state = "PLANNING" if cluster.secondaries else "LOADING"
-            model.place(self._n_texts, length, cancel)
+            model.place(self._n_texts, length, losses)
             self.max_length = min(length, model.context_length)
             self._state = "LOADING"
             if model.cluster.secondaries:
                 logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
-            loop, cut = self._make_loop(model)
-            ring = loop.form_first(cancel)
+            loop, cut = self._make_loop(model, losses)
+            ring = loop.next_ring(None)
         self._start(loop, cut, ring)
 
     def _ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
@@ -154,7 +159,7 @@ class Run(StatusOnly):
             raise UsageError(f"prompt {index}: {e}") from None
         return ids
 
-    def _make_loop(self, model: Choice) -> tuple[RingLoop, MovingCut | None]:
+    def _make_loop(self, model: Choice, losses: Losses) -> tuple[RingLoop, MovingCut | None]:
         """The loop, and how blocks are cut again; None if the first ring is the only one."""
         options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
         basis = Basis(
@@ -175,7 +180,7 @@ class Run(StatusOnly):
             is_fixed=moving is None, is_measured=model.profile is not None,
         )  # fmt: skip
         clients = [ControlClient(node, cluster.keys) for node in nodes]
-        self._loop = RingLoop(former, policy, clients, self._cancel, cluster.starter.name)
+        self._loop = RingLoop(former, policy, clients, self._cancel, losses, cluster.starter.name)
         return self._loop, moving
 
     def _cut_by(self, former: Former, moving: MovingCut | None) -> Cut:

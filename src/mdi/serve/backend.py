@@ -18,6 +18,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.control.reach import Reach, Route
 from mdi.engine.recorder import Activity
 from mdi.engine.sequence import Constraint
@@ -80,7 +81,7 @@ def doctor(node: Run | None) -> dict[str, Any]:
         return {"problems": [], "text": "No ring is running."}
     own = starter_finding(node.cluster.starter, {}, None)
     starter = replace(own, status={**own.status, "state": "RUNNING"})
-    findings = (starter, *reach_nodes(node.cluster, DOCTOR_S, {}))
+    findings = (starter, *reach_nodes(node.cluster, DOCTOR_S, {}, Cancel()))
     report = Report(tuple(_in_this_ring(finding, node.trouble) for finding in findings), ())
     return {**report.to_json(), "text": str(report)}
 

@@ -82,6 +82,9 @@ class Grammar:
             raise EngineError(f"a token does not match: {_error_of(self._matcher)}")
         return bool(self._matcher.is_stopped())
 
+    def copy(self) -> Grammar:
+        return Grammar(self._matcher.deep_copy(), self._eos_ids, self._n_vocabulary)
+
 
 def _error_of(matcher: Any) -> str:
     """Without the parser's state and the whole grammar, which follow in lines of their own."""

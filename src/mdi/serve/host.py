@@ -24,8 +24,7 @@ from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
-from mdi.run.nodes import Newcomers, NodeSource
-from mdi.run.ports import StarterPorts
+from mdi.run.nodes import Newcomers, NodeSource, StarterPorts
 from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
 from mdi.serve.grammar import GrammarSource
@@ -151,14 +150,6 @@ class HostNodes(NodeSource):
             self._cancel.check()
             return self._nodes.cluster()
 
-    def check(self) -> None:
-        self._cancel.check()
-        if self._turn.acquire(blocking=False):  # else a thread is at them
-            try:
-                self._nodes.check()
-            finally:
-                self._turn.release()
-
 
 class ModelHost:
     """Belongs to the main thread, which is in `run`; methods for other threads say so.
@@ -179,7 +170,6 @@ class ModelHost:
     ) -> None:  # fmt: skip
         self._source, self._looking = nodes, threading.Lock()
         self._cancel = Cancel()
-        self._nodes = HostNodes(nodes, self._looking, self._cancel)
         self._options = options
         self._catalog = catalog
         self._max_length = max_length
@@ -243,7 +233,7 @@ class ModelHost:
         """Load the first model, then handle requests until `leave`. Raises MdiError if the first model cannot be loaded."""
         self._watching.start()
         try:
-            self._load(self._catalog.first_name, self._nodes)
+            self._load(self._catalog.first_name, self._cancel)
             while not self._cancel.is_cancelled:
                 with contextlib.suppress(queue.Empty):
                     self._do(*self._wanted.get(timeout=LOOK_S))
@@ -289,7 +279,7 @@ class ModelHost:
             self._give_up(name)
         if name not in self._catalog.folders():
             raise UsageError(f"there is no model {name} any more")
-        self._load(name, self._nodes)
+        self._load(name, self._cancel)
         self._end_recovery(name)
 
     def _end_recovery(self, name: str) -> None:
@@ -318,9 +308,9 @@ class ModelHost:
 
     def _look_after(self) -> None:
         try:
-            self._nodes.check()
+            with self._looking:
+                self._source.check()
         except Exception as e:
-            self._cancel.check()
             logger.warning("the nodes cannot be looked after: %s", e)
         for name, loaded in list(self.loaded.items()):
             try:
@@ -363,7 +353,7 @@ class ModelHost:
             if name in self.loaded:
                 return True
             try:
-                self._load(name, HostNodes(self._source, self._looking, cancel))
+                self._load(name, cancel)
             except Exception as e:
                 cancel.check()
                 logger.warning("%s; the next attempt follows in %.0f s", self._failure(name, e), wait_s)
@@ -380,8 +370,9 @@ class ModelHost:
         self._tell("failed", name, str(error))
         return error
 
-    def _load(self, name: str, nodes: NodeSource) -> None:
+    def _load(self, name: str, cancel: Cancel) -> None:
         self._n_loads += 1
+        nodes = HostNodes(self._source, self._looking, cancel)
         run = Run(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
@@ -390,7 +381,7 @@ class ModelHost:
         listener.start()
         try:
             self._tell("loading", name, "getting the nodes ready")
-            run.open()
+            run.open(cancel)
         finally:
             logger.removeHandler(progress)
             listener.stop()

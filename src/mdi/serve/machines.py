@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mdi
-from mdi.control.gather import Guests
+from mdi.control.discovery import Guests
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import UsageError
-from mdi.net.invitation import VALID_S, Invitation
+from mdi.net.invitation import VALID_S, GuestNode, Invitation
 from mdi.net.keys import KeyFile, text_of
 
 logger = logging.getLogger("mdi")
@@ -66,7 +66,7 @@ class Machines:
             )
         with self._lock:
             self._close()
-            invitation = Invitation(text_of(self._keys.keys).encode(), self._clock)
+            invitation = Invitation(text_of(self._keys.keys).encode(), self._clock, on_guest=self._welcome)
             server = ControlServer(Inviting(), self._addr, self._port(), "invitation", self._keys, invitation)
             self._invitation, self._server, self._end = invitation, server, self._clock() + VALID_S
             line = f"mdi join {self._addr}:{server.port} {invitation.code}"
@@ -97,11 +97,7 @@ class Machines:
             if invitation is None:
                 return
             if invitation.used.is_set():
-                guest = invitation.guest
-                where = "" if guest is None else f": {guest.name} at {guest.addr}"
-                logger.info("a machine has fetched the key%s", where)
-                if guest is not None and self._guests is not None:
-                    self._guests.add(guest, guest.addr)
+                logger.info("a machine has fetched the key; the invitation is used up")
                 self._last = "joined"
             elif invitation.is_over:
                 logger.info("no machine has joined within %.0f minutes; the invitation is over", VALID_S / 60)
@@ -109,6 +105,11 @@ class Machines:
             else:
                 return
             self._close()
+
+    def _welcome(self, node: GuestNode, addr: str) -> None:
+        logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
+        if self._guests is not None:
+            self._guests.add(node, addr)
 
     def close(self) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mdi.block_ranges import block_span
-from mdi.control.fan_out import FanOut
+from mdi.control.client import FanOut
 from mdi.engine.recorder import LIVE_SPANS, Span, unpack, ways_ns
 from mdi.errors import ControlError
 from mdi.host.resources import device_free_bytes

@@ -135,7 +135,7 @@ class ParallelOptions:
 
     Attributes:
         parts: of each node, what its share is proportional to; None: equal shares, or what nodes measure of themselves.
-        algorithm, reduce_dtype: see tensor.allreduce and tensor.numbers.
+        algorithm, reduce_dtype: see tensor.sums.
     """
 
     mode: Annotated[str, Option(
@@ -274,6 +274,10 @@ class Options(StarterOptions):
         "without a nodes file: wait for N nodes, including this one, and print codes for boards that want to join (default: "
         "all nodes found within some seconds)", metavar="N",
     )] = None
+    machines: Annotated[Count | None, Option(
+        "N machines, including this one: print the line that makes another machine one of them, and wait until they are there; "
+        "the cluster's key is made if there is none", metavar="N",
+    )] = None
     addr: Annotated[str | None, Option(
         "this machine's address in the network of the nodes (default: that of the default route)"
     )] = None
@@ -362,7 +366,8 @@ class Options(StarterOptions):
         "key that clients must send; repeatable (default: MDI_API_KEY)", metavar="KEY", nargs="append"
     )] = ()
     api_key_file: Annotated[Path | None, Option(
-        "one key per line, with an optional name, priority (a larger one goes first; 0) and role: user or operator", metavar="FILE"
+        "one key per line, with an optional name, priority (a larger one goes first; 0) and role: user or operator",
+        metavar="FILE",
     )] = None
     tls_cert: Annotated[Path | None, Option("certificate chain (PEM), to serve https", metavar="FILE")] = None
     tls_key: Annotated[Path | None, Option("private key of the certificate (PEM)", metavar="FILE")] = None
@@ -436,7 +441,7 @@ class Options(StarterOptions):
 MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights", "mlock", "kv_memory", "compile")
 MODEL = ("ckpt", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
 ACCESS = ("key", "insecure")
-DISCOVERY = ("nodes", "addr", "dial_port")
+DISCOVERY = ("nodes", "machines", "addr", "dial_port")
 RING = (
     "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
 )  # fmt: skip

@@ -21,8 +21,7 @@ from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.slices import Slices
 from mdi.kernels.weight_formats import EMBEDDING
-from mdi.tensor.group_sum import GroupSum, SharedHead
-from mdi.tensor.shard_blocks import ShardBlocks
+from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
 HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
 

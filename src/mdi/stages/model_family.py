@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
+from mdi.spec.model import ModelConfig
 from mdi.tensor.group import group_of
 
 if TYPE_CHECKING:
-    from litgpt.config import Config
-
     from mdi.engine.scheduler import Scheduler
-    from mdi.model.stage import Stage
     from mdi.node.starter_weights import StarterWeights
+    from mdi.stages.torch_stage import Stage
     from mdi.text.texts import TextCodec
 
 
@@ -57,10 +55,15 @@ class ModelFamily:
 
         return TextCodec.from_checkpoint(directory, prompt_style)
 
-    def config(self, fields: dict[str, Any]) -> Config:
+    def config(self, fields: dict[str, Any]) -> Any:
         """The model's config from its plain form in a checkpoint or in /init."""
-        made: Config = litgpt_module("config").Config(**fields)
-        return made
+        return ModelConfig(**fields)
+
+    def torch_config(self, fields: Mapping[str, Any]) -> Any:
+        """The same for stages of torch, whose modules are made of it."""
+        from litgpt.config import Config
+
+        return Config(**fields)
 
     def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
         """litgpt's Config as a plain dict, for the kernels; None if this is no model of litgpt's."""
@@ -83,17 +86,17 @@ class ModelFamily:
             has_ends: whether it is the starter's.
             n_nodes: of the ring.
         """
-        from mdi.model.stage import Stage, StarterStage
+        from mdi.stages.torch_stage import Stage, StarterStage
 
-        config = self.config(dict(fields))
+        config = self.torch_config(fields)
         return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
 
     def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
-        from mdi.model.cache import TORCH_TYPES
-        from mdi.model.stage import module_bytes, run_bytes
+        from mdi.stages.torch_cache import TORCH_TYPES
+        from mdi.stages.torch_stage import module_bytes, run_bytes
 
-        config = self.config(dict(fields))
+        config = self.torch_config(fields)
         caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])
         return caches + module_bytes(config, *blocks)
 
@@ -107,14 +110,14 @@ class ModelFamily:
                 "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
             )
 
-    def widest_row(self, config: Config) -> int:
+    def widest_row(self, config: Any) -> int:
         """Columns that a row on the ring can have."""
         return int(config.n_embd)
 
-    def max_length(self, config: Config) -> int:
+    def max_length(self, config: Any) -> int:
         """Tokens that a text may reach, prompt included."""
         return int(config.block_size)
 
-    def scheduler(self, config: Config, n_nodes: int) -> Scheduler | None:
+    def scheduler(self, config: Any, n_nodes: int) -> Scheduler | None:
         """What decides about frames; None is the engine's own."""
         return None

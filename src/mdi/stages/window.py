@@ -32,9 +32,8 @@ from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import EMBEDDING
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
-from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
+from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
-from mdi.stages.window_options import WindowOptions
 from mdi.units import size
 
 logger = logging.getLogger("mdi")

@@ -179,7 +179,7 @@ class ByteRun:
 
 
 class Unit:
-    """See the module.
+    """Weights that are read at once: half a block, or rows of the head.
 
     Args:
         part: "block.<i>" or "head".

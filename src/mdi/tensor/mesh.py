@@ -4,19 +4,247 @@ Every message has a length that both sides know. Sockets do not block: a node th
 done, so that two nodes never wait for each other to read. A waiting node polls for a moment if cores are free, and sleeps
 otherwise; while it sleeps, it still notices the end of the run.
 
-A broken connection is replaced by another thread (`tensor.reconnects`), so that nobody waits for a node that computes.
+Messages are numbered. Each node keeps those that the other one may lack. Another thread (`Reconnects`) replaces a broken
+connection, so that nobody waits for a node that computes, and they are sent again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
+import socket
 import statistics
+import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from mdi.errors import EngineError, NodeLostError
-from mdi.tensor.peer import Buffer, Peer
+from mdi.errors import EngineError, MdiError, NodeLostError, WireError
+from mdi.net.keys import TAG_BYTES, SealedSession
+from mdi.net.link import JOIN_S, Connection, NotBackError, Reconnect
+from mdi.net.reconnect import CALL_S
+
+HEAD = struct.Struct("<II")  # number of the message between these two nodes, bytes that follow
+N_IN_VAIN = 20  # connections, one after the other, that brought neither side a message
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Peer:
+    """The connection to one node of the group. The computing thread sends and receives, any other may replace the socket.
+
+    Args:
+        sock: connected, handshake done; the peer owns it from here.
+        session: encrypts what goes over it; None: nothing is encrypted.
+        again: makes another connection when this one breaks; None: the node is lost then.
+        is_caller: whether this node makes it, and does not wait for the other's call.
+    """
+
+    def __init__(
+        self, name: str, sock: socket.socket, session: SealedSession | None = None, again: Reconnect | None = None,
+        is_caller: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.sock, self._session = name, sock, session
+        sock.setblocking(False)
+        self.again, self.is_caller = again, is_caller
+        self.on_break: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._broken: str | None = None  # why the connection is of no use
+        self._lost: NodeLostError | None = None
+        self._n_in_vain = 0
+        self._n_sent = self._n_read = self._n_taken = 0
+        self._kept: deque[tuple[int, Buffer]] = deque()  # what the other node may lack
+        self._n_before = 0  # messages that were sent before the present sum
+        self._out: list[memoryview] = []
+        self._in = bytearray(1 << 14)
+        self._view = memoryview(self._in)
+        self._wanted = self._got = 0
+        self.n_reconnected = 0
+
+    @property
+    def fd(self) -> int:
+        return self.sock.fileno()
+
+    # Sending
+
+    def begin_send(self, data: Buffer) -> bool:
+        """Send as much as there is place for; whether that was all.
+
+        Args:
+            data: must not change until it is all sent or, if the connection can be replaced, until the sum after the next one.
+        """
+        with self._lock:
+            if self.again is not None:
+                self._kept.append((self._n_sent, data))
+            if self._broken is None:
+                self._queue(self._n_sent, data)
+            self._n_sent += 1
+            return self._send_on()
+
+    def send_on(self) -> bool:
+        with self._lock:
+            return self._send_on()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is still to be sent."""
+        return bool(self._out)
+
+    def _queue(self, number: int, data: Buffer) -> None:
+        body = memoryview(data).cast("B") if self._session is None else memoryview(self._session.seal(bytes(data)))
+        self._out += [memoryview(HEAD.pack(number & 0xFFFFFFFF, body.nbytes)), body]
+
+    def _send_on(self) -> bool:
+        if self._broken is not None:
+            return self._is_repairable()
+        if not self._out:
+            return True
+        try:
+            sent = self.sock.sendmsg(self._out)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as e:
+            return self._break(str(e))
+        while self._out and sent >= self._out[0].nbytes:
+            sent -= self._out.pop(0).nbytes
+        if self._out:
+            self._out[0] = self._out[0][sent:]
+        return not self._out
+
+    # Receiving
+
+    def begin_receive(self, n_bytes: int) -> None:
+        """From now on `receive_on` reads a message of so many bytes."""
+        with self._lock:
+            self._wanted = HEAD.size + n_bytes + (0 if self._session is None else TAG_BYTES)
+            self._got = 0
+            if len(self._in) < self._wanted:
+                self._in = bytearray(self._wanted)
+            self._view = memoryview(self._in)[: self._wanted]
+
+    def receive_on(self) -> memoryview | None:
+        """Read what has come; the message once it is there, which is good until the next one is.
+
+        Raises:
+            WireError: it is not the one that was awaited. NodeLostError: the node is lost.
+        """
+        with self._lock:
+            if self._broken is not None:
+                self._is_repairable()
+                return None
+            try:
+                n = self.sock.recv_into(self._view[self._got :] if self._got else self._view)
+            except (BlockingIOError, InterruptedError):
+                return None
+            except OSError as e:
+                self._break(str(e))
+                return None
+            if n == 0:
+                self._break("it closed the connection")
+                return None
+            self._got += n
+            return self._message() if self._got == self._wanted else None
+
+    def _message(self) -> memoryview:
+        body = self._view[HEAD.size :]
+        if HEAD.unpack_from(self._view) != (self._n_read & 0xFFFFFFFF, body.nbytes):
+            raise WireError(f"{self.name} sent an unexpected message")
+        self._n_read += 1
+        self._n_in_vain = 0
+        if self._session is None:
+            return body
+        opened = bytearray(body.nbytes - TAG_BYTES)
+        self._session.open(body, opened)
+        return memoryview(opened)
+
+    # Another connection
+
+    def next_sum(self) -> None:
+        """A sum begins, which needs all nodes: so the last one is over for this node, and every node had begun that one and had
+        therefore read all messages from before it."""
+        if self.again is None:
+            return
+        with self._lock:
+            while self._kept and self._kept[0][0] < self._n_before:
+                self._kept.popleft()
+            self._n_before = self._n_sent
+
+    @property
+    def n_kept(self) -> int:
+        """Messages that could be sent again."""
+        return len(self._kept)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection will not be replaced."""
+        return self._lost is not None
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether connections break without bringing a message."""
+        return self._n_in_vain >= N_IN_VAIN
+
+    def abandon(self, why: str) -> None:
+        """From any thread: the connection is of no use, or the other node says so."""
+        with self._lock:
+            self._break(why)
+
+    def _break(self, why: str) -> bool:
+        if self.again is None:
+            raise self.lost(why)
+        if self._broken is None:
+            self._broken, self._out = why, []
+            with contextlib.suppress(OSError):  # the other node notices, too
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.on_break()
+        return False
+
+    def _is_repairable(self) -> bool:
+        """False; raises NodeLostError if the connection will not be replaced."""
+        if self._lost is not None:
+            raise self._lost
+        return False
+
+    @property
+    def received(self) -> int | None:
+        """Number of the last message that came, if one did."""
+        return self._n_read - 1 if self._n_read else None
+
+    def replace(self, connection: Connection) -> None:
+        """Go on over another connection: send again what the other node lacks. WireError if it lacks what is not kept."""
+        with self._lock:
+            first = 0 if connection.received is None else connection.received + 1
+            due = [(number, data) for number, data in self._kept if number >= first]
+            if self._n_sent - first != len(due):
+                connection.sock.close()
+                raise WireError(f"it has {first} of {self._n_sent} messages, and {len(self._kept)} are kept")
+            self._n_in_vain = 0 if first > self._n_taken else self._n_in_vain + 1
+            self._n_taken = first
+            self.sock.close()
+            self.sock, self._session = connection.sock, connection.codec.session
+            self.sock.setblocking(False)
+            self._got, self._out, self._broken = 0, [], None
+            for number, data in due:
+                self._queue(number, data)
+            self.n_reconnected += 1
+            self._send_on()
+
+    def give_up(self, why: str) -> None:
+        """There will be no other connection: the node is lost."""
+        with self._lock:
+            self._lost = self.lost(f"{self._broken or 'its connection broke'}; {why}")
+
+    def lost(self, why: str) -> NodeLostError:
+        return NodeLostError(self.name, f"{self.name} is lost: {why}")
+
+    def close(self) -> None:
+        self.sock.close()
+
 
 SLEEP_S = 0.05  # after which a sleeping node checks whether the run is over
 BROKEN_SLEEP_S = 0.002  # the same while a connection is being replaced
@@ -173,3 +401,116 @@ class Mesh:
         self.on_close()
         for peer in self.others:
             peer.close()
+
+
+# A node that ends closes its connections, and word of the end may still be on its way round the ring.
+GRACE_S = 0.05
+LOOK_S = 0.2  # while a call is awaited
+
+
+class Reconnects:
+    """Watches the connections of a mesh. The thread sleeps until one breaks.
+
+    Args:
+        silence_s: a node that cannot be connected with again for so long is lost.
+        adopt: prepares each new socket.
+    """
+
+    def __init__(self, mesh: Mesh, silence_s: float, adopt: Callable[[socket.socket], None]) -> None:
+        self._mesh, self._silence_s, self._adopt = mesh, silence_s, adopt
+        self._since: dict[Peer, float] = {}  # of broken connections, when that was noticed
+        self._called: set[Peer] = set()
+        self._waker, self._wake = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wake.setblocking(False)
+        self._is_closing = False
+        for peer in mesh.others:
+            assert peer.again is not None
+            peer.on_break = self._wake_up
+            peer.again.on_call = lambda peer=peer: self._hear(peer)  # type: ignore[misc]
+        mesh.on_close = self.close
+        self._thread = threading.Thread(target=self._run, name="group-links", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Replace nothing any more; harmless if repeated."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for peer in self._mesh.others:
+            assert peer.again is not None
+            peer.again.stop()
+        self._wake_up()
+        self._thread.join(JOIN_S)
+        for sock in (self._waker, self._wake):
+            sock.close()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is full, so that the thread wakes up anyway
+            self._waker.send(b"x")
+
+    def _hear(self, peer: Peer) -> None:
+        """The listener's thread: a node has called, having found its connection broken, which may look intact from here."""
+        self._called.add(peer)
+        peer.abandon("it connected again")
+        self._wake_up()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._sleep()
+                for peer in self._mesh.others:
+                    if peer.is_broken and not peer.is_lost and not self._is_closing:
+                        self._mend(peer)
+        except MdiError:
+            return  # the run is over: the ring told so
+
+    def _sleep(self) -> None:
+        """Until a connection breaks, or a new one takes more of what is sent again."""
+        poll, peers = select.poll(), {}
+        poll.register(self._wake, select.POLLIN)
+        for peer in self._mesh.others:
+            if not peer.is_broken:
+                peers[peer.fd] = peer
+                late = select.POLLOUT if peer.is_behind else 0
+                poll.register(peer.fd, getattr(select, "POLLRDHUP", 0) | late)
+        for fd, event in poll.poll(1000 * LOOK_S if self._since else None):
+            if fd == self._wake.fileno():
+                with contextlib.suppress(OSError):
+                    self._wake.recv(4096)
+            elif event & ~select.POLLOUT:
+                peers[fd].abandon("it closed the connection")
+            else:
+                peers[fd].send_on()
+
+    def _mend(self, peer: Peer) -> None:
+        """Replace the connection, or give the node up. Raises what ended the run."""
+        self._mesh.check(0.0 if peer in self._since else GRACE_S)
+        again, now = peer.again, time.monotonic()
+        since = self._since.setdefault(peer, now)
+        assert again is not None
+        if not peer.is_caller and peer not in self._called:
+            if now > since + self._silence_s:
+                self._lose(peer, "it did not connect again")
+            return
+        self._called.discard(peer)
+        try:
+            if peer.is_hopeless:
+                raise NotBackError("new connections break as well")
+            connection = again.connect(peer.received, now + (self._silence_s if peer.is_caller else CALL_S))
+            try:
+                self._adopt(connection.sock)
+            except OSError as e:  # it is broken already: there will be another one
+                connection.sock.close()
+                if now > since + self._silence_s:
+                    self._lose(peer, str(e))
+                return
+            peer.replace(connection)
+            del self._since[peer]
+        except (NotBackError, WireError) as e:
+            if peer.is_caller or isinstance(e, WireError) or peer.is_hopeless:
+                self._lose(peer, str(e))
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        self._since.pop(peer, None)
+        peer.give_up(why)

@@ -21,8 +21,7 @@ from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.tensor.pieces import Piece, piece_of
-from mdi.tensor.shares import Share
+from mdi.tensor.shares import Piece, Share, piece_of
 
 SHARD_KEY = "shard"
 
@@ -143,7 +142,7 @@ def _hashes_beside(source: WeightSource) -> HashCache | None:
     """Where hashes of a chunk's shards are kept, so that they are computed once."""
     if not isinstance(source, ChunkFile):
         return None
-    return HashCache(source.path.with_name(f"{source.path.stem}.shards.json"), source.path, source.config_hash)
+    return HashCache(source.path.with_name(f"{source.path.stem}.shards.json"), [source.path], source.config_hash)
 
 
 class ShardFile(PartFile):

@@ -182,7 +182,11 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> A
         return _style_from_file(path)
     if _BASE_MODEL.search(config_name):
         return None
-    prompts = litgpt_module("prompts")
+    try:
+        prompts = litgpt_module("prompts")
+    except ModuleNotFoundError:
+        _log.debug("no prompt style: litgpt, which has them, is not installed")
+        return None
     style = prompts.model_name_to_prompt_style(config_name)
     return None if isinstance(style, prompts.Default) else style
 
@@ -258,14 +262,18 @@ def _read_object(path: Path) -> dict[str, Any]:
         try:
             data = parse_json(text)
         except json.JSONDecodeError:
-            from litgpt.utils import fix_and_load_json  # some models were published with a comma too few or too many
-
-            data = fix_and_load_json(text)
+            data = parse_json(_with_right_commas(text))
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {data!r:.60}")
     return data
+
+
+def _with_right_commas(text: str) -> str:
+    """JSON without a comma before a closing bracket, and with one between two lines: some models were published so."""
+    text = re.sub(r",(\s*[}\]])", r"\1", text)
+    return re.sub(r'(?<=[\w}\]"])(\s*\n\s*")', r",\1", text)
 
 
 def _config_name(ckpt_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""The sum of an array over all nodes of a group, in four ways. All nodes get the same bits.
+"""The sum of an array over all nodes of a group, in four ways, in float32 or rounded. All nodes get the same bits.
 
 star      all send to the first node, which sums and sends the sum back (as TPI-LLM does)
 exchange  all send to all, and each sums: one delay instead of two, more bytes
@@ -16,11 +16,40 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mdi.engine.rows import ENCODERS
+from mdi.net.wire import REDUCE_DTYPES as REDUCE_DTYPES
 from mdi.spec.options import DEFAULT_SUM
 from mdi.tensor.mesh import Mesh
-from mdi.tensor.numbers import EXACT, Numbers
 
 Floats = np.ndarray
+
+
+class Numbers:
+    """One of REDUCE_DTYPES: arrays (n_rows, n_cols) as bytes, and back."""
+
+    def __init__(self, name: str) -> None:
+        self._encoder = ENCODERS.get(name)
+        self.is_exact = self._encoder is None
+
+    def n_bytes(self, n_rows: int, n_cols: int) -> int:
+        if self._encoder is None:
+            return 4 * n_rows * n_cols
+        return self._encoder.payload_type.n_bytes(n_rows, n_cols)
+
+    def encode(self, x: Floats) -> memoryview:
+        """float32 (n_rows, n_cols), contiguous -> bytes; in float32 the memory of `x` itself."""
+        if self._encoder is None:
+            return x.reshape(-1).view(np.uint8).data
+        return self._encoder.encode(x).data
+
+    def decode(self, data: memoryview, n_rows: int, n_cols: int) -> Floats:
+        """-> float32 (n_rows, n_cols); in float32 the memory of `data` itself."""
+        if self._encoder is None:
+            return np.frombuffer(data, dtype=np.float32).reshape(n_rows, n_cols)
+        return self._encoder.decode(np.frombuffer(data, dtype=np.uint8), n_rows, n_cols)
+
+
+EXACT = Numbers("float32")
 
 
 class AllReduce:

@@ -1,0 +1,270 @@
+"""A Hugging Face folder as a source of weights: its tensors under litgpt's names, read one by one from its safetensors files.
+
+Nothing is converted, and nothing is written into the folder. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mdi.checkpoint.derived import cast
+from mdi.checkpoint.folder import model_name, no_checkpoint, weight_files
+from mdi.checkpoint.hfconfig import choose_config, read_hf_config
+from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.records import HashCache
+from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
+from mdi.checkpoint.shapes import check_tensors, model_shapes
+from mdi.checkpoint.weightfile import SafetensorsFile
+from mdi.checkpoint.weights import WeightSource
+from mdi.errors import CheckpointError
+from mdi.files import default_cache_dir
+
+# Names of modules in litgpt's model -> in transformers' one. Of several, the first one that the file has.
+_TOP = {
+    "transformer.wte": ("{model}.embed_tokens", "gpt_neox.embed_in", "transformer.word_embeddings"),
+    "transformer.ln_f": (
+        "{model}.norm", "{model}.final_layernorm", "gpt_neox.final_layer_norm", "transformer.ln_f",
+    ),
+    "lm_head": ("lm_head", "{model}.lm_head", "language_model.lm_head", "embed_out"),
+}  # fmt: skip
+_BLOCK = {
+    "norm_1": ("input_layernorm", "ln_attn"),
+    # Where a norm follows the attention, the one before the MLP has a name of its own.
+    "norm_2": ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_mlp"),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "post_mlp_norm": ("post_feedforward_layernorm",),
+    "attn.qkv": (
+        "self_attn.qkv_proj", "attention.query_key_value", "self_attention.query_key_value",
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ),
+    "attn.proj": ("self_attn.o_proj", "self_attn.dense", "attention.dense", "self_attention.dense"),
+    "attn.norm_q": ("self_attn.q_norm",),
+    "attn.norm_k": ("self_attn.k_norm",),
+    "mlp.fc_1": ("mlp.gate_proj", "mlp.gate_up_proj"),
+    "mlp.fc_2": ("mlp.up_proj", "mlp.gate_up_proj"),
+    "mlp.fc": ("mlp.fc1", "mlp.dense_h_to_4h"),
+    "mlp.proj": ("mlp.down_proj", "mlp.fc2", "mlp.dense_4h_to_h"),
+    "mlp.gate": ("mlp.gate", "block_sparse_moe.gate"),
+}  # fmt: skip
+_EXPERT = {
+    "fc_1": ("mlp.experts.{i}.gate_proj", "block_sparse_moe.experts.{i}.w1"),
+    "fc_2": ("mlp.experts.{i}.up_proj", "block_sparse_moe.experts.{i}.w3"),
+    "proj": ("mlp.experts.{i}.down_proj", "block_sparse_moe.experts.{i}.w2"),
+}
+# Where the language part of a model begins, if it is not "model"; then the other parts are left out.
+_LANGUAGE = ("model.language_model", "language_model.model")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision)\.")
+# Tables that follow from the settings, which older versions of transformers wrote as well.
+_NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.(bias|masked_bias))")
+_BLOCK_NAME = re.compile(r"transformer\.h\.(\d+)\.(.*)")
+_EXPERT_NAME = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_INTERLEAVED = ("attention.query_key_value", "self_attention.query_key_value")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a tensor.
+
+    Attributes:
+        tensor: its name in the files.
+        rows: (start, stop), or None for all.
+        is_interleaved: whether they are query, key and value group by group, and not all queries first.
+    """
+
+    tensor: str
+    rows: tuple[int, int] | None = None
+    is_interleaved: bool = False
+
+
+class HfFolder(WeightSource):
+    """A folder with config.json and *.safetensors, with or without an index.
+
+    If the embedding or the head is missing, the other is used for it (tied weights).
+
+    Args:
+        path: of the folder.
+        model_name: litgpt's name of the model, see `choose_config`.
+        cache: where hashes of its parts are kept; None is the place for this user's cache files.
+
+    Raises:
+        CheckpointError: something is missing, cut short, damaged, of an unknown architecture, or of another shape than
+            config.json says.
+    """
+
+    def __init__(self, path: str | Path, model_name: str | None = None, cache: Path | None = None) -> None:
+        self.path = Path(path)
+        self._files = _open_files(self.path)
+        self.config_dict = folder_config(self.path, model_name)
+        self.config_hash = config_hash(self.config_dict)
+        self.model = self.config_dict["name"]
+        self._prefix = next((p for p in _LANGUAGE if any(name.startswith(f"{p}.") for name in self._files)), "model")
+        shapes = model_shapes(self.config_dict, str(path))
+        self._pieces = {name: self._pieces_of(name, shape) for name, shape in shapes.items()}
+        self._check_used()
+        self.specs = {name: self._spec(pieces) for name, pieces in self._pieces.items()}
+        check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
+        self.dtype = main_dtype(self.specs.values())
+        files = sorted({file.path for file in self._files.values()})
+        self.hashes = HashCache(
+            (cache or default_cache_dir()) / "folders" / f"{_stamp(self.path)}.json", files, self.config_hash
+        )
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def array(self, name: str) -> np.ndarray:
+        code = self.specs[name].dtype
+        arrays = [self._read(piece, code) for piece in self._pieces[name]]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def part_names(self) -> list[str]:
+        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+
+    def release(self) -> None:
+        """Nothing stays mapped between two tensors."""
+
+    def _read(self, piece: Piece, code: str) -> np.ndarray:
+        file = self._files[piece.tensor]
+        array = file.array(piece.tensor)
+        if piece.rows is not None:
+            array = array[slice(*piece.rows)]
+        if piece.is_interleaved:
+            array = array[_order_of_rows(self.config_dict)]
+        return cast(array, file.specs[piece.tensor], code)
+
+    def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        stem, ending = name.rsplit(".", 1)
+        if stem in _TOP:
+            return (self._top(stem, ending, shape),)
+        match = _BLOCK_NAME.fullmatch(stem)
+        assert match is not None  # the only ones in litgpt's models
+        expert = _EXPERT_NAME.fullmatch(match[2])
+        known = _EXPERT[expert[2]] if expert else _BLOCK.get(match[2], ())
+        for one in known:
+            modules = [one] if isinstance(one, str) else one
+            names = [f"{self._layers()}.{match[1]}.{module}.{ending}" for module in modules]
+            if expert:
+                names = [found.format(i=expert[1]) for found in names]
+            if all(found in self._files for found in names):
+                return tuple(self._piece(found, modules[0], match[2], shape) for found in names)
+        raise self._lacks(name, known)
+
+    def _piece(self, tensor: str, module: str, ours: str, shape: tuple[int, ...]) -> Piece:
+        rows = None
+        if module == "mlp.gate_up_proj":
+            rows = (0, shape[0]) if ours == "mlp.fc_1" else (shape[0], 2 * shape[0])
+            self._check_rows(tensor, 2 * shape[0])
+        if module in _INTERLEAVED:
+            self._check_rows(tensor, shape[0])
+        return Piece(tensor, rows, module in _INTERLEAVED)
+
+    def _top(self, stem: str, ending: str, shape: tuple[int, ...]) -> Piece:
+        tied = {"lm_head": "transformer.wte", "transformer.wte": "lm_head"}.get(stem) if ending == "weight" else None
+        for ours in filter(None, (stem, tied)):
+            for module in _TOP[ours]:
+                tensor = f"{module.format(model=self._prefix)}.{ending}"
+                if tensor in self._files:
+                    found = self._files[tensor].specs[tensor].shape
+                    # Rows for images follow those of the words.
+                    is_longer = self._prefix != "model" and len(found) == 2 and found[0] > shape[0]
+                    return Piece(tensor, (0, shape[0]) if is_longer else None)
+        if tied is not None:
+            raise CheckpointError(f"{self.path} has neither an embedding nor a head")
+        raise self._lacks(f"{stem}.{ending}", _TOP[stem])
+
+    def _layers(self) -> str:
+        for prefix in ("gpt_neox.layers", "transformer.h"):
+            if any(name.startswith(f"{prefix}.") for name in self._files):
+                return prefix
+        return f"{self._prefix}.layers"
+
+    def _lacks(self, name: str, known: tuple[Any, ...]) -> CheckpointError:
+        theirs = " or ".join(one if isinstance(one, str) else ", ".join(one) for one in known)
+        return CheckpointError(f"{self.path} lacks the tensor {name}" + (f" ({theirs})" if theirs else ""))
+
+    def _check_rows(self, tensor: str, n_rows: int) -> None:
+        shape = self._files[tensor].specs[tensor].shape
+        if not shape or shape[0] != n_rows:
+            raise CheckpointError(
+                f"{self.path}: tensor {tensor} has the shape {list(shape)}, expected {n_rows} rows by config.json"
+            )
+
+    def _check_used(self) -> None:
+        """Raises CheckpointError for a tensor that the model would be computed without."""
+        used = {piece.tensor for pieces in self._pieces.values() for piece in pieces}
+        for name in self._files:
+            is_other = _OTHER_PARTS.match(name) if self._prefix != "model" else None
+            if name not in used and not is_other and not _NOT_WEIGHTS.fullmatch(name):
+                raise CheckpointError(
+                    f"{self.path} holds the tensor {re.sub(r'[.][0-9]+[.]', '.<i>.', name)}, which a "
+                    f"{self.config_dict['name']} does not have"
+                )
+
+    def _spec(self, pieces: tuple[Piece, ...]) -> TensorSpec:
+        specs = []
+        for piece in pieces:
+            spec = self._files[piece.tensor].specs[piece.tensor]
+            if piece.rows is not None:
+                spec = TensorSpec(spec.dtype, (piece.rows[1] - piece.rows[0], *spec.shape[1:]))
+            specs.append(spec)
+        if len(specs) == 1:
+            return specs[0]
+        if any(not spec.shape or spec.shape[1:] != specs[0].shape[1:] for spec in specs):
+            raise CheckpointError(f"{self.path}: {' and '.join(p.tensor for p in pieces)} are not equally wide")
+        codes = {spec.dtype for spec in specs}  # of several types, the one that holds all
+        return TensorSpec(
+            codes.pop() if len(codes) == 1 else "F32", (sum(s.shape[0] for s in specs), *specs[0].shape[1:])
+        )
+
+
+def folder_config(path: Path, model_name: str | None = None) -> dict[str, Any]:
+    """litgpt's Config of a Hugging Face folder as a plain dict. Raises CheckpointError."""
+    config = choose_config(path, model_name)[0]
+    quantized = read_hf_config(path / "config.json", is_whole=True).get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise CheckpointError(
+            f"{path}: its weights are quantized ({method!r}), which cannot be read from a Hugging Face folder: take the "
+            "model's original weights, or a GGUF file"
+        )
+    return config
+
+
+def _open_files(path: Path) -> dict[str, SafetensorsFile]:
+    """The file of each tensor, by its name. Raises CheckpointError."""
+    files = weight_files(path)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise CheckpointError(no_checkpoint(path), code="unsafe" if files else None)
+    found: dict[str, SafetensorsFile] = {}
+    for file in map(SafetensorsFile, files):
+        for name in file.specs:
+            if name in found:
+                raise CheckpointError(f"the tensor {name} is in both {found[name].path} and {file.path}")
+            found[name] = file
+    return found
+
+
+def _order_of_rows(config: Mapping[str, Any]) -> np.ndarray:
+    """Rows of query, key and value such that all queries come first, then all keys, then all values."""
+    n_groups, per_group, size = (
+        config["n_query_groups"],
+        config["n_head"] // config["n_query_groups"],
+        config["head_size"],
+    )
+    rows = np.arange(n_groups * (per_group + 2) * size).reshape(n_groups, per_group + 2, size)
+    return np.concatenate([part.reshape(-1) for part in (rows[:, :per_group], rows[:, -2], rows[:, -1])])
+
+
+def _stamp(path: Path) -> str:
+    """A name for the folder among others."""
+    where = str(path.resolve())
+    return f"{model_name(path)}-{hashlib.sha256(json.dumps(where).encode()).hexdigest()[:8]}"

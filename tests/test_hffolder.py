@@ -1,0 +1,294 @@
+"""Hugging Face folders that are read as they are: the same weights and tokens as the converted checkpoint's and litgpt's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+from safetensors.torch import load_file, save_file
+
+from families import greedy, prompt
+from mdi.checkpoint.convert import convert
+from mdi.checkpoint.folder import checkpoints_in, stated_blocks
+from mdi.checkpoint.hffolder import HfFolder
+from mdi.checkpoint.source import LitCheckpoint, open_source, settings_of
+from mdi.checkpoint.weights import WeightSource
+from mdi.cli import launch
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import CheckpointError
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, standalone
+from mdi.spec.options import StarterOptions
+from missing_libraries import without
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import reference, tiny_gpt, tokenizer
+from tiny_models import HF_KINDS, State, hf_config, hf_state, tiny_hf, tiny_state, write_hf
+
+ROOT = Path(__file__).parents[1]
+N_TOKENS = 8
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MDI_CACHE_DIR", str(folder))
+    return folder
+
+
+def assert_holds(source: WeightSource, state: State) -> None:
+    assert set(source.specs) == set(state)
+    for part in source.part_names():
+        for name, tensor in source.tensors(part).items():
+            assert torch.equal(tensor, state[name]), name
+
+
+def generated(cluster: ClusterConfig, folder: Path, ids: list[int]) -> list[int]:
+    options = StarterOptions(ckpt=folder, prompt_style="none", device="cpu", dtype="float32", placement="even")
+    with Run(GivenNodes(cluster), options, len(ids) + N_TOKENS, n_texts=1) as starter:
+        sample = starter.submit("", ids, SamplingParams(N_TOKENS, temperature=0))
+        starter.read()
+        starter.close()
+    return sample.token_ids
+
+
+@pytest.mark.parametrize("family", HF_KINDS)
+def test_tokens_over_one_node_and_three_are_litgpts(tmp_path: Path, family: str) -> None:
+    folder, state = tiny_hf(tmp_path / "my-model", family, n_shards=2)
+    before = sorted(tmp_path.glob("my-model/*"))
+    source = open_source(folder)
+    assert isinstance(source, HfFolder)
+    assert_holds(source, state)
+    gpt = GPT(Config(**source.config_dict)).eval().requires_grad_(False)
+    gpt.load_state_dict(state)
+    ids = prompt(20, 3)
+    expected = greedy(gpt, ids, N_TOKENS)
+    assert generated(standalone(), folder, ids) == expected
+    with secondaries(2, tmp_path) as nodes:
+        assert generated(cluster_of(nodes), folder, ids) == expected
+    assert sorted(tmp_path.glob("my-model/*")) == before
+
+
+@pytest.mark.parametrize("family", HF_KINDS)
+def test_parts_are_those_of_the_converted_checkpoint(tmp_path: Path, family: str) -> None:
+    """So a node that keeps the one needs nothing of the other."""
+    folder, state = tiny_hf(tmp_path / "my-model", family)
+    source = HfFolder(folder)
+    assert_holds(source, state)
+    convert(folder, progress=False)
+    converted = open_source(folder)
+    assert isinstance(converted, LitCheckpoint)
+    assert source.config_hash == converted.config_hash and source.model == converted.model
+    assert [source.info(part) for part in source.part_names()] == [converted.info(p) for p in converted.part_names()]
+
+
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "pythia-14m", "Qwen2.5-0.5B", "falcon-7b"])
+@pytest.mark.parametrize("missing", ["head", "embedding"])
+def test_tied_weights_in_both_directions(tmp_path: Path, family: str, missing: str) -> None:
+    config, state = tiny_state(family)
+    state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    weights = hf_state(config, state)
+    names = {"pythia-14m": ("gpt_neox.embed_in.weight", "embed_out.weight")}
+    names["falcon-7b"] = ("transformer.word_embeddings.weight", "lm_head.weight")
+    embedding, head = names.get(family, ("model.embed_tokens.weight", "lm_head.weight"))
+    weights[head] = state["lm_head.weight"].clone()
+    del weights[head if missing == "head" else embedding]
+    assert_holds(open_source(write_hf(tmp_path / "m", hf_config(family, config), weights, n_shards=2)), state)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_part_of_a_model_that_also_sees(tmp_path: Path, prefix: str) -> None:
+    config, state = tiny_state("Gemma-3-1b-it")
+    state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    language = hf_state(config, state)
+    language.pop("lm_head.weight", None)
+    weights = {name.replace("model.", prefix, 1): tensor for name, tensor in language.items()}
+    words = weights[f"{prefix}embed_tokens.weight"]
+    weights[f"{prefix}embed_tokens.weight"] = torch.cat((words, torch.ones(3, words.shape[1])))  # of images
+    eyes = prefix.split("language_model")[0]
+    weights[f"{eyes}vision_tower.encoder.layers.0.mlp.fc1.weight"] = torch.ones(2, 2)
+    weights[f"{eyes}multi_modal_projector.weight"] = torch.ones(2, 2)
+    whole = {"model_type": "gemma3", "text_config": hf_config("Gemma-3-1b-it", config), "vision_config": {}}
+    folder = write_hf(tmp_path / "m", whole, weights)
+    assert_holds(open_source(folder), state)
+    assert stated_blocks(folder) == config.n_layer
+
+
+def test_a_mixture_of_types_and_half_precision(tmp_path: Path) -> None:
+    config, state = tiny_state()
+    weights = hf_state(config, state)
+    halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    assert open_source(write_hf(tmp_path / "a", hf_config("Llama-3.1-8B", config), halves)).dtype == "bfloat16"
+    assert_holds(open_source(tmp_path / "a"), {name: tensor.bfloat16() for name, tensor in state.items()})
+    halves["model.layers.0.self_attn.q_proj.weight"] = weights["model.layers.0.self_attn.q_proj.weight"]
+    source = open_source(write_hf(tmp_path / "b", hf_config("Llama-3.1-8B", config), halves))
+    qkv = torch.cat([halves[f"model.layers.0.self_attn.{x}_proj.weight"].float() for x in "qkv"])
+    assert torch.equal(source.tensors("block.0")["transformer.h.0.attn.qkv.weight"], qkv)
+    assert source.dtype == "bfloat16"
+
+
+def test_tables_that_older_versions_wrote_are_left_out(tmp_path: Path) -> None:
+    config, state = tiny_state("pythia-14m")
+    weights = hf_state(config, state)
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    weights["gpt_neox.layers.0.attention.masked_bias"] = torch.ones(())
+    weights["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(2)
+    assert_holds(open_source(write_hf(tmp_path / "m", hf_config("pythia-14m", config), weights)), state)
+
+
+def _weights(change: Callable[[State], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return edit
+
+
+def _settings(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (_settings(model_type="mamba"), "'mamba'"),
+        (_settings(intermediate_size=65), "fc_1.weight"),
+        (_settings(num_hidden_layers=6), "transformer.h.5."),
+        (_settings(num_hidden_layers=4), "model.layers.<i>."),
+        (_settings(quantization_config={"quant_method": "fp8"}), "'fp8'"),
+        (_weights(lambda w: w.pop("model.norm.weight")), "transformer.ln_f.weight"),
+        (_weights(lambda w: w.pop("model.layers.2.self_attn.k_proj.weight")), "self_attn.k_proj"),
+        (_weights(lambda w: w.update({"model.layers.1.odd": torch.ones(1)})), "model.layers.<i>.odd"),
+        (_weights(lambda w: w.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(48, 7)})), "equally wide"),
+        (_weights(lambda w: w.update({"model.norm.weight": torch.ones(())})), "transformer.ln_f.weight"),
+        (_weights(lambda w: [w.pop(n) for n in ("lm_head.weight", "model.embed_tokens.weight")]), "embedding"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(tmp_path: Path, damage: Callable[[Path], None], name: str) -> None:
+    folder, _ = tiny_hf(tmp_path / "m")
+    damage(folder)
+    with pytest.raises(CheckpointError) as e:
+        open_source(folder)
+    assert name in str(e.value) and "\n" not in str(e.value) and str(folder) in str(e.value)
+
+
+def test_a_missing_shard_and_one_too_many(tmp_path: Path) -> None:
+    folder, _ = tiny_hf(tmp_path / "m", n_shards=2)
+    (folder / "model-00002-of-00002.safetensors").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError) as e:
+        open_source(folder)
+    assert "model-00002-of-00002.safetensors" in str(e.value)
+    (folder / "model.safetensors.index.json").unlink()
+    first = folder / "model-00001-of-00002.safetensors"
+    (folder / "model-00003-of-00003.safetensors").write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError) as e:
+        open_source(folder)
+    assert first.name in str(e.value)
+
+
+def test_pickles_are_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, state = tiny_hf(tmp_path / "m", suffix="bin")
+    with pytest.raises(CheckpointError) as e:
+        open_source(folder)
+    assert e.value.code == "unsafe" and f"prepare_model.py {folder}" in str(e.value)
+    for command in ("sample", "chat", "starter"):
+        assert launch(command, ["--ckpt", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"prepare_model.py {folder}" in error
+    convert(folder, progress=False)
+    assert_holds(open_source(folder), state)
+
+
+def test_hashes_are_kept_elsewhere_and_belong_to_the_files(tmp_path: Path, cache: Path) -> None:
+    folder, _ = tiny_hf(tmp_path / "m", n_shards=2)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    source = open_source(folder)
+    infos = {part: source.info(part) for part in source.part_names()}
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert len(list(cache.glob("folders/m-*.json"))) == 1
+    again = open_source(folder)
+    assert {part: again.known(part) for part in again.part_names()} == infos
+    shard = folder / "model-00002-of-00002.safetensors"
+    weights = load_file(shard)
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, shard)
+    os.utime(shard, ns=(0, before[shard] + 1))
+    changed = open_source(folder)
+    assert changed.known("head") is None
+    assert {part: changed.info(part) for part in changed.part_names()} != infos
+
+
+def test_a_folder_of_the_hubs_cache_has_the_models_name(tmp_path: Path) -> None:
+    folder, state = tiny_hf(tmp_path / "models--org--tiny-7b" / "snapshots" / "0123abcd")
+    source = open_source(folder)
+    assert source.model == "tiny-7b"
+    assert_holds(source, state)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The model of `tiny_checkpoint` as a Hugging Face folder."""
+    gpt = tiny_gpt()
+    state = {name: tensor.clone() for name, tensor in gpt.state_dict().items()}
+    folder = tmp_path / "home" / "org" / "tiny-model"
+    return write_hf(folder, hf_config("Llama-3.1-8B", gpt.config), hf_state(gpt.config, state), n_shards=2)
+
+
+ARGUMENTS = ("--prompt", "Who are you?", "--n-tokens", "12", "--temperature", "0", "--no-stream", "--dtype", "float32")
+
+
+def test_commands_accept_the_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = folder.parents[1]
+    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: home)
+    before = sorted(folder.iterdir())
+    expected = tokenizer().decode(list(reference("Who are you?", 12)))
+    for ckpt in (str(folder), "org/tiny-model"):
+        assert launch("sample", ["--ckpt", ckpt, *ARGUMENTS]) == 0
+        assert expected in capsys.readouterr().out
+    assert launch("list", []) == 0
+    assert "org/tiny-model" in capsys.readouterr().out and checkpoints_in(home) == ["org/tiny-model"]
+    profiles = home / "cluster.json"
+    assert launch("plan", ["--example"]) == 0
+    profiles.write_text(capsys.readouterr().out)
+    assert launch("plan", ["--profiles", str(profiles), "--ckpt", str(folder), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert sum(node["blocks"][1] - node["blocks"][0] for node in plan["nodes"]) == 5
+    assert launch("prepare-model", [str(folder), "--export", "hf", "--out", str(home / "back")]) == 0
+    assert sorted(folder.iterdir()) == before
+
+
+def test_the_settings_are_read_without_the_weights(folder: Path) -> None:
+    expected = open_source(folder).config_dict
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    assert settings_of(folder) == expected
+    with pytest.raises(CheckpointError):
+        settings_of(folder.parent)
+
+
+def test_a_starter_reads_it_without_torch_and_litgpt(folder: Path) -> None:
+    code = without(("torch", "litgpt", "lightning", "transformers", "safetensors")) + (
+        "from mdi.cli import launch\nassert launch('sample', sys.argv[1:]) == 0\n"
+    )
+    argv = [sys.executable, "-c", code, "--ckpt", str(folder), *ARGUMENTS]
+    done = subprocess.run(argv, cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert tokenizer().decode(list(reference("Who are you?", 12))) in done.stdout
