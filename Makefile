@@ -20,7 +20,7 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references mutants lint types check kernels sanitize bench figures venv clean
+.PHONY: help demo serve test fast numerical references mutants lint types check kernels sanitize wheels bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -32,6 +32,7 @@ help:
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
+	@echo "make wheels     builds the wheels for Linux, macOS and Windows, x86-64 and ARM64, into dist/"
 	@echo "make sanitize   runs the kernels' own test under the compiler's sanitizers"
 	@echo "make lint | types | bench | figures | clean"
 
@@ -104,6 +105,9 @@ sanitize:
 	for names in address,undefined thread; do \
 	  PYTHONPATH=src $(PYTHON) -m mdi.kernels --selftest build/selftest --sanitize $$names && build/selftest || exit 1; \
 	done
+
+wheels:
+	$(PYTHON) .ci/wheels
 
 bench: $(VENV)/.installed-dev
 	$(PY) benchmarks/overheads.py

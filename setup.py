@@ -1,28 +1,35 @@
-"""Compiles the kernels for `pip install` and for wheels; all else that setuptools asks stands in pyproject.toml.
+"""Compiles the kernels and writes the demo's model for `pip install` and for wheels; all else stands in pyproject.toml.
 
-No C++ compiler is no failure: the installed package then compiles them at first use, or does without.
-CXX=aarch64-linux-gnu-g++ makes a wheel for boards.
+No C++ compiler is no failure: the installed package then compiles them at first use, or does without. CXX may be a cross
+compiler; `make wheels` (.ci/wheels) uses that, and names what comes out after the systems that can load it.
 """
 
 from __future__ import annotations
 
-import re
+import collections
+import pickle
+import shutil
+import struct
 import sys
+import zipfile
+from json import dumps
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
-sys.path.insert(0, str(Path(__file__).parent / "src"))
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "src"))
 
 from mdi.errors import KernelError  # noqa: E402
 from mdi.kernels import build, library  # noqa: E402
 
 EXTENSION = "mdi.kernels.kernels"
-# Who has this glibc (2.x) has at least this C++ library (GLIBCXX_3.4.x): pairs of the manylinux policies.
-SYSTEMS = ((28, 24), (31, 28), (34, 29), (35, 30), (39, 33))
+MODEL = ROOT / "assets" / "nano-llama"  # a LitGPT checkpoint, whose weights only torch reads
 
 
 class BuildKernels(build_ext):
@@ -42,29 +49,65 @@ class BuildKernels(build_ext):
             raise CompileError(str(e)) from e
 
 
+class BuildModel(build_py):
+    """Puts the embedded model into the package, as safetensors."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode or not MODEL.is_dir():  # a clone has the checkpoint itself
+            return
+        folder = Path(self.build_lib, "mdi", MODEL.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("model_config.yaml", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODEL / name, folder)
+        write_safetensors(MODEL / "lit_model.pth", folder / "lit_model.safetensors")
+
+
+class StateDict(pickle.Unpickler):
+    """The table of a file that torch.save wrote: tensors as (key of the bytes, shape). Calls nothing that the file names."""
+
+    def persistent_load(self, pid: Any) -> str:
+        return str(pid[2])  # ("storage", its kind, key, device, size)
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {
+            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("torch", "HalfStorage"): "float16",
+            ("torch._utils", "_rebuild_tensor_v2"): lambda key, offset, shape, *_: (key, shape),
+        }
+        return known[module, name]
+
+
+def write_safetensors(pth: Path, output: Path) -> None:
+    """Write the tensors of a checkpoint in float16, each whole in its own record of the archive."""
+    with zipfile.ZipFile(pth) as archive:
+        top = archive.namelist()[0].partition("/")[0]
+        with archive.open(f"{top}/data.pkl") as table:
+            tensors = StateDict(table).load()
+        contents = {name: archive.read(f"{top}/data/{key}") for name, (key, _) in tensors.items()}
+    header, position = {}, 0
+    for name, (_, shape) in tensors.items():
+        stop = position + len(contents[name])
+        header[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [position, stop]}
+        position = stop
+    head = dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    output.write_bytes(struct.pack("<Q", len(head)) + head + b"".join(contents.values()))
+
+
 class KernelsWheel(bdist_wheel):
     """The library is no module of some Python's: a wheel serves every Python on one kind of machine."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        built = list(Path(self.bdist_dir).rglob(library.packaged_name()))
-        if not built:
+        has_library = any(Path(self.bdist_dir).rglob(library.packaged_name()))
+        if not has_library and not self.plat_name_supplied:
             return "py3", "none", "any"
-        return "py3", "none", self._platform(built[0])
-
-    def _platform(self, library: Path) -> str:
-        if not sys.platform.startswith("linux"):
-            return super().get_tag()[2]
-        machine = build.find_compiler().machine
-        content = library.read_bytes()
-        glibc = max(map(int, re.findall(rb"GLIBC_2\.(\d+)", content)), default=None)
-        cxx = max(map(int, re.findall(rb"GLIBCXX_3\.4\.(\d+)", content)), default=0)
-        oldest = next((system for system, has in SYSTEMS if has >= cxx), None)
-        if glibc is None or oldest is None:  # another C library, or one that is newer than all that we know
-            return f"linux_{machine}"
-        return f"manylinux_2_{max(glibc, oldest)}_{machine}"
+        if self.plat_name_supplied or not sys.platform.startswith("linux"):
+            return "py3", "none", super().get_tag()[2]
+        return "py3", "none", f"linux_{build.find_compiler().machine}"
 
 
 setup(
     ext_modules=[Extension(EXTENSION, sources=[], optional=True)],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelsWheel},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildModel, "bdist_wheel": KernelsWheel},
 )

@@ -131,7 +131,7 @@ def test_the_chat_template_is_kept_and_its_style_is_found(
     tmp_path: Path, spm: sentencepiece.SentencePieceProcessor, template: str, style: str | None
 ) -> None:
     codec = _codec(tmp_path, sentencepiece_tokens(spm, **{"tokenizer.chat_template": template}))
-    assert (None if codec.prompt_style is None else type(codec.prompt_style).__name__) == style
+    assert (None if codec.prompt_style is None else codec.prompt_style.class_name) == style
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == template
 
 

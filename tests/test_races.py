@@ -26,8 +26,7 @@ from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
 from mdi.node.worker import RingWorker
 from mdi.run.form import Loaded
-from mdi.run.lookout import Leaving, Lookout
-from mdi.run.loop import RingLoop
+from mdi.run.loop import Leaving, Lookout, RingLoop
 from mdi.run.nodes import Losses
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
 from mdi.serve.host import ModelHost

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from mdi.errors import CheckpointError, UsageError
 from mdi.spec.prompts import read_prompts
+from mdi.text.styles import known_styles, style_of_model
 from mdi.text.texts import Detokenizer, StopMatcher, TextCodec, resolve_prompt_style
 
 CORPUS = [
@@ -292,7 +293,7 @@ def test_vocab_size_counts_added_tokens(folders, codecs):
 
 def style_name(*args):
     style = resolve_prompt_style(*args)
-    return None if style is None else type(style).__name__
+    return None if style is None else style.class_name
 
 
 def test_auto_goes_by_the_name_of_the_model(tmp_path):
@@ -315,6 +316,47 @@ def test_auto_goes_by_the_name_of_the_model(tmp_path):
     ]:
         assert style_name("auto", tmp_path, name) == expected, name
         assert style_name("none", tmp_path, name) is None
+
+
+def test_every_style_writes_as_litgpts():
+    from litgpt import prompts
+
+    class Recording:
+        eos_id = None
+
+        def token_to_id(self, token):
+            return token
+
+    classes = {
+        c.__name__: c for c in vars(prompts).values() if isinstance(c, type) and issubclass(c, prompts.PromptStyle)
+    }
+    for own in ("PromptStyle", "Default"):
+        del classes[own]
+    assert {style.class_name for style in known_styles().values()} == classes.keys()
+    assert set(prompts.prompt_styles) <= known_styles().keys()
+    talk = [
+        {"role": "user", "content": "a {prompt}"},
+        {"role": "assistant", "content": " b\n"},
+        {"role": "user", "content": "c"},
+    ]
+    for name, style in known_styles().items():
+        theirs = prompts.prompt_styles.get(name, classes[style.class_name])()
+        assert type(theirs).__name__ == style.class_name
+        assert style.apply("a {prompt} b") == theirs.apply("a {prompt} b")
+        assert style.stop_tokens(Recording()) == [ids for ids in theirs.stop_tokens(Recording()) if ids != [None]]
+        if style.knows_conversations:
+            assert style.apply(talk) == theirs.apply(talk)
+
+
+def test_the_style_of_every_named_model_is_litgpts():
+    from litgpt import prompts
+    from litgpt.config import name_to_config
+
+    for name in name_to_config:
+        style = style_of_model(name)
+        assert (style.class_name if style else "Default") == type(prompts.model_name_to_prompt_style(name)).__name__, (
+            name
+        )
 
 
 def test_named_styles(tmp_path):

@@ -25,6 +25,8 @@ the class and the `code`, which also travels (docs/protocol.md, "Error codes"); 
 
 from __future__ import annotations
 
+INSTALL_ALL = "pip install 'mdi-llm[all]', or in a clone pip install -r requirements.txt"  # with torch and litgpt
+
 # Closer codes of errors that commands raise, and that do not travel to other nodes; those that do are `control.messages.CODES`.
 REASONS = {
     "changed": "a file is not the one that another was made from",

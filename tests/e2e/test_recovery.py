@@ -155,7 +155,7 @@ def test_a_node_that_is_back_is_taken_in_again(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its blocks had gone to the others; with it, the slowest node has fewer."""
-    monkeypatch.setattr("mdi.run.lookout.LOOK_S", 0.2)
+    monkeypatch.setattr("mdi.run.loop.LOOK_S", 0.2)
 
     def start_later() -> None:
         nodes.start(1)

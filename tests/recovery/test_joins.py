@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import mdi.run.lookout
+import mdi.run.loop
 from cluster_keys import key_file
 from clusters import cluster, model, node
 from loopback import DEADLINE_S
@@ -22,7 +22,7 @@ from mdi.errors import ControlError, UsageError
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload
 from mdi.run.cut import MovingCut
-from mdi.run.lookout import Joins
+from mdi.run.loop import Joins
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
@@ -151,7 +151,7 @@ def test_only_who_proves_that_it_has_the_key_has_come(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It stands in no nodes file; the text is that of one node alone."""
-    monkeypatch.setattr(mdi.run.lookout, "LOOK_S", 0.1)
+    monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.1)
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
     seen: list[Run] = []
@@ -181,7 +181,7 @@ def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.Mo
 def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: str
 ) -> None:
-    monkeypatch.setattr(mdi.run.lookout, "LOOK_S", 0.1)
+    monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.1)
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
     options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
     with secondaries(2, tmp_path) as nodes:

@@ -34,7 +34,7 @@ from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.records import HashCache, PartHashes
+from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
@@ -151,7 +151,7 @@ class GgufSource(WeightSource):
         self.dtype = main_dtype(self.specs.values())
         # Weights that were rounded once keep the numbers that they were rounded to.
         self.folds_gains = all(tensor.type_name in PLAIN for tensor in self._tensors.values())
-        self.hashes = PartHashes() if hashes is None else HashCache(hashes, [path], self.config_hash)
+        self.hashes = HashRecord(hashes, weights_stamp([path], self.config_hash))
 
     def __str__(self) -> str:
         return str(self.path)

@@ -359,7 +359,7 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
 
 
 def _named(name: str) -> Json | None:
-    """What litgpt's table says of a model; None if it is not there, or litgpt is not installed."""
+    """The entry of a model in litgpt's table; None if it is not there, or litgpt is not installed."""
     try:
         return full_config(asdict(litgpt_module("config").Config.from_name(name)), name)
     except (ValueError, ModuleNotFoundError):

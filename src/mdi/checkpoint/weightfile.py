@@ -22,7 +22,7 @@ import numpy as np
 
 from mdi.checkpoint.parts import PIECE_BYTES
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
-from mdi.errors import CheckpointError, MemoryShortError
+from mdi.errors import INSTALL_ALL, CheckpointError, MemoryShortError
 from mdi.spec.cluster import nearest_existing
 from mdi.units import size
 
@@ -149,8 +149,14 @@ class PickledFile:
     """
 
     def __init__(self, path: Path) -> None:
-        from mdi.checkpoint.torch_tensors import spec_of
-
+        try:
+            from mdi.checkpoint.torch_tensors import spec_of
+        except ModuleNotFoundError as e:
+            raise CheckpointError(
+                f"{path} is a pickle, which only {e.name} reads, and that is not installed: {INSTALL_ALL}; "
+                "safetensors and GGUF files need none",
+                code="library",
+            ) from None
         self.path = path
         self._tensors: dict[str, torch.Tensor] | None = None
         self.specs = {name: spec_of(tensor) for name, tensor in self._load().items()}

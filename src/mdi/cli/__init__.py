@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 
 import mdi
 from mdi.cancel import Cancel
-from mdi.errors import MdiError, UsageError
+from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser, declared
-from mdi.terminal import JSON, VARIABLE, LineFormatter, form_of, formatter, show_error
+from mdi.terminal import JSON, VARIABLE, LineFormatter, TerminalHandler, form_of, formatter, show_error
 
 # command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
@@ -175,7 +175,7 @@ def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | 
         raise error
     if missing is not None:
         print(
-            f"error: the library {missing!r} is not installed in {sys.executable}: run `pip install -r requirements.txt`, "
+            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}, "
             "or `make venv` and then .venv/bin/python",
             file=sys.stderr,
         )
@@ -314,7 +314,7 @@ def _log_lines(command: str, args: argparse.Namespace) -> Iterator[None]:
 
 
 def _set_up_logging(command: str, form: str, is_verbose: bool, is_debugging: bool, is_quiet: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = TerminalHandler(sys.stderr)
     handler.setLevel(logging.DEBUG if is_debugging else logging.WARNING if is_quiet else logging.INFO)
     handler.setFormatter(formatter(form, is_verbose))
     # It warns of a home that cannot be written, even if no figure is drawn.

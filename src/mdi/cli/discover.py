@@ -107,7 +107,7 @@ class Discovery:
         return self._relays[addr, port]
 
     def guests(self, keys: KeyFile) -> Guests:
-        """Those of this key that have joined, today or earlier."""
+        """The nodes of this key that have joined, today or earlier."""
         from mdi.control.discovery import Guests
 
         if self._guests is None:

@@ -47,7 +47,7 @@ OF_THE_SYSTEM = ("name", "refused", "timeout", "unreachable")  # problems whose 
 
 @dataclass(frozen=True)
 class Reach:
-    """What came of trying one port.
+    """Result of trying one port.
 
     Attributes:
         problem: a key of PROBLEMS; "" if all is well.

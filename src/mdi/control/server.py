@@ -198,11 +198,11 @@ class Host(Protocol):
     """A side that can be joined: an Invitation."""
 
     def answer(self, request: Any, addr: str) -> dict[str, str]:
-        """What the guest at an address gets; raises AccessError."""
+        """Answer for the guest at an address; raises AccessError."""
 
 
 class Node(Protocol):
-    """What a node does when it is asked over HTTP. Each method may raise MdiError; a ControlError chooses the status."""
+    """Actions of a node for HTTP requests. Each method may raise MdiError; a ControlError chooses the status."""
 
     def status(self, run: str | None) -> dict[str, Any]:
         """Status of the node. `run` names the run on whose behalf it is asked: a sign of life of its starter."""
@@ -354,7 +354,7 @@ class _Server(wsgi.Server):
             del logging.statistics[name]  # type: ignore[attr-defined]
 
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
-        """What strangers can provoke without end is for the debug log."""
+        """Log at debug level: strangers can provoke these lines without end."""
         logger.debug("HTTP: %s", msg, exc_info=traceback)
 
     @staticmethod

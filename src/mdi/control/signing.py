@@ -210,5 +210,5 @@ class Gate:
 
 
 def public_status(status: Mapping[str, Any]) -> dict[str, Any]:
-    """What a node tells strangers of itself."""
+    """The part of a node's status that strangers may see."""
     return {key: status[key] for key in PUBLIC}

@@ -9,7 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
-from mdi.errors import UsageError
+from mdi.errors import INSTALL_ALL, UsageError
 from mdi.host.processor import warn_of_processor
 from mdi.host.threads import tell_torch
 
@@ -56,10 +56,7 @@ def load_torch(why: str) -> None:
     except ModuleNotFoundError as e:
         if e.name not in ("torch", "litgpt"):
             raise
-        raise UsageError(
-            f"{why} needs {e.name}, which is not installed here: pip install -r requirements.txt (this node has "
-            "what requirements-secondary.txt lists)"
-        ) from None
+        raise UsageError(f"{why} needs {e.name}, which is not installed here: {INSTALL_ALL}") from None
     tell_torch()
     if is_new:
         warn_of_processor()

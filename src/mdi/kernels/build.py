@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,8 +62,9 @@ INSTRUCTION_SETS = (
 # Results must be the same to the bit on every machine, so the compiler must not fuse a product and a sum.
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread")
 OPTIMIZED = ("-O3",)
-# A library that lacks something is refused when it is made, as Apple's linker does anyway, and not when it is loaded.
-_COMPLETE = () if sys.platform == "darwin" else ("-Wl,-z,defs",)
+# A library that lacks something is refused when it is made, as Apple's linker does anyway, and not when it is loaded. It has
+# no names of what is not called from outside.
+_LINKING = ("-Wl,-z,defs", "-Wl,-s")
 SELFTEST = "selftest.cpp"
 _ISA_SOURCES = "isa_*.cpp"
 
@@ -81,12 +81,17 @@ class Compiler:
     Attributes:
         command: how it is called; more than one word if CXX has several.
         version: its version text.
-        machine: the architecture that it compiles for.
+        machine, system: the architecture and the rest of the target (vendor, system, C library) that it compiles for.
     """
 
     command: tuple[str, ...]
     version: str
     machine: str
+    system: str
+
+    @property
+    def is_apples(self) -> bool:
+        return any(name in self.system for name in ("apple", "darwin", "macos"))
 
     @property
     def hash(self) -> str:
@@ -99,7 +104,10 @@ class Compiler:
             raise KernelError(f"{shlex.join(self.command)} does not compile the kernels: {_first_error(done)}")
 
     def knows(self, flags: Sequence[str]) -> bool:
-        return not _run([*self.command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]).returncode
+        with tempfile.TemporaryDirectory(prefix=_BUILDING) as folder:
+            source = Path(folder) / "empty.cpp"  # zig can neither read /dev/null nor check without writing
+            source.touch()
+            return not _run([*self.command, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]).returncode
 
 
 def find_compiler() -> Compiler:
@@ -113,11 +121,13 @@ def find_compiler() -> Compiler:
             "there is no C++ compiler: install one (Debian, Ubuntu: sudo apt install g++; Fedora: sudo dnf install gcc-c++; "
             "macOS: xcode-select --install)"
         )
-    answer = _run([*command, "-v"])
-    target = re.search(r"^Target: ([^-\s]+)", answer.stderr, re.MULTILINE)
-    if answer.returncode or not target:
-        raise KernelError(f"the C++ compiler {shlex.join(command)} does not work: {_first_error(answer)}")
-    return Compiler(tuple(command), answer.stderr, _architecture(target[1]))
+    for question in ("-v", "--version"):  # gcc names its target after the first only, zig after the second only
+        answer = _run([*command, question])
+        version = answer.stderr + answer.stdout
+        target = re.search(r"^Target: ([^-\s]+)(\S*)", version, re.MULTILINE)
+        if target and not answer.returncode:
+            return Compiler(tuple(command), version, _architecture(target[1]), target[2])
+    raise KernelError(f"the C++ compiler {shlex.join(command)} does not work: {_first_error(answer)}")
 
 
 def this_machine() -> str:
@@ -139,7 +149,7 @@ def sources_hash(csrc: Path) -> str:
 
 def compile_library(compiler: Compiler, output: Path, csrc: Path) -> None:
     """Compile the library and put it to `output`, in one step. Raises KernelError."""
-    _compile(compiler, output, csrc, OPTIMIZED, ("-shared", *_COMPLETE))
+    _compile(compiler, output, csrc, OPTIMIZED, ("-shared", *(() if compiler.is_apples else _LINKING)))
 
 
 def compile_selftest(

@@ -101,7 +101,7 @@ class BrokenOffError(Exception):
 
 
 def problem_of(error: Exception) -> str:
-    """What the network did, as a key of `mdi.control.reach.PROBLEMS`."""
+    """The network's failure, as a key of `mdi.control.reach.PROBLEMS`."""
     if isinstance(error, (TimeoutError, BlockingIOError)):
         return "timeout"
     if isinstance(error, (socket.gaierror, UnicodeError)):
@@ -298,7 +298,7 @@ class Asked:
         return found
 
     def answer(self, **content: Any) -> None:
-        """Send the last answer and close; nobody is told if the caller has left."""
+        """Send the last answer and close; a caller that has left is no error."""
         with contextlib.suppress(OSError):
             self.push(**content)
             self.sock.shutdown(socket.SHUT_WR)

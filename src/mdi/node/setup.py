@@ -113,12 +113,13 @@ class SecondarySetup:
             self._done.set()
 
     def _fail(self, error: MdiError) -> None:
-        if error is self._cancel.error:
-            return  # another node's
-        self.error = error
-        self._cancel.cancel(error)
-        if self._cancel.error is not error:  # another node was first
-            self.error = None
+        with self._changed:
+            if self._cancel.is_cancelled:
+                return  # another node was first, or the other thread of this one
+            self.error = error
+            self._cancel.cancel(error)
+            if self._cancel.error is not error:
+                self.error = None
 
     def _reach(self) -> None:
         """Wait until the node answers."""

@@ -12,7 +12,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.folder import all_weight_files
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.records import CheckedFiles
+from mdi.checkpoint.records import BELIEVED_S, HashRecord
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
@@ -202,7 +202,7 @@ class StarterWeights:
         """Hash what comes from chunks, where it is not known to be whole. CheckpointError if it is damaged."""
         sources = {part: self._source_of(part) for part in parts}
         for chunk in {source for source in sources.values() if isinstance(source, ChunkFile)}:
-            record = CheckedFiles(chunk.path.with_name("checked.json"))
+            record = HashRecord(chunk.path.with_name("checked.json"), believed_s=BELIEVED_S)
             chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel)
 
     @property

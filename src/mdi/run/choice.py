@@ -113,7 +113,7 @@ class Choice:
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
-        self._take_format(options.quantize)
+        self._set_format(options.quantize)
 
     def close(self) -> None:
         """Harmless if repeated."""
@@ -144,7 +144,7 @@ class Choice:
         """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
         check_prompt(prompt_ids, self.config, self.context_length, self.directory)
 
-    def _take_format(self, form: str | None) -> None:
+    def _set_format(self, form: str | None) -> None:
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
@@ -193,7 +193,7 @@ class Choice:
         ):
             if self._is_auto:  # the starter's own memory decides
                 fit = (form for form in formats if fits_here(weights, form, self.device))
-                self._take_format(next(fit, formats[-1]))
+                self._set_format(next(fit, formats[-1]))
             if not self.cluster.secondaries and len(weights.blocks) > 1:
                 weights.cut_anew((weights.n_layer,))  # it was cut for nodes that were lost
             elif self.cluster.secondaries:
@@ -220,15 +220,15 @@ class Choice:
         self.make_own = SharingOut(
             self.family,
             self.config,
-            self._ports.over(self.cluster).starter.port_in,
+            self._ports.with_ports(self.cluster).starter.port_in,
             options,
             weights,
             self.computing,
             division,
         )
-        self._take_nodes([name for stage in division.stages for name in stage.members])
+        self._keep_nodes([name for stage in division.stages for name in stage.members])
 
-    def _take_nodes(self, names: Sequence[str]) -> None:
+    def _keep_nodes(self, names: Sequence[str]) -> None:
         """The nodes of the ring, in its order; the others are left out."""
         nodes = {node.name: node for node in self.cluster.nodes}
         self.cluster = replace(self.cluster, secondaries=tuple(nodes[name] for name in names[1:]))
@@ -237,7 +237,7 @@ class Choice:
     def _profiled(self, cancel: Cancel) -> ClusterProfile:
         """The nodes' measurements of themselves, in the format of the run."""
         if self.profile is None or self.profile.format != self.computing.format:
-            here = self._ports.over(self.cluster)
+            here = self._ports.with_ports(self.cluster)
             found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
             has_window = window_of(self.options.weight_memory) is not None
             self.profile = _without_limits(found) if has_window else found
@@ -245,13 +245,13 @@ class Choice:
 
     def _place_in(self, form: str | None, work: Workload, cancel: Cancel) -> None:
         """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
-        self._take_format(form)
+        self._set_format(form)
         report = planned_ring(self._profiled(cancel), self.weights, self.options, self.computing, work)
         placement, n_frames = report.placement, len(report.nodes) + report.more_frames
         if self.options.n_frames is None and report.more_frames:
             self.options = replace(self.options, n_frames=n_frames)
         self.weights.cut_anew(placement.counts)
-        self._take_nodes(placement.names)
+        self._keep_nodes(placement.names)
 
 
 # Nodes and blocks

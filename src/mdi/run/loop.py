@@ -3,6 +3,9 @@
 All that happens comes as an event in one queue, and one thread decides: `Policy` says what is next, `Former` does it. The
 engine computes in a thread of its own; between two rings it waits. Before a ring is left of one's own will, the stages of the
 next one are loaded; if that fails, the ring goes on.
+
+A second thread, `Lookout`, sees changes without a loss, and puts them: a node that is about to leave, or one that is back or
+new and would make the ring faster.
 """
 
 from __future__ import annotations
@@ -12,20 +15,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-from mdi.cancel import Cancel
-from mdi.control.client import ControlClient
+from mdi.cancel import Cancel, CancelledError
+from mdi.control.client import ControlClient, FanOut
 from mdi.engine.recorder import Recorder
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.node.forming import HAND_OVER_S
+from mdi.placement.profile import NodeProfile
+from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
-from mdi.run.lookout import Leaving
-from mdi.run.nodes import CallRoll, Losses, call_roll
+from mdi.run.nodes import GRACE_S, CallRoll, Losses, Newcomers, call_roll
 from mdi.run.policy import (
     BROUGHT_DOWN,
+    Answer,
     Answered,
     Better,
     Decision,
@@ -35,16 +42,161 @@ from mdi.run.policy import (
     Lost,
     NotFormed,
     Policy,
-    takers,
+    Stage,
+    present_holders,
 )
 from mdi.run.report import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.spec.cluster import NodeConfig
 
+NOTICE_S = 0.25  # how often it is asked whether a node is about to leave
+LOOK_S = 5.0  # how often nodes are asked
+
+Measure = Callable[[ControlClient], NodeProfile]
+
+logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A node of a ring is about to end, and computes until its blocks are elsewhere."""
+
+    node: str
+    ring: int
+
+
+class Nodes(Protocol):
+    """The nodes of a run."""
+
+    @property
+    def clients(self) -> Mapping[str, ControlClient]:
+        """Of all that may take part, by name."""
+
+    def admit(self, node: NodeConfig) -> ControlClient:
+        """A node that has come may take part from now on."""
+
+    def may_use(self, name: str) -> bool:
+        """Whether a node has waited long enough since it was lost."""
+
+
+class Joins:
+    """Nodes outside of a ring that it would be faster with. Not for several threads.
+
+    Args:
+        nodes: that may take part; new ones are added.
+        cut: how the model is cut over nodes.
+        spares: those that are not added to a ring: they wait for a loss.
+        newcomers: nodes that were found besides.
+        measure: asks a node that has come how fast it is, which takes seconds; None where no node was measured.
+    """
+
+    def __init__(
+        self, nodes: Nodes, cut: MovingCut, spares: frozenset[str], newcomers: Newcomers,
+        measure: Measure | None = None, ask: CallRoll = call_roll,
+    ) -> None:  # fmt: skip
+        self._nodes = nodes
+        self._cut = cut
+        self._spares = spares
+        self._newcomers = newcomers
+        self._measure = measure
+        self._ask = ask
+        self._measuring: dict[str, FanOut[NodeProfile]] = {}
+
+    def best(self, ring: Sequence[Stage], processes: Mapping[str, str]) -> Form | None:
+        """The best ring with one more present node, if it gains enough.
+
+        Args:
+            processes: of the ring's secondaries.
+        """
+        used = {stage.name for stage in ring}
+        outside = [client for name, client in self._nodes.clients.items() if name not in used]
+        answers = self._ask(outside, frozenset(), GRACE_S).answers if outside else {}
+        answers |= self._admit({*processes.values(), *(answer.process for answer in answers.values())})
+        for name, answer in answers.items():
+            is_wanted = answer.is_free and name not in self._spares and self._nodes.may_use(name)
+            if is_wanted and self._is_known(name) and (found := better_with(ring, name, self._cut)) is not None:
+                return replace(found, outside=frozenset(answers) - {name})
+        return None
+
+    def _admit(self, known: set[str]) -> dict[str, Answer]:
+        """Admit new nodes; returns their answers."""
+        clients = self._nodes.clients
+        places = {(client.node.addr, client.node.port) for client in clients.values()}
+        come = []
+        for process, node in self._newcomers().items():
+            if process in known or (node.addr, node.port) in places:
+                continue
+            number = next(n for n in range(len(clients) + 1) if f"secondary{n}" not in clients)
+            client = self._nodes.admit(replace(node, name=f"secondary{number}"))
+            logger.info("found %s at %s:%d: it is %s", node.name, node.addr, node.port, client.node.name)
+            come.append(client)
+            if self._measure is not None:
+                self._measuring[client.node.name] = FanOut({client.node.name: partial(self._measure, client)})
+        return dict(self._ask(come, frozenset(), GRACE_S).answers) if come else {}
+
+    def _is_known(self, name: str) -> bool:
+        """Whether its times are known, if they are needed; without them it counts as a mean node."""
+        asked = self._measuring.get(name)
+        if asked is None:
+            return True
+        if asked.is_working:
+            return False
+        del self._measuring[name]
+        if name in asked.results:
+            self._cut.learn(asked.results[name])
+        return True
+
+
+class Lookout:
+    """Looks for changes of a ring without a loss, in the thread `ring-lookout`; changes nothing, and puts what it sees.
+
+    Args:
+        present: the ring that generates; None while there is none.
+        put: gets each event.
+    """
+
+    def __init__(
+        self, joins: Joins, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
+    ) -> None:  # fmt: skip
+        self._joins = joins
+        self._present = present
+        self._put = put
+        self._cancel = cancel
+        self._seen: set[Leaving] = set()
+        self._thread = threading.Thread(target=self._run, name="ring-lookout", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Once it is cancelled."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_look = time.monotonic() + LOOK_S
+        while True:
+            try:
+                self._cancel.wait(NOTICE_S)
+            except CancelledError as e:
+                e.with_traceback(None)  # the run keeps the error, and it this frame
+                return
+            ring = self._present()
+            if ring is None:
+                continue
+            link = ring.link  # read once: another thread may close it meanwhile
+            for node in getattr(link, "leaving", ()):
+                if (leaving := Leaving(node, ring.number)) not in self._seen:
+                    self._seen.add(leaving)
+                    self._put(leaving)
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + LOOK_S
+                try:
+                    if (found := self._joins.best(ring.stages, ring.processes)) is not None:
+                        self._put(Better(found, ring.stages))
+                except Exception:  # texts continue in the present ring
+                    logger.warning("warning: looking for a better ring failed", exc_info=True)
+
+
 ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
 JOIN_S = 10.0
 AHEAD_S = 0.8 * HAND_OVER_S  # for loading what a leaving node has, while it still computes
-
-logger = logging.getLogger("mdi")
 
 
 @dataclass(frozen=True)
@@ -231,7 +383,7 @@ class RingLoop:
         if event.ring != ring.number or event.node not in ring.processes:
             return None
         self._end_ahead(is_used=False)
-        lost = Lost(NodeLostError(event.node, f"{event.node} was told to end", "left"))
+        lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", "left"))
         roll = self._ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
@@ -324,7 +476,7 @@ class RingLoop:
         if differs:
             logger.warning("warning: %s", MAY_DIFFER)
         for name, stage in lost.items():
-            by = takers(stage, ring.stages)
+            by = present_holders(stage, ring.stages)
             self._records.replace(name, by, TOKENS if ring.replay is None else REPLAY, differs)
             logger.info("%s's blocks are now on %s", name, ", ".join(by))
         if seconds is not None:

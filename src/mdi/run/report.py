@@ -50,54 +50,38 @@ class Recovery:
         return {"node": self.node, "replaced_by": replaced_by, "restored_by": self.restored_by, "seconds": seconds}
 
 
-@dataclass
-class _Open:
-    node: str
-    replaced_by: tuple[str, ...]
-    restored_by: str
-    last_s: float
-    differs: Mapping[int, int] = field(default_factory=dict)
-
-
 class Records:
     """Recoveries in order; those after which no token has come yet are open."""
 
     def __init__(self) -> None:
         self._closed: list[Recovery] = []
-        self._open: list[_Open] = []
+        self._open: list[Recovery] = []
+        self._last_s = 0.0  # the last token before those that are open
 
     def begin(self, nodes: Sequence[str], last_s: float) -> None:
         """These nodes were lost; the last token came at `last_s`, in the time of time.perf_counter()."""
+        if not self._open:
+            self._last_s = last_s
         known = {one.node for one in self._open}
-        if self._open:
-            last_s = self._open[0].last_s
-        self._open += [_Open(node, (), TOKENS, last_s) for node in nodes if node not in known]
+        self._open += [Recovery(node, (), TOKENS, None) for node in nodes if node not in known]
 
     def replace(
         self, node: str, replaced_by: Sequence[str], restored_by: str = TOKENS, differs: Mapping[int, int] = NONE
     ) -> None:
         """Name the nodes that have the blocks of a lost one."""
-        for one in self._open:
+        for i, one in enumerate(self._open):
             if one.node == node:
-                one.replaced_by, one.restored_by = tuple(replaced_by), restored_by
-                one.differs = {**differs, **one.differs}
+                self._open[i] = Recovery(node, tuple(replaced_by), restored_by, None, {**differs, **one.differs})
 
     def end(self, first_s: float | None) -> None:
         """The first token afterwards came; None if there was none."""
-        self._closed += self._ended(first_s)
+        self._closed = self.so_far(first_s)
         self._open.clear()
 
     def so_far(self, first_s: float | None) -> list[Recovery]:
         """All of them, where the first token after the open ones came at `first_s`."""
-        return [*self._closed, *self._ended(first_s)]
-
-    def _ended(self, first_s: float | None) -> list[Recovery]:
-        return [
-            Recovery(
-                one.node, one.replaced_by, one.restored_by, None if first_s is None else first_s - one.last_s, one.differs
-            )
-            for one in self._open
-        ]  # fmt: skip
+        seconds = None if first_s is None else first_s - self._last_s
+        return [*self._closed, *(replace(one, seconds=seconds) for one in self._open)]
 
 
 logger = logging.getLogger("mdi")

@@ -35,8 +35,7 @@ from mdi.run.choice import Choice, model_of
 from mdi.run.cut import MovingCut
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.identity import identity_of
-from mdi.run.lookout import Joins, Lookout
-from mdi.run.loop import RingLoop
+from mdi.run.loop import Joins, Lookout, RingLoop
 from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.policy import Cut, Policy, Stage
 from mdi.run.report import differing, measured_here, metrics_of_run

@@ -1,6 +1,6 @@
 """Converts between words and token ids: the tokenizer of a checkpoint, prompt styles, and text that grows token by token.
 
-It knows nothing of models, sockets or who generates the ids. Of litgpt it has the prompt styles, and torch is not loaded.
+It knows nothing of models, sockets or who generates the ids. It needs neither litgpt nor torch.
 Of a checkpoint only data is read: no class path and no chat template that it names is ever imported or executed.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.errors import CheckpointError, UsageError
 from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
+from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
 from mdi.text.tokenizer import id_list, read_tokenizer
 
 # Names that litgpt's table counts as chat models although base models have them, too.
@@ -35,10 +35,10 @@ class TextCodec:
         vocab_size: one more than the tokenizer's largest id (the model's own vocabulary may be padded beyond).
         eos_ids: every id that ends a text, by the tokenizer or by generation_config.json.
         stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
-        prompt_style: litgpt's object; None for the raw text.
+        prompt_style: None for the raw text.
     """
 
-    def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: Any = None) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: PromptStyle | None = None) -> None:
         """Use `from_checkpoint`; this takes what `read_tokenizer` gives."""
         self._tokenizer = tokenizer
         self._processor = tokenizer.processor
@@ -99,7 +99,7 @@ class TextCodec:
     def encode_chat(self, history: Sequence[tuple[str, str]], question: str) -> list[int]:
         """Ids of a conversation that waits for the answer to `question`.
 
-        Styles of litgpt that know whole conversations get one; with the others the turns follow each other, each answer
+        Styles that know whole conversations get one; with the others the turns follow each other, each answer
         closed by the token that the model itself ends it with. Without a style the turns are lines of one text.
 
         Args:
@@ -107,7 +107,7 @@ class TextCodec:
         """
         if self.prompt_style is None:
             return self.encode("".join(f"{asked}\n{answer}\n" for asked, answer in history) + question + "\n")
-        if history and type(self.prompt_style).__name__ in ("Llama3", "R1Base"):
+        if history and self.prompt_style.knows_conversations:
             messages = []
             for asked, answer in history:
                 messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -157,12 +157,12 @@ class TextCodec:
         return int(self._processor.piece_to_id(piece))
 
 
-def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> Any:
-    """The prompt style to use, an object of litgpt's; None for the raw text.
+def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> PromptStyle | None:
+    """The prompt style to use; None for the raw text.
 
     Args:
-        name: "none"; "auto": the checkpoint's own, i.e. that of prompt_style.yaml, else the one that litgpt knows for a
-            chat model of this name, else none; or one of litgpt's styles.
+        name: "none"; "auto": the checkpoint's own, i.e. that of prompt_style.yaml, else the one that is known for a
+            chat model of this name, else none; or one of styles.json.
 
     Raises:
         UsageError: the style of the command line or prompt_style.yaml is unknown.
@@ -171,59 +171,42 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> A
     if name == "none":
         return None
     if name != "auto":
-        style = _known_styles().get(name.lower())
+        style = known_styles().get(name.lower())
         if style is None:
             raise UsageError(
                 f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}", code="style"
             )
-        return style()
+        return style
     path = Path(ckpt_dir) / "prompt_style.yaml"
     if path.is_file():
         return _style_from_file(path)
     if _BASE_MODEL.search(config_name):
         return None
-    try:
-        prompts = litgpt_module("prompts")
-    except ModuleNotFoundError:
-        _log.debug("no prompt style: litgpt, which has them, is not installed")
-        return None
-    style = prompts.model_name_to_prompt_style(config_name)
-    return None if isinstance(style, prompts.Default) else style
-
-
-def _known_styles() -> dict[str, Callable[[], Any]]:
-    """litgpt's styles by lower-case name: those of its table and, for styles that it has no name for, of the class."""
-    prompts = litgpt_module("prompts")
-    classes = {
-        key.lower(): value
-        for key, value in vars(prompts).items()
-        if isinstance(value, type) and issubclass(value, prompts.PromptStyle) and value is not prompts.PromptStyle
-    }
-    return {**classes, **prompts.prompt_styles}
+    return style_of_model(config_name)
 
 
 def _style_names() -> str:
-    prompts = litgpt_module("prompts")
-    named = set(prompts.prompt_styles.values())
-    unnamed = {key for key, style in _known_styles().items() if style not in named} - {"default", "chatml"}
-    return ", ".join(sorted({*prompts.prompt_styles, *unnamed}))
+    return ", ".join(sorted({style.name for style in known_styles().values()} - {"chatml"}))
 
 
-def _style_from_file(path: Path) -> Any:
+def _style_from_file(path: Path) -> PromptStyle | None:
     """The style that prompt_style.yaml names as `class_path: litgpt.prompts.<class>`."""
     data = read_yaml(path)
     class_path = data.get("class_path") if isinstance(data, dict) else None
     if not isinstance(class_path, str):
         raise CheckpointError(f"{path}: expected `class_path: litgpt.prompts.<style>`, found {data!r:.80}")
     module, _, name = class_path.rpartition(".")
-    style = _known_styles().get(name.lower()) if module in ("", "litgpt.prompts", "lit_gpt.prompts") else None
+    is_litgpts = module in ("", "litgpt.prompts", "lit_gpt.prompts")
+    if is_litgpts and name == DEFAULT:
+        return None
+    style = known_styles().get(name.lower()) if is_litgpts else None
     if style is None:
         raise UsageError(
             f"{path} names the prompt style {class_path!r}, which is not one of litgpt's and is not imported: give "
             f"--prompt-style none, or one of {_style_names()}",
             code="style",
         )
-    return None if style is litgpt_module("prompts").Default else style()
+    return style
 
 
 def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
@@ -239,13 +222,13 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
     return len(ids), frozenset(silent), frozenset(i for i in ids if processor.is_byte(i))
 
 
-def _stop_sequences(style: Any, tokenizer: Any, eos_ids: frozenset[int]) -> list[list[int]]:
+def _stop_sequences(style: PromptStyle | None, tokenizer: Any, eos_ids: frozenset[int]) -> list[list[int]]:
     if style is None:
         return []
     try:
         stops = style.stop_tokens(tokenizer)
     except ValueError as e:  # a style of another tokenizer's: still a way to write prompts
-        _log.warning("the prompt style %s has stop tokens that this tokenizer lacks: %s", type(style).__name__, e)
+        _log.warning("the prompt style %s has stop tokens that this tokenizer lacks: %s", style.class_name, e)
         return []
     # sentencepiece gives its unknown id for missing tokens.
     unknown = tokenizer.processor.unk_id() if tokenizer.backend == "sentencepiece" else None

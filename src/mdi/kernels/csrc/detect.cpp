@@ -12,7 +12,7 @@ static bool system_saves(unsigned mask) {  // XGETBV: the system keeps these reg
   return (low & mask) == mask;
 }
 
-#ifdef MDI_HAS_AMX
+#if defined(MDI_HAS_AMX) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -33,7 +33,7 @@ std::vector<const InstructionSet*> instruction_sets() {
       __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71);
     }
     [[maybe_unused]] const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-#ifdef MDI_HAS_AMX
+#if defined(MDI_HAS_AMX) && defined(__linux__)
     const unsigned amx = (1u << 24) | (1u << 25);  // tiles, and products of bytes
     if ((b7 & avx512) == avx512 && (c7 & bit_AVX512VNNI) && (d7 & amx) == amx && system_saves(0x600e6) && may_use_tiles())
       found.push_back(kAmx);
