@@ -21,8 +21,6 @@ from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.resources import device_free_bytes
 from mdi.host.torch_use import load_torch
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
-from mdi.node.sharing_out import Division, SharingOut, division_by_hand
-from mdi.node.starter_weights import StarterWeights
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload
 from mdi.placement.model_shape import model_shape
@@ -36,8 +34,9 @@ from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.window_budget import window_of
-from mdi.tensor.group import RingStage, stages_of
+from mdi.tensor.group import Division, RingStage, SharingOut, division_by_hand, node_blocks, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
 from mdi.units import duration
@@ -61,7 +60,7 @@ class Choice:
         cluster: the nodes of the ring in its order, from `place` on; before, all of them.
         left_out: nodes that the placement gave no part, or that were lost before it.
         profile: what the nodes have measured; None if they were not asked.
-        make_own: of the starter's stage, where that is not just its blocks.
+        sharing: gives nodes shares of blocks; None if each has its blocks whole.
         n_sequences: at the same time.
         weights, config, directory, codec: of the model, from `open` on: the weights with the cut, litgpt's Config, the folder,
             the tokenizer.
@@ -92,7 +91,7 @@ class Choice:
         self.family = family or ModelFamily()
         self.left_out: list[NodeConfig] = []
         self.profile: ClusterProfile | None = None
-        self.make_own: SharingOut | None = None
+        self.sharing: SharingOut | None = None
         self.n_sequences = N_TEXTS
         self._ports = ports
         self._run = run
@@ -217,15 +216,10 @@ class Choice:
         division = divide(stages, weights, options, self.computing, self.names, work, lambda: self._profiled(cancel))
         if options.n_frames is None and len(division.stages) > 1:
             self.options = options = replace(options, n_frames=len(division.stages))
-        self.make_own = SharingOut(
-            self.family,
-            self.config,
-            self._ports.with_ports(self.cluster).starter.port_in,
-            options,
-            weights,
-            self.computing,
-            division,
-        )
+        assert self.computing.packing is not None
+        ring_port = self._ports.with_ports(self.cluster).starter.port_in
+        self.sharing = SharingOut(weights.config, ring_port, options.parallel, self.computing.packing, division)
+        weights.take_blocks(node_blocks(division.stages, division.counts))
         self._keep_nodes([name for stage in division.stages for name in stage.members])
 
     def _keep_nodes(self, names: Sequence[str]) -> None:
@@ -332,7 +326,7 @@ def divide(
     by_chunks = not options.placement and weights.is_cut_by_chunks and len(weights.blocks) == len(stages)
     is_cut = len(stages) > 1 and (options.layers is not None or by_chunks)
     if options.parallel.parts is not None or options.placement == "even" or is_cut:
-        return division_by_hand(stages, weights, options.parallel, names)
+        return division_by_hand(stages, weights.config, weights.blocks, options.parallel, names)
     if len(stages) == 1:
         shape = model_shape(weights.config, computing.format, computing.kv_dtype)
         return _of_all_blocks(CostModel(measured(), shape, workload), stages)

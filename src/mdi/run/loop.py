@@ -150,12 +150,13 @@ class Lookout:
     """Looks for changes of a ring without a loss, in the thread `ring-lookout`; changes nothing, and puts what it sees.
 
     Args:
+        joins: None where nodes share blocks: then no node is added.
         present: the ring that generates; None while there is none.
         put: gets each event.
     """
 
     def __init__(
-        self, joins: Joins, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
+        self, joins: Joins | None, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
     ) -> None:  # fmt: skip
         self._joins = joins
         self._present = present
@@ -185,7 +186,7 @@ class Lookout:
                 if (leaving := Leaving(node, ring.number)) not in self._seen:
                     self._seen.add(leaving)
                     self._put(leaving)
-            if time.monotonic() > next_look:
+            if self._joins is not None and time.monotonic() > next_look:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     if (found := self._joins.best(ring.stages, ring.processes)) is not None:
@@ -459,7 +460,7 @@ class RingLoop:
         if plan.isolated:
             engine.isolate(plan.isolated)
         ring = self._former.form(plan, cancel, None if engine.is_isolating else engine.sent.counts)
-        engine.stage, engine.memory = ring.own.stage, ring.memory
+        engine.stage, engine.memory = ring.stage.at_starter, ring.memory
         engine.kept = None if ring.replay is None else ring.replay.kept
         engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
         engine.has_fresh = ring.has_fresh
