@@ -586,7 +586,7 @@ class Policy:
         ended = next(iter(common)) if len(common) == 1 else None
         outside = search.answering.difference(form.names)
         lost = [stage for stage in search.before.values() if stage.name not in form.names]
-        moves = [(stage.name, ", ".join(by)) for stage in lost if (by := takers(stage, form.stages))]
+        moves = [(stage.name, ", ".join(by)) for stage in lost if (by := present_holders(stage, form.stages))]
         if moves:
             self.trouble = "; ".join(f"{name} was lost; its blocks move to {by}" for name, by in moves)
             logger.info("%s", self.trouble)

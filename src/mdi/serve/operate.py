@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from mdi.checkpoint.folder import is_repo_id
+from mdi.checkpoint.model_store import is_model_name
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.endpoint import json_of
 from mdi.serve.process import module_environment
@@ -135,8 +135,8 @@ class Operator:
 
     def pull(self, name: str) -> None:
         """Begin to download a model. Raises ApiError."""
-        if not is_repo_id(name):
-            raise invalid("model", "expected the name of a model on the hub: org/name")
+        if not is_model_name(name):
+            raise invalid("model", "expected the name of a model on the hub: org/name, or org/name:TAG")
         running = [pull for pull in self._pulls.values() if pull.state == "running"]
         if any(pull.name == name for pull in running):
             return
