@@ -219,7 +219,7 @@ def test_using_a_part_does_not_look_like_writing_to_it(tmp_path: Path) -> None:
     store.receive(INFO, 0, io.BytesIO(DATA).read)
     path = store.path(INFO.sha256)
     os.utime(path, (1000, 1000))
-    store.checked.add(INFO.sha256, stamp_of(path))
+    store.checked.put(INFO.sha256, INFO, stamp_of(path))
     file = WeightBytes(path)
     store.part(INFO, {}, "")
     file.check()
@@ -247,7 +247,12 @@ def test_a_part_is_hashed_once_by_all_processes(tmp_path: Path) -> None:
         assert not asked, "using a file sets its time, which is no reason to hash it"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 3}', f'{{"{INFO.sha256}": "x"}}', f'{{"{INFO.sha256}": []}}'])
+ENTRIES = (f'"{INFO.sha256}": "x"', f'"{INFO.sha256}": []', f'"{INFO.sha256}": [[], 1, "block.0", "no hash", 3]')
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"a": 3}', *(f'{{"format_version": 3, "hashes": {{{entry}}}}}' for entry in ENTRIES)]
+)
 def test_a_damaged_record_is_ignored(tmp_path: Path, text: str) -> None:
     BlockStore(tmp_path).receive(INFO, 0, io.BytesIO(DATA).read)
     (tmp_path / "checked.json").write_text(text)

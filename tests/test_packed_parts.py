@@ -32,7 +32,7 @@ from mdi.checkpoint.packing import (
     plain,
 )
 from mdi.checkpoint.parts import PartInfo
-from mdi.checkpoint.records import CheckedFiles
+from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TensorSpec, read_header
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.store import BlockStore
@@ -231,14 +231,14 @@ def test_a_chunk_is_hashed_once(lit: tuple[Path, State], tmp_path: Path, monkeyp
     names = ChunkFile(file).part_names()
     for expected in (names, []):
         hashed.clear()
-        ChunkFile(file).verify(names, CheckedFiles(record))
+        ChunkFile(file).verify(names, HashRecord(record))
         assert sorted(hashed) == sorted(expected)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     for _ in range(2):
         with pytest.raises(CheckpointError) as e:
-            ChunkFile(file).verify(names, CheckedFiles(record))
+            ChunkFile(file).verify(names, HashRecord(record))
         assert "sha256" in str(e.value) and e.value.code == "weights"
 
 

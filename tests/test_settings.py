@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mdi.checkpoint.folder import stated_blocks
-from mdi.checkpoint.records import HashCache
+from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.shapes import full_config, read_config
 from mdi.errors import CheckpointError
 from mdi.spec.settings_file import YAML_LIMIT_BYTES, check_counts, parse_json, parse_yaml, read_yaml
@@ -86,7 +86,7 @@ def test_deep_json_is_a_value_error_that_names_its_file(tmp_path: Path) -> None:
         assert name in str(e.value)
         (folder / name).write_text(before)
     (folder / "parts.json").write_text(DEEP)  # best effort: as if it were not there
-    assert HashCache(folder / "parts.json", [folder / "lit_model.pth"], "x").get("stored", "head") is None
+    assert HashRecord(folder / "parts.json").find("stored/head") is None
 
 
 def test_blocks_by_the_settings(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from mdi.cli import launch
 from mdi.cli import output as cli_output
 from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
+from mdi.run.display import Flow
 from mdi.spec.options import Options
-from mdi.terminal import one_line, plain, show
+from mdi.terminal import TerminalHandler, one_line, plain, show
 
 HOSTILE = "before \x1b]0;owned\x07\x1b[31m\x9b2J\x08after\n\tnext"
 HARMLESS = "before ]0;owned[31m2Jafter\n\tnext"
@@ -103,3 +104,29 @@ def test_errors_and_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert said.count("owned") == 3 and all(line.isprintable() for line in said.splitlines())
     assert len(said.splitlines()) == 3, "nobody writes a line of its own"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_of_the_log_begins_on_a_line_of_its_own() -> None:
+    out = Terminal()
+    handler = TerminalHandler(out)
+    stream = Flow(1, out)
+    for piece in ("In mid", "-sentence"):
+        stream.show(0, piece)
+    handler.emit(logging.makeLogRecord({"msg": "lost"}))
+    handler.emit(logging.makeLogRecord({"msg": "restored"}))
+    stream.show(0, " and on\n")
+    handler.emit(logging.makeLogRecord({"msg": "done"}))
+    stream.show(0, "")
+    assert out.getvalue() == "In mid-sentence\nlost\nrestored\n and on\ndone\n\n"
+
+
+def test_what_a_program_reads_gets_no_line_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    out, log = io.StringIO(), io.StringIO()
+    Flow(1, out).show(0, "In mid")
+    TerminalHandler(log).emit(logging.makeLogRecord({"msg": "lost"}))
+    assert (out.getvalue(), log.getvalue()) == ("In mid", "lost\n")

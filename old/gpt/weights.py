@@ -21,14 +21,14 @@ from gpt.shape import GPTConfig, config_of, gpt2_config
 from mdi.block_ranges import default_split, parse_layers, ranges
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.records import HashCache
+from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
-from mdi.node.starter_weights import StarterWeights
 from mdi.spec.cluster import nearest_existing, read_json
 from mdi.spec.settings_file import parse_yaml
+from mdi.stages.starter_weights import StarterWeights
 
 NANO_WEIGHTS, NANO_CONFIG = "lit_model.pth", "model_config.yaml"
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -68,7 +68,7 @@ class GPTSource(WeightSource):
         _check_tensors(config, self.specs, where)
         self.dtype = main_dtype(self.specs.values())
         first = next(iter(stored.values()))[0]
-        self.hashes = HashCache(where / "parts.json", [first.path], self.config_hash)
+        self.hashes = HashRecord(where / "parts.json", weights_stamp([first.path], self.config_hash))
 
     def __str__(self) -> str:
         return str(self.path)

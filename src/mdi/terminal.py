@@ -23,6 +23,27 @@ def one_line(value: Any) -> str:
     return "".join(c if c.isprintable() else " " for c in str(value))
 
 
+_is_mid_line = False  # whether the terminal's last line is one of a text that grows
+
+
+def note_written(text: str, out: TextIO) -> None:
+    """A piece of a text has been written, so that a line of the log begins on a line of its own."""
+    global _is_mid_line
+    if text and out.isatty():
+        _is_mid_line = not text.endswith("\n")
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Lines of the log on a terminal that a text may be growing on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        global _is_mid_line
+        if _is_mid_line and self.stream.isatty():
+            self.stream.write("\n")
+            _is_mid_line = False
+        super().emit(record)
+
+
 def show(text: str, end: str = "\n", out: TextIO | None = None) -> None:
     """Print foreign text at once. A program that reads our output gets it unchanged."""
     out = out or sys.stdout

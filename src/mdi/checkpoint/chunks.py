@@ -22,7 +22,7 @@ from mdi.checkpoint.disk_space import check_disk
 from mdi.checkpoint.manifest import METADATA_KEY, PLAIN, Manifest
 from mdi.checkpoint.packing import packing_of
 from mdi.checkpoint.parts import Part, PartInfo, array_bytes, part_of, stage_parts
-from mdi.checkpoint.records import CheckedFiles, in_threads, stamp_of
+from mdi.checkpoint.records import HashRecord, in_threads, stamp_of
 from mdi.checkpoint.safetensors_layout import TensorSpec, alignment, header_bytes, main_dtype, ordered
 from mdi.checkpoint.shapes import check_tensors
 from mdi.checkpoint.weightfile import SafetensorsFile
@@ -115,7 +115,7 @@ class ChunkFile(FileSource):
             raise CheckpointError(f"{self} does not hold {part}, only {', '.join(self._infos)}")
         return self._infos[part]
 
-    def verify(self, parts: Collection[str], checked: CheckedFiles, cancel: Cancel | None = None) -> None:
+    def verify(self, parts: Collection[str], checked: HashRecord, cancel: Cancel | None = None) -> None:
         """Hash the parts that are not known to be whole, a few at a time.
 
         Args:
@@ -131,9 +131,9 @@ class ChunkFile(FileSource):
             if cancel is not None:
                 cancel.check()
             key = f"{where}:{name}:{self.info(name).sha256}"
-            if not checked.knows(key, stamp):
+            if checked.find(key, stamp) is None:
                 self.verify_part(name)
-                checked.add(key, stamp)
+                checked.put(key, self.info(name), stamp)
 
         in_threads(functools.partial(verify, name) for name in parts)
 

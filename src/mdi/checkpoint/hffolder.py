@@ -20,7 +20,7 @@ from mdi.checkpoint.folder import model_name, no_checkpoint, weight_files
 from mdi.checkpoint.hfconfig import choose_config, read_hf_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.records import HashCache
+from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weightfile import SafetensorsFile
@@ -114,9 +114,8 @@ class HfFolder(WeightSource):
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
         files = sorted({file.path for file in self._files.values()})
-        self.hashes = HashCache(
-            (cache or default_cache_dir()) / "folders" / f"{_stamp(self.path)}.json", files, self.config_hash
-        )
+        kept = (cache or default_cache_dir()) / "folders" / f"{_stamp(self.path)}.json"
+        self.hashes = HashRecord(kept, weights_stamp(files, self.config_hash))
 
     def __str__(self) -> str:
         return str(self.path)

@@ -1,7 +1,7 @@
-"""Records of which bytes have which hash, so that they are not hashed again: `parts.json` beside weights, `checked.json` in
-a node's cache.
+"""Records of which bytes have which hash, so that they are not hashed again: `parts.json` beside LitGPT's weights, `folders/`
+in the cache for other folders, `checked.json` in a node's cache.
 
-Both are JSON files that save work for the next start; a missing or damaged one counts as empty. Disks lose bits without a
+They are JSON files that save work for the next start; a missing or damaged one counts as empty. Disks lose bits without a
 word, and without a change of any time: so what was hashed long ago is not believed.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,123 +42,100 @@ def write_kept(path: Path, data: Any, makes_folder: bool = False) -> None:
         file.write(json.dumps(data, indent=1).encode())
 
 
-FORMAT_VERSION = 2  # also of what the packed forms of a part are
+FORMAT_VERSION = 3  # also of what the packed forms of a part are
+BELIEVED_S = 7 * 24 * 3600.0  # of files that a node keeps
+N_THREADS = 4  # one reads a gigabyte a second where the processor has instructions for SHA-256
+
+Stamp = tuple[int | str, ...]
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class PartHashes:
-    """Hashes by form and part, in memory."""
-
-    def __init__(self) -> None:
-        self._infos: dict[str, dict[str, PartInfo]] = {}
-
-    def get(self, form: str, part: str) -> PartInfo | None:
-        """The part's hash in one form: "stored", the name of a type that weights are cast to, or what they are packed in."""
-        return self._infos.get(form, {}).get(part)
-
-    def put(self, form: str, info: PartInfo) -> None:
-        self._infos.setdefault(form, {})[info.name] = info
-
-
-class HashCache(PartHashes):
-    """`parts.json`: valid as long as sizes and times of the weight files are those it was made for.
+class HashRecord:
+    """Hashes by key, each with what its file looked like then. Safe for threads. Of several processes the last one to write
+    wins; the entries of the others are hashed again.
 
     Args:
-        path: of the cache.
-        weights: the weight files whose parts they are.
-        config_hash: of the model.
+        path: of the file, whose folder need not exist yet; None keeps them in memory.
+        stamp: of entries that are found and put without one.
+        believed_s: what was hashed longer ago is forgotten.
     """
 
-    def __init__(self, path: Path, weights: Sequence[Path], config_hash: str) -> None:
-        super().__init__()
-        self._path = path
-        files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in weights]
-        self._stamp = {"format_version": FORMAT_VERSION, "files": files, "config_hash": config_hash}
-        self._infos = read_kept(path, self._taken, {})
-
-    def put(self, form: str, info: PartInfo) -> None:
-        if self.get(form, info.name) != info:
-            super().put(form, info)
-            self._write()
-
-    def _taken(self, data: Any) -> dict[str, dict[str, PartInfo]]:
-        if {key: data[key] for key in self._stamp} != self._stamp:
-            return {}
-        return {
-            form: {name: _info(name, entry) for name, entry in entries.items()}
-            for form, entries in data["parts"].items()
-        }
-
-    def _write(self) -> None:
-        parts = {
-            form: {name: [info.sha256, info.n_bytes] for name, info in infos.items()}
-            for form, infos in self._infos.items()
-        }
-        write_kept(self._path, {**self._stamp, "parts": parts}, makes_folder=True)
-
-
-def _info(name: str, entry: Any) -> PartInfo:
-    sha256, n_bytes = entry
-    if not _SHA256.fullmatch(sha256) or type(n_bytes) is not int:
-        raise ValueError("not a hash")
-    return PartInfo(name, sha256, n_bytes)
-
-
-BELIEVED_S = 7 * 24 * 3600.0
-N_THREADS = 4  # one reads a gigabyte a second where the processor has instructions for SHA-256
-
-Stamp = tuple[int, ...]
-
-
-class CheckedFiles:
-    """A JSON file from keys to stamps. Safe for threads. Of several processes the last one to write wins; the entries of the
-    others are hashed again.
-
-    Args:
-        path: of the file; its folder need not exist yet.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path | None = None, stamp: Stamp = (), believed_s: float = math.inf) -> None:
+        self._path, self._stamp, self._believed_s = path, stamp, believed_s
         self._lock = threading.Lock()
-        self._kept: dict[str, Any] = self._read()
+        self._kept = self._read()
 
-    def knows(self, key: str, stamp: Stamp) -> bool:
-        """Whether what `key` names was hashed, not too long ago, and its file has looked like this ever since."""
+    def find(self, key: str, stamp: Stamp | None = None) -> PartInfo | None:
+        """The hash, if the file has looked like this ever since."""
         with self._lock:
             entry = self._kept.get(key)
-        return entry is not None and tuple(entry[:-1]) == stamp and _is_recent(entry)
+        expected = self._stamp if stamp is None else stamp
+        return entry.info if entry is not None and entry.stamp == expected and self._is_recent(entry) else None
 
-    def add(self, key: str, stamp: Stamp) -> None:
-        """Record that the file of `key` has just been hashed, and is as it should be."""
-        self._change(key, [*stamp, int(time.time())])
+    def put(self, key: str, info: PartInfo, stamp: Stamp | None = None) -> None:
+        """Record what has just been hashed."""
+        self._change(key, _Entry(self._stamp if stamp is None else stamp, int(time.time()), info))
 
     def follow(self, key: str, stamp: Stamp) -> None:
         """The file looks like this by our own doing; when it was hashed does not change."""
         with self._lock:
             entry = self._kept.get(key)
         if entry is not None:
-            self._change(key, [*stamp, entry[-1]])
+            self._change(key, replace(entry, stamp=stamp))
 
     def drop(self, key: str) -> None:
         self._change(key, None)
 
-    def _change(self, key: str, entry: list[int] | None) -> None:
+    def _change(self, key: str, entry: _Entry | None) -> None:
         with self._lock:
-            kept = self._read()
+            kept = self._kept if self._path is None else self._read()
             for some in (self._kept, kept):
                 some.pop(key, None)
                 if entry is not None:
                     some[key] = entry
-            write_kept(self._path, kept, makes_folder=True)
+            if self._path is not None:
+                entries = {name: [e.stamp, e.at_s, *astuple(e.info)] for name, e in kept.items()}
+                write_kept(self._path, {"format_version": FORMAT_VERSION, "hashes": entries}, makes_folder=True)
 
-    def _read(self) -> dict[str, Any]:
-        entries: dict[str, list[int]] = read_kept(self._path, _entries, {})
-        return {key: entry for key, entry in entries.items() if entry and _is_recent(entry)}
+    def _read(self) -> dict[str, _Entry]:
+        entries: dict[str, _Entry] = {} if self._path is None else read_kept(self._path, _entries, {})
+        return {key: entry for key, entry in entries.items() if self._is_recent(entry)}
+
+    def _is_recent(self, entry: _Entry) -> bool:
+        if self._believed_s == math.inf:
+            return True
+        return (
+            0 <= time.time() - entry.at_s <= self._believed_s
+        )  # a clock that was set back would make it recent for ever
 
 
-def stamp_of(file: int | Path) -> Stamp:
+@dataclass(frozen=True)
+class _Entry:
+    stamp: Stamp
+    at_s: int
+    info: PartInfo
+
+
+def _entries(data: Any) -> dict[str, _Entry]:
+    if data["format_version"] != FORMAT_VERSION:
+        return {}
+    return {key: _entry(*entry) for key, entry in data["hashes"].items()}
+
+
+def _entry(stamp: Any, at_s: Any, name: Any, sha256: Any, n_bytes: Any) -> _Entry:
+    if not _SHA256.fullmatch(sha256) or type(n_bytes) is not int or not isinstance(name, str):
+        raise ValueError("not a hash")
+    return _Entry(tuple(stamp), int(at_s), PartInfo(name, sha256, n_bytes))
+
+
+def weights_stamp(files: Iterable[Path], config_hash: str) -> Stamp:
+    """Names, sizes and times of a model's files. OSError if one is not there."""
+    status = [(path.name, path.stat()) for path in files]
+    return config_hash, *(field for name, one in status for field in (name, one.st_size, one.st_mtime_ns))
+
+
+def stamp_of(file: int | Path) -> tuple[int, ...]:
     """A file's size, times and identity. OSError if it is not there."""
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
@@ -171,11 +150,3 @@ def in_threads(calls: Iterable[Callable[[], Any]]) -> list[Any]:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _entries(data: Any) -> dict[str, list[int]]:
-    return {str(key): [int(n) for n in entry] for key, entry in data.items()}
-
-
-def _is_recent(entry: list[int]) -> bool:
-    return 0 <= time.time() - entry[-1] <= BELIEVED_S  # a clock that was set back would make it recent for ever

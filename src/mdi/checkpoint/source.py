@@ -16,7 +16,7 @@ from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_hf_dir, is_lit_dir, no_checkpoint
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.records import HashCache
+from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
@@ -46,7 +46,7 @@ class LitCheckpoint(WeightSource):
         self.specs = {name: self._file.specs[stored] for name, stored in self._stored.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
-        self.hashes = HashCache(self.path / "parts.json", [weights], self.config_hash)
+        self.hashes = HashRecord(self.path / "parts.json", weights_stamp([weights], self.config_hash))
 
     def __str__(self) -> str:
         return str(self.path)

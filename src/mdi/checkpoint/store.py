@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import PartFile
 from mdi.checkpoint.disk_space import free_bytes
-from mdi.checkpoint.parts import Part
-from mdi.checkpoint.records import CheckedFiles, in_threads, stamp_of
+from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.records import BELIEVED_S, HashRecord, in_threads, stamp_of
 from mdi.errors import CheckpointError
 from mdi.units import size
 
@@ -56,7 +56,7 @@ class BlockStore:
         self._lock = threading.Lock()
         self._coming: set[str] = set()
         self._in_use: list[Collection[str]] = []
-        self.checked = CheckedFiles(self.directory / "checked.json")
+        self.checked = HashRecord(self.directory / "checked.json", believed_s=BELIEVED_S)
 
     def has(self, sha256: str, cancel: Cancel | None = None) -> bool:
         """Whether the part is here, and what its name says. A file that is not is removed, so that the part can come again.
@@ -75,7 +75,7 @@ class BlockStore:
         try:
             with open(path, "rb", buffering=0) as file:
                 stamp = stamp_of(file.fileno())
-                if self.checked.knows(sha256, stamp):
+                if self.checked.find(sha256, stamp) is not None:
                     return True
                 while n_bytes := file.readinto(buffer):
                     if cancel is not None:
@@ -92,7 +92,7 @@ class BlockStore:
             logger.warning("%s cannot be read, and has to come again: %s; check the disk", path, e.strerror or e)
             return False
         if digest.hexdigest() == sha256:
-            self.checked.add(sha256, stamp)
+            self.checked.put(sha256, PartInfo("", sha256, stamp[0]), stamp)
             return True
         logger.warning("%s was damaged on the disk and is removed", path)
         self.checked.drop(sha256)
@@ -276,7 +276,9 @@ class BlockStore:
         """A whole file on the same disk, hashed just now, becomes a part of this store."""
         with self._disk(info):
             os.replace(path, self.path(info.sha256))
-            self.checked.add(info.sha256, stamp_of(self.path(info.sha256)))
+            self.checked.put(
+                info.sha256, PartInfo(info.name, info.sha256, info.n_bytes), stamp_of(self.path(info.sha256))
+            )
 
     def part(self, info: Part, config: dict[str, Any], config_hash: str) -> PartFile:
         """A part that is here, to read weights from; `config` is the model's.

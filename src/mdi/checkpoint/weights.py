@@ -14,7 +14,7 @@ import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, plain
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
-from mdi.checkpoint.records import PartHashes
+from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
@@ -45,7 +45,7 @@ class WeightSource(ABC):
     dtype: str
     specs: dict[str, TensorSpec]
     packing: Packing | None = None
-    hashes: PartHashes | None = None
+    hashes: HashRecord | None = None
     form: str = "stored"
     folds_gains: bool = True
 
@@ -59,12 +59,12 @@ class WeightSource(ABC):
 
     def known(self, part: str) -> PartInfo | None:
         """The part's hash, if it is known without reading the weights."""
-        return None if self.hashes is None else self.hashes.get(self.form, part)
+        return None if self.hashes is None else self.hashes.find(f"{self.form}/{part}")
 
     def remember(self, info: PartInfo) -> None:
         """Take a hash that was computed while the part was read for another purpose."""
         if self.hashes is not None:
-            self.hashes.put(self.form, info)
+            self.hashes.put(f"{self.form}/{info.name}", info)
 
     @abstractmethod
     def release(self) -> None:
@@ -177,9 +177,9 @@ class DerivedSource(WeightSource):
         hashes: where to keep them; None: where the other source keeps its own, else in memory.
     """
 
-    def __init__(self, source: WeightSource, form: str, hashes: PartHashes | None = None) -> None:
+    def __init__(self, source: WeightSource, form: str, hashes: HashRecord | None = None) -> None:
         self._source, self.form = source, form
-        self.hashes = hashes or source.hashes or PartHashes()
+        self.hashes = hashes or source.hashes or HashRecord()
         self.model, self.config_dict = source.model, source.config_dict
         self.config_hash, self.dtype = source.config_hash, source.dtype
 

@@ -43,13 +43,16 @@ def with_machines(options: Options) -> Options:
     for other, flag in ((options.nodes, "--nodes"), (options.nodes_config, "--nodes-config")):
         if other is not None:
             raise UsageError(f"--machines says which nodes there are, and so does {flag}: give one of them")
+    addr = options.addr or own_address()
+    if options.addr is None and _is_loopback(addr):
+        raise UsageError("this machine is in no network now, so no other machine could join: connect it, or see --addr")
     named = options.key or os.environ.get(KEY_VARIABLE)
     path = Path(named).expanduser() if named else default_key_file()
     if not named and not path.exists():
         write_keys(path, (new_secret(),))
         logger.info("the cluster's key is new: %s", path)
     # A machine behind a router is not found otherwise, and who starts this cannot know that it is there.
-    dial_port = options.dial_port or free_port(options.addr or own_address(), DIAL_PORT)
+    dial_port = options.dial_port or free_port(addr, DIAL_PORT)
     return replace(options, key=path, nodes=options.machines, dial_port=dial_port)
 
 

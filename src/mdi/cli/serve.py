@@ -21,14 +21,16 @@ import webbrowser
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Options
+from mdi.spec.options import ACCESS, COMMON, DRAFT, MODEL, PARALLEL, RING, SERVER, Options
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
+    from mdi.cli.discover import Discovery
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
+    from mdi.serve.machines import Machines
     from mdi.serve.process import ApiProcess
     from mdi.spec.cluster import ClusterConfig
 
@@ -40,19 +42,19 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL)
     parser.options(
-        "nodes", "nodes", "nodes_config", "machines", "addr", "dial_port", "devices", *ACCESS, *RING, *PARALLEL,
+        "nodes", "nodes", "nodes_config", "machines", "addr", "dial_port", "devices", *ACCESS, *RING, *PARALLEL, *DRAFT,
         nodes={"help": "a ring of N processes on this machine"},
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},
     )  # fmt: skip
-    models = {"help": "folder of the models that requests can name (default: {ckpt_folder})"}
-    parser.options("API", *SERVER, "trace", ckpt_folder=models)
+    parser.options("API", *SERVER, "trace")
     parser.set_defaults(prompt_style="none")
     parser.options(None, *COMMON)
 
 
 def run(options: Options) -> int:
-    from mdi.cli import Obeyed, default_ckpt_folder, ignore_interrupts
+    from mdi.checkpoint.model_store import default_store
+    from mdi.cli import Obeyed, ignore_interrupts
     from mdi.cli.access import with_machines
     from mdi.cli.serve_settings import serve_settings
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
@@ -60,21 +62,19 @@ def run(options: Options) -> int:
 
     if options.nodes is not None and options.nodes_config is not None:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
-    if options.ckpt is None:
-        raise UsageError("give the model: --ckpt DIRECTORY")
     options = replace(options, key=with_machines(options).key)
     settings = serve_settings(options)
     options = with_model(options)
     check_cut(options, 1 if options.nodes is None else options.nodes)
     options = run_options(options if options.nodes is None else on_processes(options))
-    models, ckpt = options.ckpt_folder or default_ckpt_folder(), options.ckpt
+    models, ckpt = options.ckpt_folder or default_store(), options.ckpt
     assert ckpt is not None
 
     from mdi.serve.process import ApiProcess
 
     api = ApiProcess(settings, models, ckpt)
     try:
-        logger.info("%s answers as soon as the model is loaded", api.url)
+        logger.info("loading %s; %s answers then", ckpt.name, api.url)
         _serve(options, api, models, ckpt)
     except KeyboardInterrupt:
         pass
@@ -88,6 +88,8 @@ def run(options: Options) -> int:
 def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
+    from mdi.cli.access import with_machines
+    from mdi.cli.discover import Discovery
     from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
     from mdi.serve.backend import Backend, handlers
@@ -95,16 +97,27 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     from mdi.serve.host import ModelHost
     from mdi.serve.snapshot import Snapshots
 
-    nodes = _nodes(options)
+    def ready(name: str) -> None:
+        is_first = name == catalog.first_name
+        logger.info("ready: %s (Ctrl-C ends)" if is_first else "%s is ready, too", api.url if is_first else name)
+
+    discovery, catalog = Discovery(with_machines(options)), Catalog(models, ckpt)
+    nodes = _nodes(options, discovery)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
     with nodes:
         host = ModelHost(
-            nodes, options, Catalog(models, ckpt), options.sequence_length or CONTEXT_LIMIT, api.lines,
-            _after(options), lambda name: logger.info("ready: %s answers on %s; Ctrl-C ends the server", name, api.url),
+            nodes, options, catalog, options.sequence_length or CONTEXT_LIMIT, api.lines,
+            _after(options), ready,
         )  # fmt: skip
         snapshots = Snapshots(host)
-        backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)
+        machines = _machines(options, discovery)
+
+        def look() -> dict[str, Any]:
+            machines.look()
+            return snapshots.take()
+
+        backend = Backend(api.lines, host, handlers(host, snapshots, machines), look)
         if options.open and _has_display():
             webbrowser.open(api.url)
         try:
@@ -118,6 +131,7 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
             ignore_interrupts()
             host.close()
             backend.close()
+            machines.close()
 
 
 def _has_display() -> bool:
@@ -133,9 +147,19 @@ def _after(options: Options) -> Callable[[Run], None] | None:
     return None if path is None else lambda node: write_trace_of(node, path)
 
 
-def _nodes(options: Options) -> NodeSource:
-    from mdi.cli.access import with_machines
-    from mdi.cli.discover import Discovery
+def _machines(options: Options, discovery: Discovery) -> Machines:
+    """Invitations of further machines; a ring of processes on this machine has no place for them."""
+    from mdi.cli.access import free_port, open_keys, own_address
+    from mdi.cli.discover import CONTROL_PORT
+    from mdi.serve.machines import Machines
+
+    keys = None if options.nodes is not None else open_keys(options)
+    addr = options.addr or own_address()
+    guests = None if keys is None else discovery.guests(keys)
+    return Machines(keys, addr, lambda: free_port(addr, CONTROL_PORT), guests)
+
+
+def _nodes(options: Options, discovery: Discovery) -> NodeSource:
     from mdi.cli.session import nodes_of, processes_of
     from mdi.node.local import LocalRing
     from mdi.spec.cluster import load_cluster, standalone
@@ -146,5 +170,4 @@ def _nodes(options: Options) -> NodeSource:
     def find() -> ClusterConfig:
         return load_cluster(options.nodes_config) if options.nodes_config else standalone()
 
-    discovery = Discovery(with_machines(options))
     return nodes_of(options, find if options.machines is None else discovery.present_nodes, discovery)

@@ -9,7 +9,7 @@ import time
 from typing import Protocol, TextIO
 
 from mdi.columns import wrapped
-from mdi.terminal import plain
+from mdi.terminal import note_written, plain
 
 WIDTH = 100
 REDRAW_S = 0.05  # drawing is computing that the run would rather do
@@ -64,6 +64,7 @@ class Flow:
             self._has_ended[index] = True
             if index == self._flowing:
                 self._out.write("\n")
+                note_written("\n", self._out)
                 self._begin_next()
         elif index == self._flowing:
             self._write(text)
@@ -86,6 +87,7 @@ class Flow:
         if self._out.isatty():
             text = plain(text)
         self._out.write(paint(text, self._flowing, self._out) if text and self._has_headings else text)
+        note_written(text, self._out)
 
 
 class Panels:

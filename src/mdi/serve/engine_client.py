@@ -27,12 +27,15 @@ class TextEvent:
     Attributes:
         logprobs: for each token, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         n_cached: tokens of its prompt that did not have to be computed.
+        n_accepted, n_rejected: tokens of its prediction that were drawn, and those that were guessed in vain; with the end.
     """
 
     tokens: list[int]
     finish_reason: str | None
     logprobs: list[Any] | None
     n_cached: int
+    n_accepted: int = 0
+    n_rejected: int = 0
 
 
 class GeneratedTexts:
@@ -86,7 +89,7 @@ class EngineState:
 
     Attributes:
         statuses: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0
-            to 1, "load": which attempt to load a model it is about}; the one that was told last is the last.
+            to 1, "load": which attempt to load a model it is about}; the one that was sent last is the last.
         models: what is needed to read and write a model's texts.
         rings: the latest `mdi.serve.snapshot`.
         n_waiting: texts for which the nodes' caches have no memory yet.
@@ -104,7 +107,7 @@ class EngineState:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Of all together: that of a model that serves, if there is one, else what was told last."""
+        """Of all together: that of a model that serves, if there is one, else the one that was sent last."""
         serving = [status for status in self.statuses.values() if status["state"] == "serving"]
         last = next(reversed(self.statuses.values()), STARTING)
         loads = max((status["load"] for status in self.statuses.values()), default=0)
@@ -229,7 +232,7 @@ class EngineClient:
         if message.get("error") is None:
             question.set_result(message["result"])
         else:
-            question.set_exception(ApiError(500, message["error"], "engine"))
+            question.set_exception(ApiError(message.get("status", 500), message["error"], "engine"))
 
     async def notify(self) -> None:
         """Wake those that wait for a change."""

@@ -15,7 +15,7 @@ from mdi.checkpoint.chunks import ChunkFile, PartFile
 from mdi.checkpoint.derived import packed_form
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, stored_bytes
 from mdi.checkpoint.parts import Part
-from mdi.checkpoint.records import HashCache
+from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
@@ -138,11 +138,12 @@ class ShardSource(DerivedSource):
         return {key: weight for name in self.shapes(part) for key, weight in self.shard_of(name).items()}
 
 
-def _hashes_beside(source: WeightSource) -> HashCache | None:
+def _hashes_beside(source: WeightSource) -> HashRecord | None:
     """Where hashes of a chunk's shards are kept, so that they are computed once."""
     if not isinstance(source, ChunkFile):
         return None
-    return HashCache(source.path.with_name(f"{source.path.stem}.shards.json"), [source.path], source.config_hash)
+    beside = source.path.with_name(f"{source.path.stem}.shards.json")
+    return HashRecord(beside, weights_stamp([source.path], source.config_hash))
 
 
 class ShardFile(PartFile):
