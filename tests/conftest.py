@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ["HF_HUB_CACHE"] = os.devnull  # no models of whoever runs the tests
 os.environ["MDI_PLACEMENT"] = "even"  # a test's cut must not depend on how fast the machine is at that moment
 
 import signal  # noqa: E402
@@ -33,6 +34,12 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from mdi.kernels import library
 
     monkeypatch.setattr(library, "load", lambda: None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Models are looked for, and their use is marked, in no folder of whoever runs the tests."""
+    os.environ["MDI_STORE"] = str(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(autouse=True)

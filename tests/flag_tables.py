@@ -30,7 +30,7 @@ BY_COMMANDS = {
     "access": ("key", "join", "nodes"),
     "ring": ("starter", "secondary", "local-ring", "sample", "chat", "serve"),
     "plan": ("plan", "doctor", "explain"),
-    "models": ("pull", "list", "rm", "prepare-model"),
+    "models": ("run", "pull", "list", "rm", "export", "import", "prepare-model"),
     "training": ("prepare-data", "train"),
     "tools": ("mem-monitor", "plot-tok-time"),
 }

@@ -232,7 +232,7 @@ def test_a_wrong_checkpoint_is_told_with_those_that_there_are(
     home = tmp_path / "checkpoints"
     for name in ("org/first", "second"):
         shutil.copytree(checkpoint, home / name)
-    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: home)
+    monkeypatch.setenv("MDI_STORE", str(home))
     told = failure("sample", "--ckpt", "org/model", status=2)
     assert f"{home} has {Path('org', 'first')}, second" in told
     assert launch("sample", ["--ckpt", "org/first", "--n-tokens", "1", "--json"]) == 0, "it is looked for there as well"
@@ -241,7 +241,7 @@ def test_a_wrong_checkpoint_is_told_with_those_that_there_are(
 
 
 def test_an_empty_checkpoints_folder(failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: tmp_path / "none")
+    monkeypatch.setenv("MDI_STORE", str(tmp_path / "none"))
     assert "prepare_model.py" in failure("sample", "--ckpt", "org/model", status=2)
 
 

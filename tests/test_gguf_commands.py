@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import mdi.cli
 from gguf_files import byte_level_tokens, write_gguf
 from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
 from mdi.checkpoint.source import ChunkFile, open_source
@@ -26,7 +25,7 @@ FAMILY = "Llama-3.1-8B"
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(mdi.cli, "default_ckpt_folder", lambda: tmp_path / "checkpoints")
+    monkeypatch.setenv("MDI_STORE", str(tmp_path / "checkpoints"))
     tokens = byte_level_tokens(json.loads(tokenizer().to_str()), **{"tokenizer.ggml.eos_token_id": 0})
     return write_gguf(tmp_path / "models" / "tiny.gguf", FAMILY, tiny_config(), tiny_gpt().state_dict(), tokens=tokens)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cluster_keys import key_file
+from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing
 from mdi.errors import NodeLostError, RingEndedError, WireError
 from mdi.net.keys import KeyFile
@@ -34,15 +35,22 @@ EPOCH, PLACEMENT = 7, "a cut"
 LARGE = 1 << 24  # bytes: more than the sockets of a connection hold
 
 
+class Unwaited(Cancel):
+    """The end of a run, of which no ring tells later: nobody waits for it."""
+
+    def wait(self, seconds: float) -> None:
+        self.check()
+
+
 class Nodes:
     """The nodes of one group, each with a ring port.
 
     Attributes:
-        is_over: whether the run has ended, which every node then hears.
+        end: cancelled when the run has ended, which every node then hears.
     """
 
     def __init__(self, n: int, algorithm: str, keys: KeyFile | None, silence_s: float) -> None:
-        self.is_over = False
+        self.end = Unwaited()
         self.listeners = [RingListener(open_socket("127.0.0.1", 0, "ring port"), f"node{r}", keys) for r in range(n)]
         members = tuple(Member(f"node{r}", "127.0.0.1", one.port) for r, one in enumerate(self.listeners))
         bounds = Shares(tuple(range(n + 1)), tuple(range(n + 1)))
@@ -51,13 +59,9 @@ class Nodes:
             GroupLinks(group, listener, EPOCH, PLACEMENT, f"process{group.rank}", silence_s)
             for group, listener in zip(groups, self.listeners, strict=True)
         ]
-        self.sums: list[AllReduce] = on_all(n, lambda rank: links[rank].connect(self.check, False))
+        self.sums: list[AllReduce] = on_all(n, lambda rank: links[rank].connect(self.end, False))
         for one in links:
             one.close()
-
-    def check(self, wait_s: float) -> None:
-        if self.is_over:
-            raise RingEndedError("the ring was ended")
 
     @property
     def meshes(self) -> list[Mesh]:
@@ -73,7 +77,7 @@ class Nodes:
             self.meshes[a].peer(b).sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.is_over = True
+        self.end.cancel(RingEndedError("the ring was ended"))
         for mesh in self.meshes:
             mesh.close()
         for listener in self.listeners:
@@ -252,7 +256,7 @@ def test_who_waits_for_a_connection_hears_that_the_run_is_over() -> None:
     with group_of(2) as nodes:
         nodes.meshes[1].close()
         until(lambda: nodes.meshes[0].peer(1).is_broken)
-        nodes.is_over = True
+        nodes.end.cancel(RingEndedError("the ring was ended"))
         with pytest.raises(RingEndedError):
             nodes.sums[0].reduce(np.ones((1, 8), dtype=np.float32))
 

@@ -257,7 +257,7 @@ def test_commands_accept_the_folder(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = folder.parents[1]
-    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: home)
+    monkeypatch.setenv("MDI_STORE", str(home))
     before = sorted(folder.iterdir())
     expected = tokenizer().decode(list(reference("Who are you?", 12)))
     for ckpt in (str(folder), "org/tiny-model"):

@@ -31,14 +31,13 @@ from mdi.kernels import library
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter_weights import StarterWeights
-from mdi.run.form import Preparation
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import check_capacity
-from mdi.stages.torch_stage import Stage, TorchStage
+from mdi.stages.torch_stage import Stage, StarterStage, TorchStage
 from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 from waiting import until
 
@@ -399,12 +398,15 @@ def test_a_stage_that_fails_is_named_and_the_node_goes_on(ring: Ring, monkeypatc
 
 @pytest.mark.usefixtures("in_torch")
 def test_a_stage_that_cannot_be_built_is_told_to_the_starter(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Stage.load
+
     def load(self: Stage, *args: Any) -> None:
-        raise MemoryError("no more of it")
+        if not isinstance(self, StarterStage):
+            raise MemoryError("no more of it")
+        real(self, *args)
 
     monkeypatch.setattr(Stage, "load", load)
     starter, secondary = ring()
-    monkeypatch.setattr(Preparation, "load_stage", lambda self, check: None)
     with pytest.raises(MdiError) as caught:
         generate(starter)
     assert "secondary0" in str(caught.value)

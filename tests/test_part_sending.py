@@ -23,13 +23,13 @@ from mdi.errors import ControlError, NodeLostError
 from mdi.node import part_sending
 from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter_weights import StarterWeights
 from mdi.node.worker import RingWorker
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Better, Form, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import NodeConfig, standalone
 from mdi.spec.options import StarterOptions
+from mdi.stages.starter_weights import StarterWeights
 from node_ports import BareNode, ports_of
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, write_checkpoint

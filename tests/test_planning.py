@@ -31,7 +31,6 @@ from mdi.host.computing import Computing
 from mdi.host.neighbours import host_of
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter_weights import StarterWeights
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
 from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
@@ -41,6 +40,7 @@ from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import StarterOptions
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.torch_stage import Stage
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint

@@ -40,7 +40,7 @@ def _assert_holds(directory: Path, state: State, dtype: torch.dtype = torch.floa
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The checkpoints folder."""
     folder = tmp_path / "checkpoints"
-    monkeypatch.setattr("mdi.cli.default_ckpt_folder", lambda: folder)
+    monkeypatch.setenv("MDI_STORE", str(folder))
     return folder
 
 

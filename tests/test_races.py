@@ -172,7 +172,7 @@ class Rings:
         link = LoopbackRing(1, self.n)
         self.ring = SimpleNamespace(
             number=self.n, stages=plan.stages, processes={name: f"{name}-1" for name in plan.names[1:]}, link=link,
-            computed=link, own=SimpleNamespace(stage=None), memory=None, replay=None, has_fresh=False, is_exact=True,
+            computed=link, stage=SimpleNamespace(at_starter=None), memory=None, replay=None, has_fresh=False, is_exact=True,
         )  # fmt: skip
         return self.ring
 

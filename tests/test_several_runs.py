@@ -28,11 +28,11 @@ from mdi.errors import ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.node.runs import ahead_extension
 from mdi.node.secondary import SecondaryNode
-from mdi.node.starter_weights import StarterWeights
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
 from mdi.spec.options import StarterOptions
+from mdi.stages.starter_weights import StarterWeights
 from secondaries import cluster_of, secondaries, secondary
 from tiny_checkpoint import encode, reference, write_checkpoint
 from waiting import until, until_gone

@@ -25,7 +25,7 @@ def run(cluster: ClusterConfig, ckpt: Path) -> dict[str, weakref.ref[object]]:
         starter.read()
         parts = {"starter": starter, "engine": starter.engine, "ring": starter.ring, "loop": starter.loop}
         assert starter.ring is not None
-        parts["stage"] = starter.ring.own.loaded
+        parts["stage"] = starter.ring.stage
         starter.close()
     return {name: weakref.ref(part) for name, part in parts.items() if part is not None}
 

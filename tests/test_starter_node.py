@@ -25,9 +25,9 @@ from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, Usage
 from mdi.node.local import free_ports
 from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
-from mdi.run.form import Preparation
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
+from mdi.stages.starter_weights import StarterSupply
 from mdi.stages.torch_stage import Stage
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference
@@ -39,13 +39,13 @@ Ring = Callable[..., tuple[Run, SecondaryNode]]
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
     monkeypatch.setattr(mdi.node.worker, "LEASE_S", 2.0)
-    load = Preparation.load_stage
+    load = StarterSupply.reading
 
-    def load_late(self: Preparation, check: Callable[[], None]) -> None:
+    def load_late(*args: Any) -> Any:
         threading.Event().wait(6.0)
-        load(self, check)
+        return load(*args)
 
-    monkeypatch.setattr(Preparation, "load_stage", load_late)
+    monkeypatch.setattr(StarterSupply, "reading", load_late)
     starter, _ = ring()
     assert generate(starter) == list(reference("The ring", 6))
 

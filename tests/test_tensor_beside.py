@@ -13,10 +13,9 @@ import pytest
 from mdi.checkpoint.source import open_source
 from mdi.kernels import library
 from mdi.node.secondary import SecondaryNode
-from mdi.node.sharing_out import in_common_order
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import ParallelOptions
-from mdi.tensor.group import stages_of
+from mdi.tensor.group import in_common_order, stages_of
 from secondaries import cluster_of, entry_of, secondary
 from test_tensor_runs import PROMPTS, checkpoint, run  # noqa: F401
 from tiny_checkpoint import reference

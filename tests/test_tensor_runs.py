@@ -258,16 +258,17 @@ def test_a_node_that_was_started_again_leaves_all_shares_as_they_are(checkpoint:
     parallel = ParallelOptions("tensor", (2.0, 3.0, 1.0, 1.0))
     options = StarterOptions(ckpt=checkpoint, parallel=parallel, placement="even", prompt_style="none")
     with secondaries(3, tmp_path) as nodes, Run(GivenNodes(cluster_of(nodes)), options, 120, n_texts=1) as starter:
-        make_own = starter.model.make_own
-        assert make_own is not None
+        sharing, weights = starter.model.sharing, starter.model.weights
+        assert sharing is not None
         found = []
         for order in itertools.permutations(("a", "b", "c")):
             processes = dict(zip((f"secondary{i}" for i in range(3)), order, strict=True))
-            cluster, own = make_own(cluster_of(nodes), processes)
+            cluster, blocks, of_nodes = sharing(cluster_of(nodes), processes)
+            weights.take_blocks(blocks, of_nodes)
             names = [node.name for node in cluster.nodes]
             assert names == ["starter", *sorted(processes, key=lambda name: processes[name])]
-            found.append({name: own.share_of(index) for index, name in enumerate(names)})
-            groups = [group_of(own.extensions(index), starter.model.weights.config) for index in range(4)]
+            found.append({name: weights.share_of(index) for index, name in enumerate(names)})
+            groups = [group_of(weights.extensions_of(index), weights.config) for index in range(4)]
             assert [group.is_last for group in groups if group is not None] == [False, False, False, True]
         assert all(one == found[0] for one in found)
 

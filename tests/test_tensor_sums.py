@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from link_speed import agree_on_speed
+from mdi.cancel import Cancel
 from mdi.errors import NodeLostError, RingEndedError, WireError
 from mdi.placement.cost import LinkSpeed, seconds
 from mdi.spec.options import SUMS
@@ -88,22 +89,18 @@ def test_a_closed_connection_is_a_lost_node_unless_the_run_says_otherwise() -> N
             sums(found)[0].reduce(np.ones((1, 8), dtype=np.float32))
         assert lost.value.node == "node1"
 
-    def over(wait_s: float) -> None:
-        raise RingEndedError("the ring was ended")
-
     with meshes(2) as found:
         found[1].close()
-        found[0].check = over
+        found[0].cancel = Cancel()
+        found[0].cancel.cancel(RingEndedError("the ring was ended"))
         with pytest.raises(RingEndedError):
             sums(found)[0].reduce(np.ones((1, 8), dtype=np.float32))
 
 
 def test_who_waits_hears_that_the_run_is_over() -> None:
-    def over(wait_s: float) -> None:
-        raise RingEndedError("the ring was ended")
-
     with meshes(2) as found:
-        found[0].check = over
+        found[0].cancel = Cancel()
+        found[0].cancel.cancel(RingEndedError("the ring was ended"))
         with pytest.raises(RingEndedError):
             sums(found)[0].reduce(np.ones((1, 8), dtype=np.float32))
 

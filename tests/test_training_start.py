@@ -10,7 +10,6 @@ import torch
 from litgpt.config import Config
 from litgpt.model import GPT
 
-import mdi.cli
 from hub_server import HubModel, HubServer
 from mdi.errors import CheckpointError, UsageError
 from mdi_training.new_model import config_file, fit_vocabulary, load_shape, new_model, parse_shape
@@ -77,7 +76,7 @@ def test_a_checkpoint_of_the_hub_is_fine_tuned(tmp_path: Path, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf-cache"))
-    monkeypatch.setattr(mdi.cli, "default_ckpt_folder", lambda: tmp_path / "checkpoints")
+    monkeypatch.setenv("MDI_STORE", str(tmp_path / "checkpoints"))
     with HubServer({"org/tiny": HubModel(files, gated=True)}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         flags = ("--init", "hf", "--hf-token", "hf_good", *FLAGS)

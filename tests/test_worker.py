@@ -35,7 +35,7 @@ def job() -> RingWorker:
 
 def test_a_node_that_leaves_while_the_ring_is_closed_is_lost_and_does_not_end_the_run() -> None:
     """A STOP would tell the starter that the run was ended on purpose: random faults, seed 41, run 106."""
-    one, fault = job(), Fault("secondary0", "it was told to end", "secondary0", "left")
+    one, fault = job(), Fault("secondary0", "it was asked to end", "secondary0", "left")
     one.abort(fault)
     one.end()  # the process ends after that
     assert begun(one) == [fault]

@@ -26,9 +26,9 @@ from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
-from mdi.node.starter_weights import StarterWeights
 from mdi.spec.cluster import nearest_existing, read_json
 from mdi.spec.settings_file import parse_yaml
+from mdi.stages.starter_weights import StarterWeights
 
 NANO_WEIGHTS, NANO_CONFIG = "lit_model.pth", "model_config.yaml"
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"

@@ -136,6 +136,10 @@ class DownloadError(MdiError):
     """The model hub did not provide the requested files."""
 
 
+class StoreError(MdiError):
+    """A model cannot be kept, removed, exported or imported."""
+
+
 class WireError(MdiError):
     """Bytes from a ring link that are no frame which this node may accept."""
 

@@ -60,3 +60,25 @@ def default_cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mdi-llm"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdi-llm"
+
+
+def lock_file(file: int, is_shared: bool = False) -> bool:
+    """Lock an open file for this process, until it is closed; False if another process has it.
+
+    Args:
+        is_shared: others may have it so as well.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        with contextlib.suppress(OSError):
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+            return True
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

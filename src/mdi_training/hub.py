@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mdi.checkpoint.hub_files import fetch
+from mdi.checkpoint.hub_files import fetch, look_up
 from mdi.errors import DownloadError
 from mdi_training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
 
@@ -30,16 +30,14 @@ def download_texts(
     Args:
         repo_id: "org/name".
         pattern, split: which files; see `choose_texts`.
-        token, revision: see `checkpoint.hub_files.fetch`.
+        token, revision: see `checkpoint.hub_files.look_up`.
 
     Raises:
         DownloadError: no such data set or file, no access, no connection, or no room.
     """
-    _, sizes = fetch(
-        repo_id, folder, lambda names: choose_texts(names, pattern, split, repo_id), token=token, revision=revision,
-        advice=_FULL, repo_type="dataset",
-    )  # fmt: skip
-    return [folder / name for name in sizes]
+    found = look_up(repo_id, token=token, revision=revision, repo_type="dataset")
+    names = choose_texts(found.names, pattern, split, repo_id)
+    return [folder / name for name in fetch(found, folder, names, advice=_FULL)]
 
 
 def choose_texts(names: Sequence[str], pattern: str | None, split: str, repo_id: str = "the data set") -> list[str]:

@@ -152,18 +152,17 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
 def find_checkpoint(ckpt: str, token: str | None) -> Path:
     """The folder of a checkpoint in litgpt's format; downloaded and converted where needed. Raises MdiError."""
     from mdi.checkpoint.convert import ready
-    from mdi.checkpoint.download import download
     from mdi.checkpoint.folder import is_repo_id
-    from mdi.cli import default_ckpt_folder
+    from mdi.checkpoint.model_store import ModelStore
     from mdi.cli.session import found_ckpt
 
-    folder = Path(ckpt).expanduser()
+    folder, store = Path(ckpt).expanduser(), ModelStore()
     if folder.exists() or not is_repo_id(ckpt):
         folder = found_ckpt(folder)
     else:
-        logger.info("looking for %s on the hub", ckpt)
-        folder = download(ckpt, default_ckpt_folder(), token)
-    return ready(folder, default_ckpt_folder())[0]
+        model = store.find(ckpt)
+        folder = store.fetch(ckpt, token, say=logger.info) if model is None else store.folder_of(model)
+    return ready(folder, store.folder)[0]
 
 
 def describe(settings: TrainingSettings, n_train: int, n_val: int) -> str:

@@ -21,10 +21,10 @@ DEFAULT = TrainingSettings(sequence_length=1)
 
 
 def add_arguments(parser: Parser) -> None:
-    from mdi.cli import default_ckpt_folder
+    from mdi.cli import output_dir
     from mdi.spec.options import COMMON
 
-    ckpt = str(default_ckpt_folder() / "custom" / "NanoLlama")
+    ckpt = str(output_dir("checkpoints") / "custom" / "NanoLlama")
     parser.add_argument(
         "--ckpt",
         default=ckpt,

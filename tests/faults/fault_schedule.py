@@ -14,7 +14,7 @@ from fault_ring import FaultRing, Outcome, Running
 # What happens to a node or to the link that leads to it.
 ACTIONS = ("kill", "halt", "pause", "reset", "half a frame", "full disk", "late joiner")
 # When: while the nodes load, while prompts are computed, in the middle of the texts, while a ring is formed anew after an
-# earlier fault, and while a node that was told to end hands its blocks over.
+# earlier fault, and while a node that was asked to end hands its blocks over.
 POINTS = ("load", "prefill", "decode", "recovery", "hand-over")
 CRITICAL = 1 / 3  # of all faults, those that do not come in the middle of the texts
 DOUBLE = 1 / 10  # with another one at the same moment

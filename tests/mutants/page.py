@@ -247,7 +247,7 @@ MUTANTS = [
     ),
     Mutant(
         "a chat says nothing while it loads",
-        "cli.chat:run",
+        "cli.chat:converse",
         "logger.info",
         "logger.debug",
         "tests/test_chat.py::test_it_greets_a_person_and_knows_its_commands",

@@ -52,8 +52,8 @@ MUTANTS = [
         DECISIONS,
     ),
     Mutant(
-        "nodes that have nothing of a lost one are named as its takers",
-        "takers",
+        "nodes that have nothing of a lost one are named as holding its blocks",
+        "present_holders",
         "max(s.start, lost.start) < min(s.stop, lost.stop)",
         "True",
         DECISIONS,
@@ -78,7 +78,7 @@ MUTANTS = [
         KEEPER,
     ),
     Mutant(
-        "a node that was told to end is waited for",
+        "a node that was asked to end is waited for",
         "Policy._patience_s",
         "and stage.name not in search.left",
         "",

@@ -178,7 +178,7 @@ def test_without_a_spare_the_others_take_the_blocks_when_it_is_not_back() -> Non
 
 def test_a_node_that_was_told_to_end_is_not_waited_for() -> None:
     world = World()
-    error = NodeLostError("a", "a was told to end", "left")  # it still answers
+    error = NodeLostError("a", "a was asked to end", "left")  # it still answers
     world.recover(error)
     assert world.formed == [("starter", "b")] and world.now == 1000.0
 

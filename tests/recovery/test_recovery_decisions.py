@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdi.run.cut import Holder, cut, slowest_s
-from mdi.run.policy import Absences, Form, Stage, Suspects, in_place, takers, with_the_rest
+from mdi.run.policy import Absences, Form, Stage, Suspects, in_place, present_holders, with_the_rest
 from mdi.run.report import Records
 
 RING = (Stage("starter", 0, 2), Stage("a", 2, 5), Stage("b", 5, 9))
@@ -25,7 +25,7 @@ def no_cut(stages: object, most: object) -> None:
 def test_a_spare_takes_the_blocks_of_the_lost_node_and_nobody_else_moves() -> None:
     found = in_place(RING, frozenset({"starter", "b"}), ["x", "y"])
     assert found == Form((RING[0], Stage("x", 2, 5), RING[2]), is_moved=False)
-    assert takers(RING[1], found.stages) == ("x",)
+    assert present_holders(RING[1], found.stages) == ("x",)
 
 
 def test_several_lost_nodes_need_several_spares() -> None:
@@ -54,7 +54,10 @@ def test_blocks_go_to_those_that_are_left_and_to_all_spares() -> None:
     found = with_the_rest(RING, frozenset({"starter"}), ["x"], {}, even)
     assert asked == [[RING[0], Stage("x", 2, 5)]]
     assert found == Form((Stage("starter", 0, 1), Stage("x", 1, 9)), is_moved=True)
-    assert takers(RING[2], found.stages) == ("x",) and takers(RING[0], found.stages) == ("starter", "x")
+    assert present_holders(RING[2], found.stages) == ("x",) and present_holders(RING[0], found.stages) == (
+        "starter",
+        "x",
+    )
     assert with_the_rest(RING, frozenset({"starter"}), [], {}, lambda stages, most: None) is None
 
 

@@ -71,7 +71,7 @@ def test_metrics_count_what_was_generated(server: Server) -> None:
 
 
 def test_events_begin_with_the_server_and_its_log_says_when_it_is_ready(server: Server) -> None:
-    ready = f"ready: nano-llama answers on http://127.0.0.1:{server.port}"
+    ready = f"ready: http://127.0.0.1:{server.port} (Ctrl-C ends)"
     until(lambda: ready in str(server.ask("GET", "/api/ring")[1]["events"]))
     events = server.ask("GET", "/api/ring")[1]["events"]
     assert "the ring is closed: starter -> secondary0 -> starter" in str(events), "before anybody looked"

@@ -10,9 +10,9 @@ import pytest
 from own_server import right, run, server
 
 from mdi.kernels import library
-from mdi.node.group_member import share_metrics
 from mdi.node.secondary import SecondaryNode
 from mdi.spec.options import ParallelOptions
+from mdi.stages.group_part import share_metrics
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mdi.checkpoint.folder import CHAT_TEMPLATE, is_hf_dir, is_lit_dir, is_repo_id, weight_files
-from mdi.checkpoint.hub_files import fetch, has_file
+from mdi.checkpoint.hub_files import fetch, has_file, look_up
 from mdi.errors import DownloadError
 from mdi.files import replacing
 from mdi.spec.settings_file import parse_json
@@ -19,7 +21,8 @@ _SMALL = (
     "config.json", "generation_config.json", "model_config.yaml", "prompt_style.yaml", "special_tokens_map.json",
     CHAT_TEMPLATE,
 )  # fmt: skip
-_FULL = "free some space, or choose another disk with --ckpt-folder"
+_FULL = "free some space (`mdi list`, `mdi rm`), or choose another disk with --store"
+_USUAL = ("Q4_K_M", "Q4_0", "Q5_K_M", "Q8_0")  # of several GGUF files: small, with little loss
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
 
@@ -29,34 +32,83 @@ def download(
     token: str | None = None,
     revision: str | None = None,
     progress: bool = True,
+    tag: str | None = None,
 ) -> Path:
     """Download a model's configuration, tokenizer and weights. Existing files are not downloaded again.
 
     Args:
         repo_id: "org/name".
-        ckpt_folder: the model goes into <ckpt_folder>/<org>/<name>.
-        token, progress: see `hub_files.fetch`.
+        ckpt_folder: the model goes into <ckpt_folder>/<org>/<name>, a GGUF file into <name>--<its tag>.
+        token, progress: see `hub_files`.
         revision: a branch, tag or commit; None takes the existing one, else the main branch.
+        tag: of the GGUF file that is wanted, like "Q4_K_M"; None takes safetensors, or if there are none, the usual GGUF file.
 
     Returns:
         The model's directory.
 
     Raises:
-        DownloadError: no such model or revision, no access, no connection, no disk space, or another revision is there.
+        DownloadError: no such model, file or revision, no access, no connection, no disk space, or another revision is there.
     """
     if not is_repo_id(repo_id):
         raise DownloadError(f"{repo_id!r} is not the name of a model on the hub: expected org/name", code="name")
-    directory = Path(ckpt_folder).joinpath(*repo_id.split("/"))
+    directory = _directory(ckpt_folder, repo_id, tag)
     if _is_complete(directory, repo_id, revision):
         return directory
-    commit, sizes = fetch(
-        repo_id, directory, lambda names: choose_files(names, repo_id), token=token, revision=revision, advice=_FULL,
-        progress=progress,
-    )  # fmt: skip
-    marker = {"repo_id": repo_id, "revision": revision, "commit": commit, "files": sizes}
+    found = look_up(repo_id, token=token, revision=revision)
+    names = choose_gguf(found.names, repo_id, tag) if tag else choose_files(found.names, repo_id)
+    if tag is None and (tag := gguf_tag(names[0])):
+        directory = _directory(ckpt_folder, repo_id, tag)
+    sizes = fetch(found, directory, names, advice=_FULL, progress=progress)
+    marker = {
+        "repo_id": repo_id,
+        "revision": revision,
+        "commit": found.commit,
+        "licence": found.licence,
+        "files": sizes,
+    }
     with replacing(directory / MARKER) as file:
         file.write(json.dumps(marker, indent=1).encode())
     return directory
+
+
+def _directory(folder: str | Path, repo_id: str, tag: str | None) -> Path:
+    organisation, name = repo_id.split("/")
+    return Path(folder, organisation, name if tag is None else f"{name}--{tag}")
+
+
+def read_marker(directory: Path) -> dict[str, Any]:
+    """Notes about a downloaded model: where it is from, its licence, its files; {} of others."""
+    try:
+        found = parse_json((directory / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def gguf_tag(name: str) -> str | None:
+    """The type of a GGUF file by its name, as "Q4_K_M", else its stem; None of other files."""
+    if not name.endswith(".gguf"):
+        return None
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", name.rpartition("/")[2].removesuffix(".gguf"))
+    match = re.search(r"(?:^|[-._])(I?Q\d[A-Z0-9_]*|BF16|F16|F32|MXFP4[A-Z0-9_]*)$", stem, re.IGNORECASE)
+    return match[1].upper() if match else stem
+
+
+def choose_gguf(names: Sequence[str], repo_id: str, tag: str | None) -> list[str]:
+    """Choose one GGUF file, or all of a model that is split; None takes the usual type. Raises DownloadError: there is none."""
+    tags: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if (own := gguf_tag(name)) is not None and "mmproj" not in name.lower():
+            tags.setdefault(own, []).append(name)
+    if not tags:
+        raise DownloadError(f"{repo_id} has no GGUF files: leave the part after the colon out", code="no_files")
+    wanted = [tag] if tag is not None else [*_USUAL, *tags]
+    chosen = next((own for one in wanted for own in tags if own.casefold() == one.casefold()), None)
+    if chosen is None:
+        near = difflib.get_close_matches(str(tag).upper(), tags, 1)
+        meant = f": is {repo_id}:{near[0]} meant?" if near else ""
+        raise DownloadError(f"{repo_id} has no GGUF file {tag}{meant} (there are {', '.join(tags)})", code="no_files")
+    return tags[chosen]
 
 
 def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
@@ -77,8 +129,10 @@ def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
         named = [name for name in shards if re.fullmatch(rf"{single}(-\d+-of-\d+)?{re.escape(suffix)}", name)]
         if shards:
             return sorted({*small, *(named or shards), *([index] if index in top else [])})
+    if any(name.endswith(".gguf") for name in names):
+        return choose_gguf(names, repo_id, None)
     raise DownloadError(
-        f"{repo_id} has no weights in safetensors or .bin files that this program can use", code="no_files"
+        f"{repo_id} has no weights in safetensors, GGUF or .bin files that this program can use", code="no_files"
     )
 
 
@@ -97,7 +151,7 @@ def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
     if is_whole and revision is not None and revision not in held:
         raise DownloadError(
             f"{directory} holds revision {marker['revision'] or 'main'} ({marker['commit']}) of {repo_id}, not {revision}: "
-            "remove it, or choose another --ckpt-folder",
+            "remove it, or choose another --store",
             code="revision",
         )
     return is_whole

@@ -157,6 +157,14 @@ def no_checkpoint(folder: Path) -> str:
     )
 
 
+def gguf_file(directory: Path) -> Path | None:
+    """The GGUF file of a directory; None if it has none, or its note cannot be read."""
+    try:
+        return directory / str(parse_json((directory / GGUF_NOTE).read_text(encoding="utf-8"))["file"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def stated_blocks(folder: Path) -> int | None:
     """Blocks of the model by its settings, in LitGPT's or Hugging Face's form.
 

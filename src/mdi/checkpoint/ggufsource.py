@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mdi.checkpoint.derived import cast
-from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE
+from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE, gguf_file
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
     PLAIN,
@@ -230,8 +230,11 @@ class GgufSource(WeightSource):
 _HASHES = "parts.json"
 
 
-def gguf_directory(path: Path, folder: Path) -> Path:
+def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> Path:
     """The directory for a GGUF file, made below `folder` at the first call; another one if the file has changed.
+
+    Args:
+        directory: the one in which the file lies, if it is to be that.
 
     Raises:
         UsageError: there is no such file.
@@ -247,7 +250,7 @@ def gguf_directory(path: Path, folder: Path) -> Path:
             f"{path} cannot be opened: {e.strerror or e} (the nearest that exists is {nearest_existing(path)})"
         ) from None
     stamp = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()[:8]
-    directory = folder / "gguf" / f"{path.stem}-{stamp}"
+    is_inside, directory = directory is not None, directory or folder / "gguf" / f"{path.stem}-{stamp}"
     if (directory / GGUF_NOTE).is_file():
         return directory
     header = read_gguf(path)
@@ -260,7 +263,7 @@ def gguf_directory(path: Path, folder: Path) -> Path:
     with replacing(directory / CONFIG_FILE) as file:
         file.write(yaml.safe_dump(source.config_dict).encode())
     with replacing(directory / GGUF_NOTE) as file:  # last, because it says that the others exist
-        file.write(json.dumps({"file": str(path)}).encode())
+        file.write(json.dumps({"file": str(path.relative_to(directory.absolute()) if is_inside else path)}).encode())
     return directory
 
 
@@ -269,10 +272,7 @@ def open_gguf_directory(directory: Path) -> GgufSource | None:
     note = directory / GGUF_NOTE
     if not note.is_file():
         return None
-    try:
-        path = Path(json.loads(note.read_text(encoding="utf-8"))["file"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(
-            f"{note} cannot be read ({e}): remove {directory}, and give the GGUF file again"
-        ) from None
+    path = gguf_file(directory)
+    if path is None:
+        raise CheckpointError(f"{note} cannot be read: remove {directory}, and give the GGUF file again")
     return GgufSource(path, directory / _HASHES)

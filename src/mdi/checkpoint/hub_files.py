@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +16,88 @@ from mdi.errors import DownloadError
 NOUNS = {"model": "model", "dataset": "data set"}  # by the hub's types of repositories
 
 
-def fetch(
-    repo_id: str, folder: Path, choose: Callable[[list[str]], Sequence[str]], *, token: str | None, revision: str | None,
-    advice: str, repo_type: str = "model", progress: bool = True,
-) -> tuple[str, dict[str, int]]:  # fmt: skip
-    """Download the files that `choose` picks by their names. Existing files are not downloaded again.
+@dataclass(frozen=True)
+class Repository:
+    """A repository as the hub describes it.
 
-    The hub is the one of the environment variable HF_ENDPOINT, if that is set.
+    Attributes:
+        commit: of the asked revision.
+        sizes: bytes of each file.
+        licence: as its card says it; "" if it does not.
+    """
+
+    repo_id: str
+    repo_type: str
+    revision: str | None
+    commit: str
+    sizes: dict[str, int]
+    licence: str
+    token: str | None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.sizes)
+
+
+def look_up(
+    repo_id: str, *, token: str | None = None, revision: str | None = None, repo_type: str = "model"
+) -> Repository:
+    """Ask the hub for the files of a repository. It is the one of the environment variable HF_ENDPOINT, if that is set.
 
     Args:
         token: None takes HF_TOKEN, or the one that `hf auth login` stored.
         revision: a branch, tag or commit.
-        advice: what to do where the disk is full.
         repo_type: one of NOUNS.
-        progress: draw bars on stderr.
-
-    Returns:
-        The commit, and how many bytes each file has.
 
     Raises:
-        DownloadError: no such repository or revision, no access to it, no connection, or no room.
+        DownloadError: no such repository or revision, no access to it, or no connection.
     """
-    endpoint = os.environ.get("HF_ENDPOINT") or None
     token = token or os.environ.get("HF_TOKEN") or None
-    with _explained(repo_id, revision, endpoint, token, NOUNS[repo_type]):
-        from huggingface_hub import HfApi, snapshot_download
+    with _explained(repo_id, revision, token, NOUNS[repo_type]) as endpoint:
+        from huggingface_hub import HfApi
 
         api = HfApi(endpoint=endpoint, token=token)
         info = api.repo_info(repo_id, repo_type=repo_type, revision=revision, files_metadata=True)
-        sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
-        wanted = {name: sizes[name] for name in choose(list(sizes))}
-        check_disk(folder, _missing_bytes(folder, wanted), repo_id, DownloadError, advice)
+    sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
+    return Repository(repo_id, repo_type, revision, str(info.sha), sizes, _licence(info), token)
+
+
+def fetch(
+    found: Repository, folder: Path, names: Sequence[str], *, advice: str, progress: bool = True
+) -> dict[str, int]:
+    """Download files of a repository. Existing files are not downloaded again, and an unfinished one is continued.
+
+    Args:
+        advice: what to do where the disk is full.
+        progress: draw bars on stderr.
+
+    Returns:
+        How many bytes each file has.
+
+    Raises:
+        DownloadError: no access to it, no connection, or no room.
+    """
+    repo_id = found.repo_id
+    wanted = {name: found.sizes[name] for name in names}
+    check_disk(folder, _missing_bytes(folder, wanted), repo_id, DownloadError, advice)
+    with _explained(repo_id, found.revision, found.token, NOUNS[found.repo_type]) as endpoint:
+        from huggingface_hub import snapshot_download
+
         snapshot_download(
-            repo_id, repo_type=repo_type, revision=str(info.sha), local_dir=folder, token=token, endpoint=endpoint,
-            allow_patterns=[_literal(name) for name in wanted], tqdm_class=_bar(progress), max_workers=4,
+            repo_id, repo_type=found.repo_type, revision=found.commit, local_dir=folder, token=found.token,
+            endpoint=endpoint, allow_patterns=[_literal(name) for name in wanted], tqdm_class=_bar(progress), max_workers=4,
         )  # fmt: skip
     cut = [name for name, size in wanted.items() if not has_file(folder, name, size)]
     if cut:
         raise DownloadError(f"{repo_id}: {cut[0]} is incomplete: run the command again to continue", code="incomplete")
-    return str(info.sha), wanted
+    return wanted
+
+
+def _licence(info: Any) -> str:
+    card = getattr(info, "card_data", None)
+    named = (card.get("license_name") or card.get("license")) if card is not None else None
+    tags = [tag.partition(":")[2] for tag in info.tags or [] if tag.startswith("license:")]
+    return str(named or next(iter(tags), ""))
 
 
 def has_file(folder: Path, name: str, n_bytes: int) -> bool:
@@ -85,35 +129,38 @@ def _literal(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _explained(
-    repo_id: str, revision: str | None, endpoint: str | None, token: str | None, what: str
-) -> Iterator[None]:
-    """Turns exceptions of the hub's client into a DownloadError that says what to do."""
+def _explained(repo_id: str, revision: str | None, token: str | None, what: str) -> Iterator[str | None]:
+    """Gives the hub's address, None for the usual one; turns the client's exceptions into a DownloadError that helps."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the client is imported
     from huggingface_hub import errors
 
+    endpoint = os.environ.get("HF_ENDPOINT") or None
     hub = endpoint or "https://huggingface.co"
     failures: tuple[type[Exception], ...] = (OSError, *_network_errors())
     try:
-        yield
+        yield endpoint
     except errors.GatedRepoError:
-        advice = "ask for access on its page with the account of your token" if token else (
-            "ask for access on its page, then give your token with --hf-token or HF_TOKEN"
-        )  # fmt: skip
-        raise DownloadError(
-            f"{repo_id} is gated, and you have no access: {advice} ({hub}/{repo_id})", code="gated"
-        ) from None
+        advice = (
+            f"accept its licence on {hub}/{repo_id} with the account of your token"
+            if token
+            else f"accept its licence on {hub}/{repo_id}, make a token on {hub}/settings/tokens, and set HF_TOKEN=hf_... "
+            "(or give it with --hf-token)"
+        )
+        raise DownloadError(f"{repo_id} is gated, and you have no access: {advice}", code="gated") from None
     except errors.RevisionNotFoundError:
         raise DownloadError(
             f"{repo_id} has no revision {revision!r} (branch, tag or commit) on {hub}", code="revision"
         ) from None
     except errors.RepositoryNotFoundError:
         raise DownloadError(
-            f"there is no {what} {repo_id} on {hub}, or it is private: check the spelling; a private one needs --hf-token",
+            f"there is no {what} {repo_id} on {hub}, or it is private and needs HF_TOKEN: check the spelling",
             code="unknown",
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
         raise DownloadError(
-            f"{repo_id} is not on this machine, and {hub} cannot be reached (offline?)", code="offline"
+            f"{repo_id} is not on this machine, and {hub} may not be asked (HF_HUB_OFFLINE) or cannot be reached: `mdi export` "
+            "on a machine with it and `mdi import` here bring it without a network",
+            code="offline",
         ) from None
     except errors.HfHubHTTPError as e:
         status = getattr(getattr(e, "response", None), "status_code", "an error")

@@ -30,6 +30,7 @@ from mdi.terminal import JSON, VARIABLE, LineFormatter, TerminalHandler, form_of
 
 # command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
+    "run": ("mdi.cli.run", "answer or chat with a model, which is fetched if it is not here"),
     "starter": ("mdi.cli.starter", "run a model over a ring of nodes, from its first node"),
     "secondary": ("mdi.cli.secondary", "run a worker node, which waits for a starter"),
     "key": ("mdi.cli.key", "make the key of a cluster, change it, or invite a board"),
@@ -44,6 +45,8 @@ COMMANDS = {
     "pull": ("mdi.cli.pull", "download a model and make it ready"),
     "list": ("mdi.cli.list_models", "list the models that are ready"),
     "rm": ("mdi.cli.rm", "remove a model from the disk"),
+    "export": ("mdi.cli.export", "write a model to one file, for a machine without a network"),
+    "import": ("mdi.cli.import_model", "make a model ready from such a file"),
     "train": ("mdi_training.train_command", "train a model from scratch, or a checkpoint further"),
     "plan": ("mdi.cli.plan", "say beforehand whether a model fits some nodes, and how fast it will be"),
     "explain": ("mdi.cli.explain", "say why a run was not faster, from the file that --trace wrote"),
@@ -55,6 +58,7 @@ COMMANDS = {
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = (
     "starter", "secondary", "key", "join", "nodes", "local-ring", "sample", "doctor", "plan", "explain", "serve", "pull",
+    "export", "import",
 )  # fmt: skip
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
@@ -225,7 +229,7 @@ def set_wait_policy() -> None:
 
 def parser_of(module: Any, prog: str | None = None) -> Parser:
     """The parser of a command, a module with add_arguments."""
-    words = {"ckpt_folder": str(default_ckpt_folder()), "nodes_config": str(default_nodes_config())}
+    words = {"ckpt_folder": "models/ in your data folder", "nodes_config": str(default_nodes_config())}
     parser = Parser(Options, words, prog=prog, description=module.__doc__)
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     module.add_arguments(parser)
@@ -233,10 +237,7 @@ def parser_of(module: Any, prog: str | None = None) -> Parser:
 
 
 def options_of(parser: Parser, args: argparse.Namespace) -> Any:
-    """The checked options of what was typed; `args` itself where a command has flags of its own. Raises MdiError.
-
-    --ckpt may be a GGUF file: it becomes the directory that is made for it.
-    """
+    """The checked options of what was typed; `args` itself where a command has flags of its own. Raises MdiError."""
     own, given = tuple(parser.declared.values()), vars(args)
     known = {option.dest for option in (*own, *declared(Options).values())} | {
         field.name for field in dataclasses.fields(Options)
@@ -244,18 +245,13 @@ def options_of(parser: Parser, args: argparse.Namespace) -> Any:
     if not given.keys() <= known:
         return args
     try:
-        options = Options(declared=own).with_given(given)
+        return Options(declared=own).with_given(given)
     except UsageError as e:
         if given.get("json") and "no_stream" in given:  # a program reads what a run prints
             from mdi.cli.output import print_json
 
             print_json({"error": str(e), "samples": []})
         raise
-    if options.ckpt is None or options.ckpt.suffix != ".gguf":
-        return options
-    from mdi.checkpoint.ggufsource import gguf_directory
-
-    return dataclasses.replace(options, ckpt=gguf_directory(options.ckpt.expanduser(), default_ckpt_folder()))
 
 
 def ignore_interrupts() -> None:
@@ -282,10 +278,6 @@ def called(command: str) -> str:
 def output_dir(name: str) -> Path:
     """Folder for files without a given path: src/<name> in a checkout, else ./<name>."""
     return (launchers() or Path.cwd()) / name
-
-
-def default_ckpt_folder() -> Path:
-    return output_dir("checkpoints")
 
 
 def default_nodes_config() -> Path:

@@ -49,6 +49,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
+    return converse(options)
+
+
+def converse(options: Options, question: str = "", is_distributed: bool = False) -> int:
+    """Answer one question, or without one talk until the user ends it; returns the exit status.
+
+    Args:
+        is_distributed: find the nodes by their key, also without --nodes.
+    """
     from contextlib import ExitStack
 
     from mdi.cli import ignore_interrupts
@@ -63,7 +72,8 @@ def run(options: Options) -> int:
         if options.nodes_config is not None:
             cluster = load_cluster(options.nodes_config)
         else:
-            cluster = discovery.present_nodes() if options.nodes is not None else standalone()
+            is_found = is_distributed or options.nodes is not None
+            cluster = discovery.present_nodes() if is_found else standalone()
         cluster = with_keys(options, cluster)  # refused before anything is said
         logger.info("loading %s ...", (options.ckpt or options.chunk or Path()).name)
         return cluster
@@ -77,8 +87,11 @@ def run(options: Options) -> int:
         session = stack.enter_context(
             Run(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
         )
-        show_seed(params)
-        _talk(session, params, options.stop)
+        if question:
+            answer(session, [], question, params, options.stop, name="")
+        else:
+            show_seed(params)
+            _talk(session, params, options.stop)
         session.raise_failure()
     if options.trace is not None:
         write_trace_of(session, options.trace)
@@ -116,8 +129,10 @@ def _obey(command: str, history: list[tuple[str, str]]) -> str:
     return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
-def answer(session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str]) -> str:
-    """Stream one answer; its text. Raises MdiError if the ring broke."""
+def answer(
+    session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str], name: str = "Model: "
+) -> str:
+    """Stream one answer, after a name; its text. Raises MdiError if the ring broke."""
     from mdi.errors import MdiError, UsageError
 
     ids = _fit(session, history, question, params.n_tokens)
@@ -129,7 +144,7 @@ def answer(session: Run, history: list[tuple[str, str]], question: str, params: 
     except UsageError as e:
         show_error(e)
         return ""
-    print("Model: ", end="", flush=True)
+    print(name, end="", flush=True)
     try:
         sample = session.submit(question, ids, params, stop, lambda text: show(text or "\n", end=""))
     except UsageError as e:  # the nodes' caches could never hold it

@@ -54,9 +54,9 @@ def _needed_bytes(options: Options, cluster: ClusterConfig) -> dict[str, int]:
     """Weights of each node's stage, as they are stored."""
     if options.ckpt is None:
         return {}
-    from mdi.node.starter_weights import StarterWeights
+    from mdi.stages.model_family import ModelFamily
 
-    weights = StarterWeights(options.ckpt, None, cluster.n_nodes, options.layers)
+    weights = ModelFamily().open_weights(options.ckpt, None, cluster.n_nodes, options.layers, None, will_be_cut=False)
     try:
         return {node.name: weights.stage_bytes(i) for i, node in enumerate(cluster.nodes)}
     finally:

@@ -1,18 +1,25 @@
-"""List the models that are ready to use, with their size. `mdi serve` offers them by name.
+"""List the models that are ready to use: where they are, their size and form, and who has them loaded.
 
 examples:
   mdi list
-      the models below checkpoints/, with their size and when they were made
-  mdi list --ckpt-folder /data/models
-      those in another folder
+      those of the store, of the folders of earlier versions, and of the hub's own cache, which are used without a copy
+  mdi list --store /data/models
+      those of another store
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
+
+if TYPE_CHECKING:
+    from mdi.checkpoint.model_store import StoredModel
+
+HEAD = ("name", "size", "form", "blocks", "licence", "changed", "loaded by")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,25 +27,37 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.checkpoint.folder import checkpoints_in, stated_blocks
-    from mdi.cli import default_ckpt_folder
+    from mdi.checkpoint.disk_space import free_bytes
+    from mdi.checkpoint.model_store import ModelStore
     from mdi.columns import table
     from mdi.terminal import show
-    from mdi.units import counted, size
+    from mdi.units import size
 
-    home = options.ckpt_folder or default_ckpt_folder()
-    names = checkpoints_in(home)
-    if not names:
-        print(f"no model is ready in {home}: mdi pull org/name fetches one")
+    store = ModelStore(options.ckpt_folder)
+    models = store.all()
+    show(f"the store is {store.folder} ({size(free_bytes(store.folder))} free there)")
+    if not models:
+        show("no model is ready: mdi pull org/name fetches one")
         return 0
-    rows = []
-    for name in names:
-        folder = home / name
-        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
-        changed = time.strftime("%Y-%m-%d", time.localtime(max((f.st_mtime for f in files), default=0)))
-        n_blocks = stated_blocks(folder)
-        blocks = "" if n_blocks is None else counted(n_blocks, "block")
-        rows.append((name, size(sum(f.st_size for f in files)), blocks, changed))
-    for line in table(rows, left=(0,)):
+    rows, homes = [HEAD], [store.folder]
+    for model in models:
+        if model.home not in homes:
+            homes.append(model.home)
+        note = "" if model.home == store.folder else f" [{homes.index(model.home)}]"
+        rows.append((model.name + note, *_facts(model), "; ".join(map(str, store.marks(model)))))
+    for line in table(rows, left=(0, 2, 4, 5, 6)):
         show(line)
+    for number, home in enumerate(homes[1:], 1):
+        show(f"[{number}] in {home}")
     return 0
+
+
+def _facts(model: StoredModel) -> tuple[str, str, str, str, str]:
+    from mdi.checkpoint.folder import stated_blocks
+    from mdi.units import size
+
+    stats = [path.stat() for path in model.files]
+    changed = time.strftime("%Y-%m-%d", time.localtime(max((stat.st_mtime for stat in stats), default=0)))
+    n_blocks = stated_blocks(Path(model.folder))
+    total = sum(stat.st_size for stat in stats)
+    return size(total), model.format, "" if n_blocks is None else str(n_blocks), model.licence, changed

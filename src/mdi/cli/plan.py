@@ -104,14 +104,14 @@ def _with_model(options: Options) -> Options:
 def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     """A note that the checkpoint has chunks with another cut, which override this plan."""
     from mdi.errors import MdiError
-    from mdi.node.starter_weights import StarterWeights
     from mdi.placement.planning import format_blocks
+    from mdi.stages.model_family import ModelFamily
 
     n_nodes = len(report.nodes) + len(report.placement.left_out)
     if options.ckpt is None or options.layers is not None or n_nodes == 1:
         return []
     try:
-        weights = StarterWeights(options.ckpt, None, n_nodes, None, options.quantize)
+        weights = ModelFamily().open_weights(options.ckpt, None, n_nodes, None, options.quantize, will_be_cut=False)
     except MdiError:  # settings alone, say: then there is nothing that could win
         return []
     weights.close()

@@ -51,7 +51,7 @@ logger = logging.getLogger("mdi")
 
 def add_arguments(parser: Parser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.options(None, "model")
+    parser.options(None, "model", model={"nargs": None, "metavar": "MODEL"})
     parser.options(
         "cut", "n_nodes", "layers", "dtype", "quantize", "quantize_head", "allow_clipping",
         layers={"help": "blocks per node, starter first (default: even)"},
@@ -62,8 +62,7 @@ def add_arguments(parser: Parser) -> None:
         },
         quantize_head={"choices": PACKED, "metavar": None},
     )  # fmt: skip
-    home = {"help": "folder for downloaded models (default: src/checkpoints)"}
-    parser.options("hub", "ckpt_folder", "hf_token", "revision", ckpt_folder=home)
+    parser.options("hub", "ckpt_folder", "hf_token", "revision")
     device = {"help": "accepted for compatibility; no step uses a GPU", "read": None}
     parser.options("conversion", "export", "out", "model_name", "device", device=device)
     parser.options(None, "verb", "debug", debug={"help": "write a debug log, and show tracebacks of errors"})
@@ -154,10 +153,10 @@ def _check_files(directory: Path, options: Options) -> None:
     """
     from mdi.checkpoint.folder import is_lit_dir
     from mdi.checkpoint.hfconfig import read_hf_config
+    from mdi.checkpoint.model_store import default_store
     from mdi.checkpoint.safetensors_layout import read_header
-    from mdi.cli import default_ckpt_folder
 
-    target = options.out or (options.ckpt_folder or default_ckpt_folder()) / directory.resolve().name
+    target = options.out or (options.ckpt_folder or default_store()) / directory.resolve().name
     if is_lit_dir(directory) or is_lit_dir(target):
         return
     read_hf_config(directory / "config.json")
@@ -167,36 +166,33 @@ def _check_files(directory: Path, options: Options) -> None:
 
 def _find(options: Options) -> Path:
     """The model's directory; downloaded, if MODEL is a name on the hub."""
-    from mdi.checkpoint.folder import is_repo_id
-    from mdi.cli import default_ckpt_folder
+    from mdi.checkpoint.model_store import ModelStore, is_model_name
     from mdi.spec.cluster import nearest_existing
 
-    local = Path(options.model).expanduser()
+    store, local = ModelStore(options.ckpt_folder), Path(options.model).expanduser()
     if local.is_dir():
         return local
     if local.suffix == ".gguf":
         from mdi.checkpoint.ggufsource import gguf_directory
 
-        return gguf_directory(local, options.ckpt_folder or default_ckpt_folder())
+        return gguf_directory(local, store.folder)
     if local.exists():
         raise UsageError(f"MODEL {options.model} is a file: give the directory that it is in, or a .gguf file")
-    looks_local = options.model.startswith((".", "/", "~")) or not is_repo_id(options.model)
-    if looks_local:
+    if not options.model.startswith((".", "/", "~")) and (model := store.find(options.model)) is not None:
+        return store.folder_of(model)
+    if not is_model_name(options.model):
         raise UsageError(
             f"no such directory: {options.model} (the nearest that exists is {nearest_existing(local)}); a model on the hub "
             "is named org/name"
         )
-    from mdi.checkpoint.download import download
-
-    folder = options.ckpt_folder or default_ckpt_folder()
-    logger.info("looking for %s in %s", options.model, folder)
-    return download(options.model, folder, options.hf_token, options.revision)
+    logger.info("looking for %s in %s", options.model, store.folder)
+    return store.fetch(options.model, options.hf_token, options.revision, say=logger.info)
 
 
 def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
     """The folders of the checkpoint and of its chunks."""
     from mdi.checkpoint.folder import is_lit_dir, is_readable_hf
-    from mdi.cli import default_ckpt_folder
+    from mdi.checkpoint.model_store import default_store
 
     if (
         options.export is not None
@@ -210,7 +206,7 @@ def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
     from mdi.checkpoint.shapes import read_config
 
     out = None if options.export is not None else options.out
-    home, clips = options.ckpt_folder or default_ckpt_folder(), options.allow_clipping
+    home, clips = options.ckpt_folder or default_store(), options.allow_clipping
     checkpoint, results = ready(directory, home, out, options.model_name, options.dtype, clips)
     if options.model_name is not None:
         held = read_config(checkpoint / "model_config.yaml")
@@ -227,7 +223,7 @@ def _export(source: WeightSource, directory: Path, options: Options) -> None:
     from mdi.checkpoint.export import export_hf
 
     assert options.out is not None
-    with _bar("exporting") as progress:
+    with progress_bar("exporting") as progress:
         export_hf(source, directory, options.out, progress)
     print(f"written as a Hugging Face model: {options.out}")
 
@@ -242,7 +238,7 @@ def _cut(source: WeightSource, directory: Path, options: Options) -> None:
         counts = parse_layers(options.layers, n_layer, options.n_nodes)
     else:
         counts = default_split(source.config_dict, options.n_nodes)
-    with _bar("cutting") as progress:
+    with progress_bar("cutting") as progress:
         paths = write_chunks(source, directory, counts, progress)
     rows = zip(node_names(options.n_nodes), ranges(counts), paths, strict=True)
     for node, (start, stop), path in rows:
@@ -259,7 +255,7 @@ def _cut(source: WeightSource, directory: Path, options: Options) -> None:
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr, which appears when the work takes more than two seconds."""
     from tqdm import tqdm
 

@@ -6,12 +6,10 @@ examples:
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import sys
 from pathlib import Path
 
-from mdi.errors import UsageError
+from mdi.errors import StoreError, UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
@@ -21,23 +19,23 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.checkpoint.folder import checkpoints_in
-    from mdi.cli import default_ckpt_folder
+    from mdi.checkpoint.model_store import ModelStore
 
-    home = options.ckpt_folder or default_ckpt_folder()
-    names = checkpoints_in(home)
-    if options.name not in names:
-        raise UsageError(f"there is no model {options.name!r}: {home} has {', '.join(names) or 'none'}")
-    folder = home / options.name
-    _check_alone(folder, home)
+    store = ModelStore(options.ckpt_folder)
+    model = next((model for model in store.all() if model.name == options.name), None)
+    if model is None:
+        raise UsageError(store.describe_missing(options.name))
+    if not model.is_own:
+        raise StoreError(
+            f"{model.name} is in the hub's own cache, {model.home}: `hf cache rm` removes it", code="other"
+        )
+    _check_alone(model.folder, model.home)
     if not options.yes:
         if not sys.stdin.isatty():
             raise UsageError("without a terminal there is no confirmation: give --yes")
-        if input(f"remove {folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(f"remove {model.folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
-    shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # there are other models of the same organisation
-        folder.parent.rmdir()
+    store.remove(model)
     print(f"{options.name} is removed")
     return 0
 

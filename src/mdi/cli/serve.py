@@ -45,14 +45,14 @@ def add_arguments(parser: Parser) -> None:
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},
     )  # fmt: skip
-    models = {"help": "folder of the models that requests can name (default: {ckpt_folder})"}
-    parser.options("API", *SERVER, "trace", ckpt_folder=models)
+    parser.options("API", *SERVER, "trace")
     parser.set_defaults(prompt_style="none")
     parser.options(None, *COMMON)
 
 
 def run(options: Options) -> int:
-    from mdi.cli import Obeyed, default_ckpt_folder, ignore_interrupts
+    from mdi.checkpoint.model_store import default_store
+    from mdi.cli import Obeyed, ignore_interrupts
     from mdi.cli.access import with_machines
     from mdi.cli.serve_settings import serve_settings
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
@@ -60,21 +60,19 @@ def run(options: Options) -> int:
 
     if options.nodes is not None and options.nodes_config is not None:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
-    if options.ckpt is None:
-        raise UsageError("give the model: --ckpt DIRECTORY")
     options = replace(options, key=with_machines(options).key)
     settings = serve_settings(options)
     options = with_model(options)
     check_cut(options, 1 if options.nodes is None else options.nodes)
     options = run_options(options if options.nodes is None else on_processes(options))
-    models, ckpt = options.ckpt_folder or default_ckpt_folder(), options.ckpt
+    models, ckpt = options.ckpt_folder or default_store(), options.ckpt
     assert ckpt is not None
 
     from mdi.serve.process import ApiProcess
 
     api = ApiProcess(settings, models, ckpt)
     try:
-        logger.info("%s answers as soon as the model is loaded", api.url)
+        logger.info("loading %s; %s answers then", ckpt.name, api.url)
         _serve(options, api, models, ckpt)
     except KeyboardInterrupt:
         pass
@@ -95,13 +93,17 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     from mdi.serve.host import ModelHost
     from mdi.serve.snapshot import Snapshots
 
-    nodes = _nodes(options)
+    def ready(name: str) -> None:
+        is_first = name == catalog.first_name
+        logger.info("ready: %s (Ctrl-C ends)" if is_first else "%s is ready, too", api.url if is_first else name)
+
+    nodes, catalog = _nodes(options), Catalog(models, ckpt)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
     with nodes:
         host = ModelHost(
-            nodes, options, Catalog(models, ckpt), options.sequence_length or CONTEXT_LIMIT, api.lines,
-            _after(options), lambda name: logger.info("ready: %s answers on %s; Ctrl-C ends the server", name, api.url),
+            nodes, options, catalog, options.sequence_length or CONTEXT_LIMIT, api.lines,
+            _after(options), ready,
         )  # fmt: skip
         snapshots = Snapshots(host)
         backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdi.errors import UsageError
+from mdi.errors import DownloadError, UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
@@ -39,14 +39,43 @@ def with_model(options: Options, is_litgpt: bool = True) -> Options:
     from mdi.checkpoint.folder import check_folder
 
     check_chunk(options.chunk)
-    if options.ckpt is None:
-        if options.chunk is None:
-            raise UsageError("give the model: --ckpt DIRECTORY" + (", or --chunk FILE" if is_litgpt else ""))
+    if options.model and options.ckpt is not None:
+        raise UsageError(f"the model is {options.model} or --ckpt {options.ckpt}: give one of both")
+    if options.chunk is not None and options.ckpt is None and not options.model:
         return options
-    folder = found_ckpt(options.ckpt)
+    folder = _named_model(options) if options.ckpt is None else found_ckpt(options.ckpt, options.ckpt_folder)
     if is_litgpt and options.chunk is None:
         check_folder(folder)
-    return replace(options, ckpt=folder)
+    return replace(options, ckpt=folder, model="")
+
+
+def _named_model(options: Options) -> Path:
+    """The folder of the model that is named, fetched if it is not here; without a name, of the last one. Raises MdiError."""
+    from mdi.checkpoint.model_store import ModelStore, is_model_name
+
+    store = ModelStore(options.ckpt_folder)
+    name = options.model or store.last()
+    if name is None:
+        raise UsageError(f"give the model: NAME (or --ckpt DIR, or --chunk FILE); {store.describe()}")
+    if not options.model:
+        logger.info("the model is %s, the last one that was used", name)
+    path = Path(name).expanduser()
+    if path.exists():
+        folder, name = found_ckpt(path, options.ckpt_folder), str(path.absolute())
+    elif (model := store.find(name)) is not None:
+        folder, name = store.folder_of(model), model.name
+    elif is_model_name(name):
+        try:
+            logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
+            folder = store.fetch(name, options.hf_token, options.revision, say=logger.info)
+        except DownloadError as e:
+            if e.code != "unknown":
+                raise
+            raise DownloadError(f"{e}; {store.describe_missing(name)}", code=e.code) from None
+    else:
+        raise UsageError(store.describe_missing(name))
+    store.remember(name)
+    return folder
 
 
 def check_cut(options: Options, n_nodes: int) -> None:
@@ -64,12 +93,22 @@ def check_cut(options: Options, n_nodes: int) -> None:
         check_n_nodes(n_blocks, n_nodes)
 
 
-def found_ckpt(name: Path) -> Path:
-    """The folder that --ckpt means. Raises UsageError."""
-    from mdi.checkpoint.folder import find_folder
-    from mdi.cli import default_ckpt_folder
+def found_ckpt(name: Path, home: Path | None = None) -> Path:
+    """The folder that --ckpt means: a path, a name in the store, or that of a GGUF file. Raises UsageError.
 
-    return find_folder(name, default_ckpt_folder())
+    Args:
+        home: the store; None: the default one.
+    """
+    from mdi.checkpoint.folder import find_folder
+    from mdi.checkpoint.ggufsource import gguf_directory
+    from mdi.checkpoint.model_store import ModelStore
+
+    store, given = ModelStore(home), name.expanduser()
+    if given.suffix == ".gguf" and not given.is_dir():
+        return gguf_directory(given, store.folder)
+    if not given.exists() and (model := store.find(name.as_posix())) is not None:
+        return store.folder_of(model)
+    return find_folder(name, store.folder)
 
 
 def check_chunk(chunk: Path | None) -> None:

@@ -50,7 +50,7 @@ CODES = {
     "ring": "the ring could not be closed, or it broke",
     "lost": "a neighbour is silent",
     "engine": "the computation cannot go on from its state",
-    "left": "the node was told to end",
+    "left": "the node was asked to end",
     "stuck": "the node lives, but its computing does not go on",
     "key": "the other side does not have the same cluster key",
     "nonce": "the request was signed with an expired nonce",

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.errors import RingEndedError, WireError
+from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame
+
+
+class WeightUse(NamedTuple):
+    """The cost of a stage's weights: bytes of memory, at most; bytes read from the disk; seconds that computing waited for the
+    disk."""
+
+    resident_bytes: int
+    read_bytes: int
+    wait_s: float
 
 
 class Caches(Protocol):
@@ -68,6 +78,66 @@ class StarterFrameStage(FrameStage, Protocol):
 
     def head(self, x: Any) -> Any:
         """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""
+
+
+class Backend(FrameStage, Protocol):
+    """A stage that is loaded, whatever computes it: stages.kernel_stage.KernelStage, or stages.torch_stage.TorchStage.
+
+    Attributes:
+        rows: how its rows come from frames; a starter's has those of StarterRows.
+    """
+
+    start: int
+    stop: int
+    rows: Any
+
+    @property
+    def config(self) -> Any:
+        """Of the model, as the stage was made with it."""
+
+    @property
+    def at_starter(self) -> StarterFrameStage:
+        """The part that the starter's engine calls: without blocks where a group computes them."""
+
+    @property
+    def caches(self) -> CachePages:
+        """Those of the run that it is prepared for."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a sequence of that run may reach."""
+
+    @property
+    def n_finished(self) -> int:
+        """Blocks that it has computed so far; from any thread."""
+
+    @property
+    def weight_use(self) -> WeightUse: ...
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Weights that are pages of a file, which count as free memory, but must stay."""
+
+    @property
+    def cache_limit(self) -> int | None:
+        """The most that its caches may take whatever is free, because the whole process has a limit; None without one."""
+
+    @property
+    def gathered_share(self) -> float:
+        """Temporary memory of attention besides the caches, as a share of them."""
+
+    def run_bytes(self, max_length: int) -> int:
+        """Position tables, and the caches of one sequence of full length."""
+
+    def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
+        """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
+
+        Args:
+            cache_limit: bytes that all caches together will take at most; None is not known.
+        """
+
+    def close(self) -> None:
+        """Nothing is computed any more; harmless if repeated."""
 
 
 class SecondaryLoop:

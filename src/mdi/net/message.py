@@ -298,7 +298,7 @@ class Asked:
         return found
 
     def answer(self, **content: Any) -> None:
-        """Send the last answer and close; nobody is told if the caller has left."""
+        """Send the last answer and close; a caller that has left is no error."""
         with contextlib.suppress(OSError):
             self.push(**content)
             self.sock.shutdown(socket.SHUT_WR)

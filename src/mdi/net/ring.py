@@ -284,7 +284,7 @@ class TcpRing:
 
     def announce_leave(self) -> None:
         """Tell the starter that this node will leave; the ring goes on."""
-        notice = Fault(self._seat.name, "it was told to end", self._seat.name, "leaving")
+        notice = Fault(self._seat.name, "it was asked to end", self._seat.name, "leaving")
         self._hear_notice(Frame.message(FrameType.NOTICE, self._seat.epoch, notice.to_bytes()))
 
     def wait_end(self, timeout_s: float) -> bool:

@@ -268,4 +268,4 @@ class RoundRobin:
 
 
 def _ended() -> AbandonedError:
-    return AbandonedError("it was told to end", "left")
+    return AbandonedError("it was asked to end", "left")

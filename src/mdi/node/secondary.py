@@ -139,7 +139,7 @@ class SecondaryNode:
         try:
             self.turns.run()
         except BaseException:  # Ctrl-C and SIGTERM
-            self._abort_all("it was told to end")
+            self._abort_all("it was asked to end")
             raise
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class SecondaryNode:
             if worker.is_running and worker.request.hand_over:
                 worker.announce_leave()
             else:
-                worker.abort(Fault(self.config.name, "it was told to end", self.config.name, "left"))
+                worker.abort(Fault(self.config.name, "it was asked to end", self.config.name, "left"))
         self._deadline = threading.Timer(HAND_OVER_S, self._abort_all, ("its blocks were not taken over in time",))
         self._deadline.daemon = True
         self._deadline.start()

@@ -7,15 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
 from mdi.control.messages import InitRequest
 from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
-from mdi.engine.rows import ArrayRows
-from mdi.engine.worker import FrameRows, SecondaryLoop
+from mdi.engine.worker import Backend, SecondaryLoop
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.host.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
@@ -24,15 +23,12 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.group_member import GroupPart, share_metrics
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
+from mdi.stages.group_part import GroupPart, share_metrics
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.store import KEPT_S, CacheReport, HeldStage, StageStore
 from mdi.units import size
-
-if TYPE_CHECKING:
-    from mdi.stages.building import AnyStage
 
 LEASE_S = 10.0  # before the ring is closed, a starter that is silent for so long is gone
 
@@ -259,7 +255,10 @@ class RingWorker:
     def _take_part(self) -> None:
         request = self.request
         self._have_stage()
-        group = GroupPart(request, self._listener, self._process)
+        group = GroupPart(
+            self.held.spec.group, len(request.names), self._listener, int(request.epoch, 16), request.placement, self._process,
+            request.silence_s,
+        )  # fmt: skip
         try:
             ring, seat = self._close_ring()
             try:
@@ -359,12 +358,12 @@ class RingWorker:
         elif was_stopped:
             ring.stop("ended before it began")
 
-    def _compute(self, stage: AnyStage, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
+    def _compute(self, stage: Backend, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
         is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # which needs only the rows for logits
-        rows: FrameRows = ArrayRows() if isinstance(stage, KernelStage) else stage.rows
         recorder = recorder_of(self.request.extensions)
         recorded = ring if recorder is None else recorder.over(ring)
-        loop = SecondaryLoop(stage, rows, group.over(recorded), is_last, seat.wire, self.held.sent, self.request.replay)
+        seen = group.of_member(recorded)
+        loop = SecondaryLoop(stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay)
         turn = Turn(loop, ring, self.held.spec.computing.threads, partial(getattr, stage, "n_finished"))
         if self.held.spec.window is not None:
             turn.read_bytes = lambda: stage.weight_use.read_bytes
@@ -390,7 +389,7 @@ class RingWorker:
             )
 
 
-def _measured(stage: AnyStage, turn: Turn, recorder: Recorder | None, n_spans: int | None = None) -> dict[str, Any]:
+def _measured(stage: Backend, turn: Turn, recorder: Recorder | None, n_spans: int | None = None) -> dict[str, Any]:
     """Measurements of a node in a run, and the last `n_spans` that it recorded; None is all."""
     spans = {} if recorder is None else recorder.to_json(n_spans)
     ring, use = turn.ring, stage.weight_use

@@ -21,8 +21,6 @@ from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.resources import device_free_bytes
 from mdi.host.torch_use import load_torch
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
-from mdi.node.sharing_out import Division, SharingOut, division_by_hand
-from mdi.node.starter_weights import StarterWeights
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload
 from mdi.placement.model_shape import model_shape
@@ -36,8 +34,9 @@ from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.window_budget import window_of
-from mdi.tensor.group import RingStage, stages_of
+from mdi.tensor.group import Division, RingStage, SharingOut, division_by_hand, node_blocks, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
 from mdi.units import duration
@@ -61,7 +60,7 @@ class Choice:
         cluster: the nodes of the ring in its order, from `place` on; before, all of them.
         left_out: nodes that the placement gave no part, or that were lost before it.
         profile: what the nodes have measured; None if they were not asked.
-        make_own: of the starter's stage, where that is not just its blocks.
+        sharing: gives nodes shares of blocks; None if each has its blocks whole.
         n_sequences: at the same time.
         weights, config, directory, codec: of the model, from `open` on: the weights with the cut, litgpt's Config, the folder,
             the tokenizer.
@@ -92,7 +91,7 @@ class Choice:
         self.family = family or ModelFamily()
         self.left_out: list[NodeConfig] = []
         self.profile: ClusterProfile | None = None
-        self.make_own: SharingOut | None = None
+        self.sharing: SharingOut | None = None
         self.n_sequences = N_TEXTS
         self._ports = ports
         self._run = run
@@ -113,7 +112,7 @@ class Choice:
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
-        self._take_format(options.quantize)
+        self._set_format(options.quantize)
 
     def close(self) -> None:
         """Harmless if repeated."""
@@ -144,7 +143,7 @@ class Choice:
         """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
         check_prompt(prompt_ids, self.config, self.context_length, self.directory)
 
-    def _take_format(self, form: str | None) -> None:
+    def _set_format(self, form: str | None) -> None:
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
@@ -193,7 +192,7 @@ class Choice:
         ):
             if self._is_auto:  # the starter's own memory decides
                 fit = (form for form in formats if fits_here(weights, form, self.device))
-                self._take_format(next(fit, formats[-1]))
+                self._set_format(next(fit, formats[-1]))
             if not self.cluster.secondaries and len(weights.blocks) > 1:
                 weights.cut_anew((weights.n_layer,))  # it was cut for nodes that were lost
             elif self.cluster.secondaries:
@@ -217,18 +216,13 @@ class Choice:
         division = divide(stages, weights, options, self.computing, self.names, work, lambda: self._profiled(cancel))
         if options.n_frames is None and len(division.stages) > 1:
             self.options = options = replace(options, n_frames=len(division.stages))
-        self.make_own = SharingOut(
-            self.family,
-            self.config,
-            self._ports.over(self.cluster).starter.port_in,
-            options,
-            weights,
-            self.computing,
-            division,
-        )
-        self._take_nodes([name for stage in division.stages for name in stage.members])
+        assert self.computing.packing is not None
+        ring_port = self._ports.with_ports(self.cluster).starter.port_in
+        self.sharing = SharingOut(weights.config, ring_port, options.parallel, self.computing.packing, division)
+        weights.take_blocks(node_blocks(division.stages, division.counts))
+        self._keep_nodes([name for stage in division.stages for name in stage.members])
 
-    def _take_nodes(self, names: Sequence[str]) -> None:
+    def _keep_nodes(self, names: Sequence[str]) -> None:
         """The nodes of the ring, in its order; the others are left out."""
         nodes = {node.name: node for node in self.cluster.nodes}
         self.cluster = replace(self.cluster, secondaries=tuple(nodes[name] for name in names[1:]))
@@ -237,7 +231,7 @@ class Choice:
     def _profiled(self, cancel: Cancel) -> ClusterProfile:
         """The nodes' measurements of themselves, in the format of the run."""
         if self.profile is None or self.profile.format != self.computing.format:
-            here = self._ports.over(self.cluster)
+            here = self._ports.with_ports(self.cluster)
             found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
             has_window = window_of(self.options.weight_memory) is not None
             self.profile = _without_limits(found) if has_window else found
@@ -245,13 +239,13 @@ class Choice:
 
     def _place_in(self, form: str | None, work: Workload, cancel: Cancel) -> None:
         """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""
-        self._take_format(form)
+        self._set_format(form)
         report = planned_ring(self._profiled(cancel), self.weights, self.options, self.computing, work)
         placement, n_frames = report.placement, len(report.nodes) + report.more_frames
         if self.options.n_frames is None and report.more_frames:
             self.options = replace(self.options, n_frames=n_frames)
         self.weights.cut_anew(placement.counts)
-        self._take_nodes(placement.names)
+        self._keep_nodes(placement.names)
 
 
 # Nodes and blocks
@@ -332,7 +326,7 @@ def divide(
     by_chunks = not options.placement and weights.is_cut_by_chunks and len(weights.blocks) == len(stages)
     is_cut = len(stages) > 1 and (options.layers is not None or by_chunks)
     if options.parallel.parts is not None or options.placement == "even" or is_cut:
-        return division_by_hand(stages, weights, options.parallel, names)
+        return division_by_hand(stages, weights.config, weights.blocks, options.parallel, names)
     if len(stages) == 1:
         shape = model_shape(weights.config, computing.format, computing.kv_dtype)
         return _of_all_blocks(CostModel(measured(), shape, workload), stages)

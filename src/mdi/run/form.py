@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import logging
 import threading
@@ -25,6 +26,7 @@ from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
 from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
+from mdi.engine.worker import Backend
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
 from mdi.host.computing import Computing
 from mdi.kernels import library
@@ -32,20 +34,22 @@ from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.node.forming import receive_buffers, ring_limits
-from mdi.node.own_stage import OwnStage
 from mdi.node.part_sending import Holders
 from mdi.node.runs import ahead_extension
 from mdi.node.setup import SecondarySetup, with_true_port
-from mdi.node.starter_weights import StarterWeights
 from mdi.run.identity import numbers_of
 from mdi.run.policy import Form, Stage
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import Requested, StarterOptions
+from mdi.stages.building import StageSpec
+from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import StageStore, share_extensions, share_out
+from mdi.stages.starter_weights import StarterSupply, StarterWeights
+from mdi.stages.store import Claim, HeldStage, StageStore, share_extensions, share_out
 from mdi.stages.window_budget import extensions_of as window_extensions
-from mdi.stages.window_budget import window_of
+from mdi.tensor.group import SharingOut
+from mdi.units import duration
 
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
@@ -56,7 +60,6 @@ logger = logging.getLogger("mdi")
 
 Link = LoopbackRing | TcpRing
 Measured = tuple[float, float, int, int]
-MakeOwn = Callable[[ClusterConfig, Mapping[str, str]], tuple[ClusterConfig, OwnStage]]
 Counts = Mapping[int, int]  # of each text, positions whose rows were sent and kept, from the first on
 
 
@@ -73,8 +76,7 @@ class Basis:
         process: a number that the starter's process drew.
         listener: the starter's ring port; None in a ring of one node.
         caches: of all runs of this process.
-        make_own: where the starter's own stage is not just its blocks: gives that, and the nodes in another order, for nodes
-            and, by the names of the secondaries, the numbers that their processes drew.
+        sharing: gives the nodes of every ring their shares, where some of them compute blocks together.
     """
 
     run: int
@@ -88,7 +90,7 @@ class Basis:
     process: str
     listener: RingListener | None
     caches: StageStore
-    make_own: MakeOwn | None = None
+    sharing: SharingOut | None = None
 
     @property
     def run_id(self) -> str:
@@ -171,7 +173,8 @@ class Ring:
         number: from 1 on; rings that could not be formed count, too.
         cluster, clients: its nodes, and how its secondaries are reached.
         stages: its nodes with their blocks.
-        own: the starter's stage.
+        stage: the starter's.
+        part: of the starter, in a group; it does nothing if there is none.
         memory: what the caches of all nodes hold.
         processes: of its secondaries, the numbers that their processes drew.
         ring_ports: by name of each secondary, the ring port that it says it has.
@@ -188,7 +191,7 @@ class Ring:
     cluster: ClusterConfig
     clients: list[ControlClient]
     stages: tuple[Stage, ...]
-    own: OwnStage
+    stage: Backend
     memory: CacheMemory
     processes: Mapping[str, str]
     ring_ports: Mapping[str, Any]
@@ -198,6 +201,7 @@ class Ring:
     is_exact: bool = True
     replay: ReplayPlan | None = None
     has_fresh: bool = False
+    part: GroupPart | None = None
     link: Link | None = None
     computed: Link | None = None
 
@@ -215,13 +219,14 @@ class Former:
             their processes drew.
         is_known: whether secondaries know the run, so that they must also hear of its end.
         clients: of the secondaries of the ring that was formed or tried last.
+        held: the starter's stage; None before the first one.
     """
 
     def __init__(self, basis: Basis, starter: ClusterConfig, nodes: Sequence[NodeConfig]) -> None:
         self.basis = basis
         self.cluster = starter
         self.ring: Ring | None = None
-        self.own: OwnStage | None = None
+        self.held: HeldStage | None = None
         self.reached: Mapping[str, str] = {}
         self.is_known = False
         self.clients: list[ControlClient] = []
@@ -238,7 +243,7 @@ class Former:
     @property
     def is_shared(self) -> bool:
         """Whether nodes compute blocks together."""
-        return self.own is not None and self.own.is_shared
+        return self.basis.weights.is_shared
 
     def admit(self, node: NodeConfig) -> ControlClient:
         """From any thread: a node that may take part from now on."""
@@ -266,23 +271,25 @@ class Former:
             put: gets the outcome, from another thread.
             timeout_s: it fails after that time; None: it may take as long as it makes progress.
         """
-        basis, ring, own = self.basis, self.ring, self.own
-        if (
-            ring is None
-            or own is None
-            or basis.make_own is not None
-            or window_of(basis.options.weight_memory) is not None
-        ):
-            return None  # a window takes the memory that is free when it is opened
+        basis, ring = self.basis, self.ring
+        if ring is None or self.held is None:
+            return None
         weights = copy.copy(basis.weights)  # the present ring is described with the other cut
-        weights.cut_anew(plan.counts)
         cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
+        if basis.sharing is None:
+            weights.cut_anew(plan.counts)
+        else:
+            processes = self._ask_processes(
+                [ControlClient(n, cluster.keys) for n in cluster.secondaries], REACH_S, cancel
+            )
+            cluster, blocks, groups = copy.copy(basis.sharing)(cluster, processes)
+            weights.take_blocks(blocks, groups)
         clients = [ControlClient(node, cluster.keys) for node in cluster.secondaries]
         outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
         self._n_rings += 1
         work = Preparation(
-            replace(basis, weights=weights), cluster, clients, own, self._n_rings, REACH_S, frozenset(ring.processes),
-            self._holders(outside), None, frozenset(ring.stages).intersection(plan.stages),
+            replace(basis, weights=weights), cluster, clients, self.held, self._n_rings, REACH_S, frozenset(ring.processes),
+            self._holders(outside), None, frozenset(zip(ring.stages, self._shares(ring.stages), strict=True)),
         )  # fmt: skip
         return LoadAhead(plan, work, cancel.child(timeout_s), put)
 
@@ -321,7 +328,10 @@ class Former:
             number, 0, names, ring.placement, following.addr, following.port_in, basis.options.wire_dtype,
             basis.process, cluster.keys, basis.options.silence_s,
         )  # fmt: skip
-        ring.own.expect(basis.listener, number, ring.placement, basis.process)
+        group = basis.weights.group_of(0)
+        ring.part = GroupPart(
+            group, cluster.n_nodes, basis.listener, number, ring.placement, basis.process, basis.options.silence_s
+        )
         try:
             inner = self._linked(ring, seat, cancel)
         except NodeLostError as e:
@@ -334,7 +344,8 @@ class Former:
             raise
         before, self.ring = self.ring, ring
         ring.link = inner  # from here on it is known, and will be closed
-        ring.computed = ring.own.over(inner)
+        ring.part.connect(ring.stage, inner)
+        ring.computed = ring.part.of_starter(inner)
         ring.numbers = self._numbers(ring)
         ring.is_exact = before is None or before.numbers == ring.numbers
         self._has_caches = True
@@ -377,41 +388,36 @@ class Former:
             replays: where nodes are to keep the caches of the ring before: by name, what they do with replays.
             outside: nodes that are not in the ring, and are there: they may have parts.
         """
-        basis, own, is_first = self.basis, self.own, not self._n_rings
+        basis, is_first = self.basis, not self._n_rings
         wait_s = basis.options.wait_s if is_first else REACH_S
         known = frozenset(() if self.ring is None else self.ring.processes)
         self.cluster, self.clients = cluster, [ControlClient(node, cluster.keys) for node in cluster.secondaries]
         self._n_rings += 1
-        if basis.make_own is not None:  # every set of nodes has different shares
-            self.cluster, own = basis.make_own(cluster, self._ask_processes(wait_s, cancel))
+        if basis.sharing is not None:  # every set of nodes has different shares
+            self.cluster, blocks, groups = basis.sharing(cluster, self._ask_processes(self.clients, wait_s, cancel))
+            basis.weights.take_blocks(blocks, groups)
             self.clients = [ControlClient(node, cluster.keys) for node in self.cluster.secondaries]
-            if self.own not in (None, own):
-                assert self.own is not None
-                self.own.drop()
-        elif own is None:
-            own = OwnStage(cluster.starter.name, basis.family, basis.config, basis.options, basis.caches)
         work = Preparation(
-            basis, self.cluster, self.clients, own, self._n_rings, wait_s, known, self._holders(outside), replays
+            basis, self.cluster, self.clients, self.held, self._n_rings, wait_s, known, self._holders(outside), replays
         )
         try:
             memory = work.run(cancel)
         except BaseException as e:
-            if own is not self.own:
-                own.drop()
             raise self._named(e, work.failed, is_first) if isinstance(e, MdiError) else e from None
         finally:
+            self.held = work.held
             self.is_known = self.is_known or work.has_begun
             if self.ring is None:
                 self.reached = work.processes or self.reached
-        self.own, self.reached = own, work.processes
+        self.reached = work.processes
         self._arithmetic.update(work.arithmetic)
         for name, parts in work.parts.items():
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         pairs = zip(self.cluster.nodes, basis.weights.blocks, strict=True)
         stages = tuple(Stage(node.name, start, stop) for node, (start, stop) in pairs)
         return Ring(
-            self._n_rings, self.cluster, self.clients, stages, own, memory, work.processes, work.ring_ports, work.placement,
-            work.sent_rows,
+            self._n_rings, self.cluster, self.clients, stages, work.stage, memory, work.processes, work.ring_ports,
+            work.placement, work.sent_rows,
         )  # fmt: skip
 
     def _holders(self, outside: Sequence[ControlClient]) -> Holders:
@@ -422,20 +428,22 @@ class Former:
                 known.setdefault(sha256, []).append(client)
         return Holders(known, outside)
 
-    def _ask_processes(self, wait_s: float, cancel: Cancel) -> dict[str, str]:
+    def _shares(self, stages: Sequence[Stage]) -> list[Any]:
+        """The shares of blocks of the ring's nodes; None for a node that has them whole."""
+        return [self.basis.weights.share_of(index) for index in range(len(stages))]
+
+    def _ask_processes(self, clients: Sequence[ControlClient], wait_s: float, cancel: Cancel) -> dict[str, str]:
         """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
         asking = cancel.child()
         try:
             asked = FanOut({
-                client.node.name: partial(reach_node, client, wait_s, asking) for client in self.clients
+                client.node.name: partial(reach_node, client, wait_s, asking) for client in clients
             })  # fmt: skip
             found = asked.wait(cancel)
         finally:
             asking.cancel()
             asking.close()
-        return {
-            client.node.name: str(status.get("process", "")) for client, status in zip(self.clients, found, strict=True)
-        }
+        return {client.node.name: str(status.get("process", "")) for client, status in zip(clients, found, strict=True)}
 
     def _named(self, error: MdiError, failed: str | None, is_first: bool) -> MdiError:
         """The error with the node that it is about, so that another ring can be formed without it."""
@@ -446,11 +454,11 @@ class Former:
         return error if failed is None else NodeLostError(failed, str(error), error.code)
 
     def _numbers(self, ring: Ring) -> str:
-        own, basis, names = ring.own, self.basis, [node.name for node in ring.cluster.nodes]
+        basis, names = self.basis, [node.name for node in ring.cluster.nodes]
         computing = basis.computing
         ours = library.arithmetic() if computing.packing is not None else "torch"
         arithmetic = {**self._arithmetic, names[0]: ours if computing.device == "cpu" else computing.device}
-        shares = [own.share_of(index) for index in range(len(names))]
+        shares = self._shares(ring.stages)
         config = basis.family.kernel_config(basis.weights.config)
         return numbers_of(
             basis.weights.blocks, names, shares, arithmetic, computing, basis.options, basis.run + ring.number, config
@@ -468,11 +476,17 @@ class Former:
             closer.start()
             with self._lock:
                 self._closing.append((closer, link))
-            ring.own.leave()
+            if ring.part is not None:
+                ring.part.close()
         if is_awaited:
             for closer, _ in self._closing:
                 closer.join()
         self.measured()
+
+    def close_stage(self) -> None:
+        """Give the memory of the starter's stage back; harmless if there is none."""
+        if self.held is not None:
+            self.basis.caches.remove(self.held)
 
     def measured(self) -> Measured:
         """wait_s, send_s, bytes_sent and frames of NodeMetrics, of all rings so far; from any thread."""
@@ -505,16 +519,18 @@ class Preparation:
 
     Args:
         cluster: the nodes that take part; `clients` are its secondaries.
-        own: the starter's own stage; parts of the last ring's stage are used again if they are the same.
+        held: the starter's stage; None before the first one. Parts of it are used again if they are the same.
         number: of the ring.
         wait_s: how long a node is waited for that does not answer.
         known: secondaries of the ring before.
         holders: nodes that may have parts already.
         replays: as for `Former._prepare`.
-        kept: stages that the present ring also has, if it goes on meanwhile; None if there is none, or it ends first.
+        kept: stages that the present ring also has, with the nodes' shares of them, if it goes on meanwhile; None if there is
+            none, or it ends first.
 
     Attributes:
-        placement, ring_ports, processes: see Ring.
+        stage, placement, ring_ports, processes: see Ring.
+        next: the starter's stage of a ring that is loaded ahead, if it is another one.
         sent_rows: of each secondary that still has the caches of the ring before, how many positions of each text it has
             sent on and can send again.
         parts: the parts that each secondary needs, by its name.
@@ -526,13 +542,14 @@ class Preparation:
     basis: Basis
     cluster: ClusterConfig
     clients: Sequence[ControlClient]
-    own: OwnStage
+    held: HeldStage | None
     number: int
     wait_s: float
     known: frozenset[str]
     holders: Holders
     replays: Mapping[str, str] | None
-    kept: frozenset[Stage] | None = None
+    kept: frozenset[tuple[Stage, Any]] | None = None
+    next: HeldStage | None = None
     parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
     placement: str = ""
     setups: list[SecondarySetup] = field(default_factory=list)
@@ -544,22 +561,18 @@ class Preparation:
 
     def run(self, cancel: Cancel) -> CacheMemory:
         """Do it; what the caches of all nodes hold. Raises MdiError: a node is not there or cannot."""
-        basis, own = self.basis, self.own
-        own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
+        spec = self._check_memory()
         with cancel.child() as getting:
             try:
                 self._configure_secondaries(getting)
-                had = own.loaded if own.is_loaded else None
-                own.load(
-                    basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences,
-                    self._kv_memory, getting,
-                )  # fmt: skip
+                had = None if self.held is None else self.held.stage
+                self.held = self._acquire(spec, getting, self.held)
                 for setup in self.setups:
                     setup.wait()
                 self.ring_ports = {setup.name: setup.ring_port for setup in self.setups}
                 if self.replays is None:
-                    own.loaded.caches.clear()
-                memory = self._reckon_memory(own.loaded is not had)  # last, when all weights are where they stay
+                    self.stage.caches.clear()
+                memory = self._reckon_memory(self.stage is not had)  # last, when all weights are where they stay
                 self.sent_rows = {one.name: one.sent_rows for one in self.setups if one.sent_rows is not None}
             finally:
                 self.processes = {setup.name: setup.process for setup in self.setups if setup.process}
@@ -571,15 +584,49 @@ class Preparation:
 
     def load_ahead(self, cancel: Cancel) -> None:
         """Have all stages in memory while the present ring goes on; nodes keep them until `cancel` ends. Raises MdiError."""
-        basis, own = self.basis, self.own
-        own.check_memory(basis.weights, basis.computing, self.cluster.n_nodes)
+        spec = self._check_memory()
         self._configure_secondaries(cancel)
-        own.load_next(
-            basis.weights, basis.computing, self.cluster.n_nodes, basis.max_length, basis.n_sequences, self._kv_memory,
-            cancel,
-        )  # fmt: skip
+        if self.held is None or self.held.spec.key != spec.key:
+            self.next = self._acquire(spec, cancel)
+            self.basis.caches.release(self.next, self.next.owner)
         for setup in self.setups:
             setup.wait()
+
+    def drop_next(self) -> None:
+        """Give the memory of a stage back that was loaded ahead and no ring uses; harmless if there is none."""
+        if self.next is not None and self.next.use == "UNUSED":
+            self.basis.caches.remove(self.next)
+
+    @property
+    def stage(self) -> Backend:
+        """The starter's, once it is loaded."""
+        assert self.held is not None and self.held.stage is not None
+        return self.held.stage
+
+    @property
+    def _supply(self) -> StarterSupply:
+        basis = self.basis
+        return StarterSupply(self.cluster.starter.name, basis.weights, basis.family, basis.options)
+
+    def _check_memory(self) -> StageSpec:
+        """The starter's stage. Raises NoMemoryError: weights that will not fit are not loaded in the first place."""
+        basis = self.basis
+        spec = self._supply.spec(basis.computing, basis.max_length, basis.n_sequences, self._kv_memory)
+        basis.caches.check_memory(spec, self.held)
+        return spec
+
+    def _acquire(self, spec: StageSpec, cancel: Cancel, instead_of: HeldStage | None = None) -> HeldStage:
+        """Have the starter's own stage; loading may take long, and reports itself."""
+        basis, report, done = self.basis, Periodic(), itertools.count()
+
+        def on_part() -> None:
+            n_done = next(done)
+            if report.is_due():
+                passed = duration(report.passed_s)
+                logger.info("%s loads its weights: %d of %d parts (%s)", spec.name, n_done, len(spec.parts), passed)
+
+        claim = Claim(basis.weights.id, basis.weights.id, True, share=basis.options.cache_share)
+        return basis.caches.acquire(spec, claim, self._supply, cancel, instead_of, on_part)
 
     @property
     def failed(self) -> str | None:
@@ -590,18 +637,19 @@ class Preparation:
         """Begin to set every secondary up, until `cancel` ends."""
         if not self.clients:
             return
-        weights, nodes, own = self.basis.weights, self.cluster.nodes, self.own
+        weights, nodes = self.basis.weights, self.cluster.nodes
         names = tuple(node.name for node in nodes)
         parts = self._hash_parts(cancel)
-        shares = [own.extensions(index) for index in range(1, len(nodes))]
+        shares = [weights.extensions_of(index) for index in range(1, len(nodes))]
         identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
         self.has_begun = True
         for index, client in enumerate(self.clients, 1):
-            if self.kept is None or Stage(client.node.name, *weights.blocks[index]) not in self.kept:
+            share = weights.share_of(index)
+            if self.kept is None or (Stage(client.node.name, *weights.blocks[index]), share) not in self.kept:
                 request = self._request(index, names, tuple(parts[index - 1]), shares[index - 1])
-                source, is_known = own.weights_of(weights, index), client.node.name in self.known
+                source, is_known = weights.of_node(index), client.node.name in self.known
                 self.setups.append(SecondarySetup(client, request, source, self.wait_s, cancel, is_known, self.holders))
 
     def _request(
@@ -638,7 +686,7 @@ class Preparation:
             stored_format=weights.stored_format,
             n_frames=options.n_frames,
             silence_s=options.silence_s,
-            hand_over=not (options.fixed or self.own.is_shared),
+            hand_over=not options.fixed,
             keep_caches=self.replays is not None,
             replay=(self.replays or {}).get(node.name, COMPUTE),
             replay_bytes=self._replay_bytes,
@@ -657,10 +705,10 @@ class Preparation:
         weights = self.basis.weights
         parts: list[list[PartSpec]] = []
         report = Periodic()
-        for index, blocks in enumerate(weights.blocks[1:], 1):
+        for index in range(1, len(weights.blocks)):
             parts.append([])
-            source = self.own.weights_of(weights, index)
-            for name in self.own.parts_of(index, self.cluster.n_nodes, blocks):
+            source = weights.of_node(index)
+            for name in weights.parts_of(index, self.basis.family):
                 cancel.check()
                 parts[-1].append(source.spec(name))
                 if report.is_due():
@@ -672,7 +720,9 @@ class Preparation:
         basis, nodes, setups = self.basis, self.cluster.nodes, self.setups
         row_bytes = basis.weights.config.get("n_embd", 0) * ROW_VALUE_BYTES
         kept = most_bytes(self._replay_bytes, basis.n_sequences, basis.max_length, row_bytes) if setups else 0
-        own = self.own.grant(basis.computing.device, self._kv_memory, kept)
+        assert self.held is not None
+        self.held.replay_bytes, self.held.sent = kept, None  # its engine has the rows
+        own = basis.caches.grant(self.held)
         is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)
         reports = [own, *(setup.caches(is_asked) for setup in setups)]
         memory = CacheMemory(share_out([(n.name, n.addr, report) for n, report in zip(nodes, reports, strict=True)]))
@@ -688,7 +738,7 @@ class Preparation:
     @property
     def _replay_bytes(self) -> int:
         """Room on each node for the rows that it has sent."""
-        return 0 if self.own.is_shared else self.basis.options.replay_bytes
+        return 0 if self.basis.weights.is_shared else self.basis.options.replay_bytes
 
     @property
     def _kv_memory(self) -> int | None:
@@ -752,7 +802,7 @@ class LoadAhead:
     def give_up(self) -> None:
         """The present ring goes on, or has broken: give the memory back, here and on all nodes."""
         self.close()
-        self._work.own.drop_next()
+        self._work.drop_next()
         names = {setup.name for setup in self._work.setups}
         asked = [client for client in self._work.clients if client.node.name in names]
         stops = {

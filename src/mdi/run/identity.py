@@ -9,8 +9,8 @@ from typing import Any
 
 from mdi.host.computing import Computing
 from mdi.host.device import why_not_kernels
-from mdi.node.starter_weights import StarterWeights
 from mdi.spec.options import StarterOptions
+from mdi.stages.starter_weights import StarterWeights
 
 IN_KERNELS = ("fused", "plain")  # classes of library.arithmetic() whose bits depend on no batch, cut or processor
 
@@ -35,7 +35,7 @@ def numbers_of(
     sums that torch.distributed makes are not: such a ring has the hash of no other one.
 
     Args:
-        blocks, names, shares, arithmetic: of the ring's nodes; `OwnStage.share_of`, `setup.arithmetic_of`.
+        blocks, names, shares, arithmetic: of the ring's nodes; `StarterWeights.share_of`, `setup.arithmetic_of`.
         epoch: of the ring.
         config: as in `why_not_kernels`. A node may have kernels and still have to compute this model in torch.
     """

@@ -198,7 +198,7 @@ def read_record(path: Path) -> RunRecord:
     record, n_prompts, prompts_hash = _begun(found[0] if found else None, path)
     n_taken = 1
     for fields in found[1:]:
-        if fields is None or not _take(record, fields, n_prompts):
+        if fields is None or not _add(record, fields, n_prompts):
             break
         n_taken += 1
     record.n_bytes = sum(map(len, lines[:n_taken]))
@@ -274,7 +274,7 @@ def _fields_of(line: bytes) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def _take(record: RunRecord, fields: dict[str, Any], n_prompts: int) -> bool:
+def _add(record: RunRecord, fields: dict[str, Any], n_prompts: int) -> bool:
     """Whether the line made sense: first come the prompts, then ids of their texts."""
     try:
         if len(record.texts) < n_prompts:

@@ -43,7 +43,7 @@ from mdi.run.policy import (
     NotFormed,
     Policy,
     Stage,
-    takers,
+    present_holders,
 )
 from mdi.run.report import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.spec.cluster import NodeConfig
@@ -150,12 +150,13 @@ class Lookout:
     """Looks for changes of a ring without a loss, in the thread `ring-lookout`; changes nothing, and puts what it sees.
 
     Args:
+        joins: None where nodes share blocks: then no node is added.
         present: the ring that generates; None while there is none.
         put: gets each event.
     """
 
     def __init__(
-        self, joins: Joins, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
+        self, joins: Joins | None, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel
     ) -> None:  # fmt: skip
         self._joins = joins
         self._present = present
@@ -185,7 +186,7 @@ class Lookout:
                 if (leaving := Leaving(node, ring.number)) not in self._seen:
                     self._seen.add(leaving)
                     self._put(leaving)
-            if time.monotonic() > next_look:
+            if self._joins is not None and time.monotonic() > next_look:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     if (found := self._joins.best(ring.stages, ring.processes)) is not None:
@@ -383,7 +384,7 @@ class RingLoop:
         if event.ring != ring.number or event.node not in ring.processes:
             return None
         self._end_ahead(is_used=False)
-        lost = Lost(NodeLostError(event.node, f"{event.node} was told to end", "left"))
+        lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", "left"))
         roll = self._ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
@@ -459,7 +460,7 @@ class RingLoop:
         if plan.isolated:
             engine.isolate(plan.isolated)
         ring = self._former.form(plan, cancel, None if engine.is_isolating else engine.sent.counts)
-        engine.stage, engine.memory = ring.own.stage, ring.memory
+        engine.stage, engine.memory = ring.stage.at_starter, ring.memory
         engine.kept = None if ring.replay is None else ring.replay.kept
         engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
         engine.has_fresh = ring.has_fresh
@@ -476,7 +477,7 @@ class RingLoop:
         if differs:
             logger.warning("warning: %s", MAY_DIFFER)
         for name, stage in lost.items():
-            by = takers(stage, ring.stages)
+            by = present_holders(stage, ring.stages)
             self._records.replace(name, by, TOKENS if ring.replay is None else REPLAY, differs)
             logger.info("%s's blocks are now on %s", name, ", ".join(by))
         if seconds is not None:

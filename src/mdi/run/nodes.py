@@ -249,7 +249,7 @@ class StarterPorts(StatusOnly, EchoOnly):
                 self.listener = RingListener(sock, node.name, cluster.keys)
                 self._messages = MessageServer(self, self.listener)
 
-    def over(self, cluster: ClusterConfig) -> ClusterConfig:
+    def with_ports(self, cluster: ClusterConfig) -> ClusterConfig:
         """A cluster of several nodes with the ports that this one really has."""
         assert self.listener is not None and self.control is not None
         return replace(cluster, starter=replace(cluster.starter, port=self.control.port, port_in=self.listener.port))

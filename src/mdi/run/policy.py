@@ -228,7 +228,7 @@ def with_new_cut(holders: Sequence[Stage], most: Mapping[str, int], cut: Cut) ->
     return Form(tuple(stages), is_moved=True)
 
 
-def takers(lost: Stage, stages: Sequence[Stage]) -> tuple[str, ...]:
+def present_holders(lost: Stage, stages: Sequence[Stage]) -> tuple[str, ...]:
     """Names of the nodes that have the blocks of a lost one now."""
     if lost.start == lost.stop:
         return ()

@@ -16,6 +16,7 @@ from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.run.choice import Choice
 from mdi.run.form import Former
 from mdi.run.texts import Sample
+from mdi.stages.group_part import share_metrics
 from mdi.units import counted, duration, size
 
 TOKENS, REPLAY = "tokens", "replay"  # how caches were restored: from the token ids, or from rows that a node had kept
@@ -130,10 +131,10 @@ def differing(differs: Mapping[int, int], samples: Sequence[Sample]) -> list[dic
 
 def measured_here(name: str, blocks: tuple[int, int], former: Former, engine: StarterEngine) -> NodeMetrics:
     """The starter's own."""
-    own = former.own
-    assert own is not None
-    compute_s = engine.compute_s + own.compute_s
-    return NodeMetrics(name, blocks, peak_rss_bytes(), compute_s, *former.measured(), *own.weight_use, own.share)
+    ring = former.ring
+    assert ring is not None and ring.part is not None
+    compute_s, use = engine.compute_s + ring.part.compute_s, ring.stage.weight_use
+    return NodeMetrics(name, blocks, peak_rss_bytes(), compute_s, *former.measured(), *use, share_metrics(ring.stage))
 
 
 def metrics_of(

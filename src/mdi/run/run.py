@@ -17,6 +17,7 @@ from typing import Any
 
 import mdi
 from mdi.cancel import Cancel
+from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, N_TEXTS
 from mdi.control.server import StatusOnly
@@ -103,6 +104,7 @@ class Run(StatusOnly):
         self._lookout: Lookout | None = None
         self._texts: RunTexts | None = None
         self._is_open = self.was_open = False
+        self._in_use: InUse | None = None
         self._has_model = False
         self.prompt_ids: list[list[int]] = []
         self.max_length = 0
@@ -129,6 +131,8 @@ class Run(StatusOnly):
         self._is_open = self.was_open = True
 
     def _open(self) -> None:
+        if (path := self.options.ckpt or self.options.chunk) is not None and path.exists():
+            self._in_use = InUse(path)
         cluster = self._cluster = self._nodes.cluster()
         family = None if self._family is None else self._family()
         model = Choice(cluster, self.options, family, self._ports, self.run_id)
@@ -147,6 +151,8 @@ class Run(StatusOnly):
                 logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
             loop, cut = self._make_loop(model, losses)
             ring = loop.next_ring(None)
+        if self._in_use is not None:
+            self._in_use.show([f"{node.name} {node.addr}" for node in self.cluster.secondaries])
         self._start(loop, cut, ring)
 
     def _ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
@@ -163,7 +169,7 @@ class Run(StatusOnly):
         options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
         basis = Basis(
             self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
-            self._process, self._ports.listener, self._ports.caches, model.make_own,
+            self._process, self._ports.listener, self._ports.caches, model.sharing,
         )  # fmt: skip
         nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
         self._former = former = Former(basis, cluster, nodes)
@@ -201,7 +207,7 @@ class Run(StatusOnly):
             chunk_rows=prompt_rows(options.weight_memory, model.config), memory=ring.memory
         )
         self.engine = engine = StarterEngine(
-            ring.own.stage, scheduler, self.max_length, ring.own.rows, options.wire_dtype
+            ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype
         )
         engine.sent = SentRows(self.replay_bytes)
         self._state = "RUNNING"
@@ -211,10 +217,10 @@ class Run(StatusOnly):
         loop.start(engine, ring, recorder)
         if cut is not None:
             cut.n_rounds = lambda: engine.n_rounds_left
-        if cut is not None and not ring.own.is_shared:  # otherwise all nodes have shares of all blocks
+        if cut is not None:
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
-            joins = Joins(loop, cut, spares, self._nodes.newcomers, measure)
+            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel)
 
     def _measure(self, client: ControlClient) -> NodeProfile:
@@ -313,13 +319,15 @@ class Run(StatusOnly):
                 dismiss([ControlClient(node, keys) for node in others], self.run_id, leave, patient=False)
             self._state = "IDLE"
         finally:
+            if self._in_use is not None:
+                self._in_use.close()
             self._ports.remove(self)
             if self._has_own_ports:
                 self._ports.close()
             if self._has_model:
                 self.model.close()
-            if self._former is not None and self._former.own is not None:
-                self._former.own.close()
+            if self._former is not None:
+                self._former.close_stage()
 
     # What it is
 
@@ -408,7 +416,7 @@ class Run(StatusOnly):
     def measured(self) -> NodeMetrics | None:
         """The work of this node in the run so far; None before the ring is closed."""
         former = self._former
-        if former is None or former.own is None or self._texts is None:
+        if former is None or former.ring is None or self._texts is None:
             return None
         return measured_here(self.names[0], self.model.weights.blocks[0], former, self.engine)
 

@@ -1,18 +1,19 @@
-"""Models by name: those in the checkpoints folder, and the one that the server was started with."""
+"""Models by name: those of the store, and the one that the server was started with."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-from mdi.checkpoint.folder import checkpoints_in
+from mdi.checkpoint.folder import is_usable
+from mdi.checkpoint.model_store import ModelStore
 
 LOOK_S = 2.0  # a list of that age is still good
 
 
 class Catalog:
     """Args:
-    home: the checkpoints folder.
+    home: the store.
     first: the folder that the server was started with; it may be elsewhere.
     """
 
@@ -36,7 +37,8 @@ class Catalog:
         return list(self.folders())
 
     def _look(self) -> dict[str, Path]:
-        return {name: self._home / name for name in sorted(checkpoints_in(self._home))}
+        models = [model for model in ModelStore(self._home).models() if is_usable(model.folder)]
+        return {model.name: model.folder for model in sorted(models, key=lambda model: model.name)}
 
 
 def _is_same(a: Path, b: Path) -> bool:

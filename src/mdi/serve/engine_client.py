@@ -86,7 +86,7 @@ class EngineState:
 
     Attributes:
         statuses: {"state": "loading" | "serving" | "idle" | "failed", "model": its name, "text": for a person, "done": from 0
-            to 1, "load": which attempt to load a model it is about}; the one that was told last is the last.
+            to 1, "load": which attempt to load a model it is about}; the one that was sent last is the last.
         models: what is needed to read and write a model's texts.
         rings: the latest `mdi.serve.snapshot`.
         n_waiting: texts for which the nodes' caches have no memory yet.
@@ -104,7 +104,7 @@ class EngineState:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Of all together: that of a model that serves, if there is one, else what was told last."""
+        """Of all together: that of a model that serves, if there is one, else the one that was sent last."""
         serving = [status for status in self.statuses.values() if status["state"] == "serving"]
         last = next(reversed(self.statuses.values()), STARTING)
         loads = max((status["load"] for status in self.statuses.values()), default=0)

@@ -113,7 +113,7 @@ def _finite(value: float) -> float | None:
 LOOK_S = 0.2
 END_S = 10.0  # that a thread may need to notice the end
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
-N_RECORDS = 1000  # log records that wait to be told; more are dropped
+N_RECORDS = 1000  # log records that wait to be sent; more are dropped
 N_PLANNED = 16  # texts at the same time that a placement is made for
 SHARE_BESIDE = 0.5  # share of the free memory for a model's caches, if others may be loaded beside it
 

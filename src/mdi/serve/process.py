@@ -198,7 +198,7 @@ class ApiProcess:
 
 
 def module_environment() -> dict[str, str]:
-    """The environment in which another interpreter finds this package. What panics in a library is told without a backtrace."""
+    """The environment in which another interpreter finds this package. A library that panics prints no backtrace."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "RUST_BACKTRACE": "0"}

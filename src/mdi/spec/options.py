@@ -171,7 +171,7 @@ class StarterOptions(Requested):
     """
 
     ckpt: Annotated[Path | None, Option(
-        "checkpoint made by prepare_model.py (below {ckpt_folder}), or a GGUF file", metavar="DIR"
+        "the model as a flag: a folder, its name in the store, or a GGUF file; nothing is fetched", metavar="DIR"
     )] = None
     chunk: Annotated[Path | None, Option(
         "the starter's chunk; those of the other nodes must lie beside it", metavar="FILE"
@@ -384,11 +384,21 @@ class Options(StarterOptions):
         "unload a model that was not used for so long (default: keep it until another model needs its memory)",
         metavar="SECONDS",
     )] = None
-    ckpt_folder: Annotated[Path | None, Option("folder of the models (default: {ckpt_folder})", metavar="DIR")] = None
+    ckpt_folder: Annotated[Path | None, Option(
+        "folder of the models, perhaps on another disk (default: MDI_STORE, else {ckpt_folder})", ("--store", "--ckpt-folder"),
+        metavar="DIR",
+    )] = None
     open: Annotated[bool, Option("open the server's page in a browser")] = False
 
     # Models on the disk
-    model: Annotated[str, Option("a directory, a GGUF file, or a name on the hub: org/name", ("model",), metavar="MODEL")] = ""
+    model: Annotated[str, Option(
+        "a model: its name in the store or on the hub (org/name; org/name:Q4_K_M is one GGUF file of many), a folder, or a "
+        "GGUF file",
+        ("model",), metavar="NAME", nargs="?",
+    )] = ""
+    words: Annotated[tuple[str, ...], Option(
+        "text to answer; without it, a chat begins", ("words",), metavar="PROMPT", nargs="*"
+    )] = ()
     name: Annotated[str, Option("name as `mdi list` shows it", ("name",), metavar="NAME")] = ""
     yes: Annotated[bool, Option("do not ask first", ("-y", "--yes"))] = False
     n_nodes: Annotated[int | None, Option("cut the model for a ring of N nodes", metavar="N")] = None
@@ -438,7 +448,10 @@ class Options(StarterOptions):
 # fmt: on
 # What several commands have
 MACHINE = ("device", "threads", "cores", "window", "retain", "memory", "weights", "mlock", "kv_memory", "compile")
-MODEL = ("ckpt", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype", "sequence_length")
+MODEL = (
+    "model", "ckpt", "ckpt_folder", *MACHINE, "dtype", "quantize", "quantize_head", "allow_clipping", "kv_dtype",
+    "sequence_length",
+)  # fmt: skip
 ACCESS = ("key", "insecure")
 DISCOVERY = ("nodes", "machines", "addr", "dial_port")
 RING = (
@@ -453,5 +466,5 @@ COMMON = ("verb", "debug", "log_json")
 NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
-    "keep_alive", "ckpt_folder", "open",
+    "keep_alive", "open",
 )  # fmt: skip

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -203,7 +205,22 @@ class Parser(argparse.ArgumentParser):
             self.declared[name] = option
 
     def error(self, message: str) -> NoReturn:
+        if near := self._nearest(message):
+            message += f"; is {near} meant?"
         self.exit(2, f"error: {message} ({self.prog} --help explains all arguments)\n")
+
+    def _nearest(self, message: str) -> str | None:
+        """The flag, or the choice of a flag, that is most like the one that an error of argparse refuses."""
+        if unknown := re.match(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message):
+            near = difflib.get_close_matches(
+                unknown[1], [flag for flag in self._option_string_actions if len(flag) > 2], 1
+            )
+        elif wrong := re.match(r"argument (\S+?)(?:/\S+)?: invalid choice: '(.{1,60}?)'", message):
+            action = self._option_string_actions.get(wrong[1])
+            near = difflib.get_close_matches(wrong[2], list(action.choices or ()) if action is not None else (), 1)
+        else:
+            return None
+        return next(iter(near), None)
 
 
 def _whole_number(text: str) -> int:

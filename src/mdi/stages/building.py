@@ -25,6 +25,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.weights import WeightSource
+from mdi.engine.worker import Backend
 from mdi.errors import CheckpointError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.threads import n_threads
@@ -41,12 +42,9 @@ from mdi.tensor.group import Group
 from mdi.tensor.shard_blocks import GroupSum
 
 if TYPE_CHECKING:
-    from mdi.stages.model_family import ModelFamily
-    from mdi.stages.torch_stage import TorchStage
-
-    AnyStage = KernelStage | TorchStage
     import torch
 
+    from mdi.stages.model_family import ModelFamily
     from mdi.stages.torch_packed import Weights as TorchWeights
 
 PROMPT_ROWS = 256  # of prompts in a frame: every frame costs a pass over the weights, so few of them are to do
@@ -151,8 +149,8 @@ def check_spec(spec: StageSpec) -> None:
 
 def build_stage(
     spec: StageSpec, source: Callable[[str], WeightSource], loaded: Mapping[str, Weights], family: ModelFamily,
-    memory: WeightMemory, cache_dir: Path, cancel: Cancel,
-) -> AnyStage:  # fmt: skip
+    memory: WeightMemory, cache_dir: Path, cancel: Cancel, promised: int = 0,
+) -> Backend:  # fmt: skip
     """A stage with its weights, which is not prepared for a run yet.
 
     Args:
@@ -160,6 +158,7 @@ def build_stage(
         loaded: weights of parts that are in memory already, as the kernels have them.
         memory: how weights in files are read.
         cache_dir: of the node, for weights that must be packed for a window.
+        promised: bytes that other stages of this process will take.
 
     Raises:
         UsageError: kernels and torch cannot do this. LimitError: it does not fit into the memory.
@@ -181,7 +180,7 @@ def build_stage(
         work = work_bytes(
             spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + spec.n_sequences, spec.n_sequences
         )
-        run = RunMemory(spec.run_bytes(family), spec.n_sequences, work, spec.kv_memory)
+        run = RunMemory(spec.run_bytes(family), spec.n_sequences, work, spec.kv_memory, promised)
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
     else:

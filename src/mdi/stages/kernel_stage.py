@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mdi.checkpoint.packing import EMBEDDING_SCALE
+from mdi.engine.rows import ArrayRows
+from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.blocks import Blocks, Context, Head, Weights, array_of, n_tables, rope_n_elem
 from mdi.kernels.layout import Matrix, floats
@@ -33,15 +35,6 @@ class EmbeddingTable(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, ids: Any) -> np.ndarray: ...
-
-
-class WeightUse(NamedTuple):
-    """What the weights of a stage took: bytes of memory, at most; bytes read from the disk; seconds that computing waited for
-    the disk."""
-
-    resident_bytes: int
-    read_bytes: int
-    wait_s: float
 
 
 class StageWeights(Protocol):
@@ -203,6 +196,7 @@ class KernelStage:
         KernelError: a tensor is missing or of another shape.
     """
 
+    rows = ArrayRows()
     embed: Callable[[np.ndarray], np.ndarray]  # (N,) token ids -> float32 (N, n_embd)
     head: HeadFunction
 
@@ -247,6 +241,14 @@ class KernelStage:
         own = self.weights.head(self.config, rows[1] - rows[0], self._context) if rows[0] < rows[1] else None
         assert self.group is not None
         return SharedHead(self.group, own) if "embedding" in self.weights else own
+
+    @property
+    def at_starter(self) -> KernelStage | Ends:
+        """See mdi.engine.worker.Backend."""
+        if self.group is None:
+            return self
+        assert self.ends is not None
+        return self.ends
 
     @property
     def weight_use(self) -> WeightUse:

@@ -22,7 +22,7 @@ from mdi.tensor.group import group_of
 
 if TYPE_CHECKING:
     from mdi.engine.scheduler import Scheduler
-    from mdi.node.starter_weights import StarterWeights
+    from mdi.stages.starter_weights import StarterWeights
     from mdi.stages.torch_stage import Stage
     from mdi.text.texts import TextCodec
 
@@ -45,7 +45,7 @@ class ModelFamily:
         will_be_cut: bool,
     ) -> StarterWeights:  # fmt: skip
         """What the starter can load and send, and the cut; see StarterWeights."""
-        from mdi.node.starter_weights import StarterWeights
+        from mdi.stages.starter_weights import StarterWeights
 
         return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
 

@@ -14,27 +14,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.weights import WeightSource
 from mdi.engine.memory import NodeCaches
 from mdi.engine.replay import SentRows
+from mdi.engine.worker import Backend
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
 from mdi.kernels.page_sizes import CacheClass
-from mdi.kernels.pages import CachePages
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.stages.building import StageSpec, build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.units import size
-
-if TYPE_CHECKING:
-    from mdi.stages.building import AnyStage
 
 # Free memory that is left to the system, to other programs, and to the rows of a stage.
 MARGIN_SHARE = 0.15
@@ -84,32 +81,6 @@ class _Told:
     device: Name
 
 
-class CachingStage(Protocol):
-    """The memory of a loaded and prepared stage."""
-
-    start: int
-    stop: int
-
-    def run_bytes(self, max_length: int) -> int:
-        """Position tables, and the caches of one sequence of full length."""
-
-    @property
-    def caches(self) -> CachePages:
-        """Those of the run that it is prepared for."""
-
-    @property
-    def cache_limit(self) -> int | None:
-        """What its caches may take whatever is free, because the whole process has a limit; None without one."""
-
-    @property
-    def gathered_share(self) -> float:
-        """Temporary memory of attention besides the caches, as a share of them."""
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Weights that are pages of a file, which count as free memory, but must stay."""
-
-
 def share_extensions(share: float) -> dict[str, Any]:
     """The extension of `/init` with the share of free memory for a run's caches; empty if that is all of it."""
     return {} if share == 1.0 else {_SHARE: share}
@@ -121,7 +92,7 @@ def share_in(extensions: Mapping[str, Any]) -> float:
     return share if isinstance(share, float) and 0 < share < 1 else 1.0
 
 
-def check_capacity(name: str, stage: CachingStage, max_length: int, device: str, promised: int = 0) -> None:
+def check_capacity(name: str, stage: Backend, max_length: int, device: str, promised: int = 0) -> None:
     """Raises NoMemoryError if not even one sequence of full length fits into the memory that node `name` has left.
 
     Args:
@@ -136,7 +107,7 @@ def check_capacity(name: str, stage: CachingStage, max_length: int, device: str,
         )
 
 
-def report_caches(stage: CachingStage, device: str, by_hand: int | None, promised: int = 0) -> CacheReport:
+def report_caches(stage: Backend, device: str, by_hand: int | None, promised: int = 0) -> CacheReport:
     """What the caches of a stage may take, that is loaded and prepared.
 
     Unless the limit was set by hand, the temporary memory of attention is subtracted from it. No limit is larger
@@ -206,7 +177,7 @@ class Claim(NamedTuple):
 
 
 class Supply(Protocol):
-    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or mdi.node.own_stage.OwnSupply."""
+    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or starter_weights.StarterSupply."""
 
     family: ModelFamily
     memory: WeightMemory  # how weights in files are read
@@ -221,8 +192,8 @@ class Supply(Protocol):
 
 
 Building = Callable[
-    [StageSpec, Callable[[str], WeightSource], Mapping[str, Weights], ModelFamily, WeightMemory, Path, Cancel],
-    "AnyStage",
+    [StageSpec, Callable[[str], WeightSource], Mapping[str, Weights], ModelFamily, WeightMemory, Path, Cancel, int],
+    Backend,
 ]
 
 
@@ -245,7 +216,7 @@ class HeldStage:
     owner: str
     weights: dict[Any, int]
     cache_bytes: int = 0
-    stage: AnyStage | None = None
+    stage: Backend | None = None
     has_caches: bool = False
     loaded: dict[str, Weights] = field(default_factory=dict)
     sent: SentRows | None = None
@@ -332,19 +303,21 @@ class StageStore:
         """The place of a stage for a ring: an unused one that is the same, else memory for a new one.
 
         Args:
-            instead_of: is dropped first, but for weights that the new one has as well.
+            instead_of: a stage that the caller uses. If it is the same, it stays, with its caches if they are long enough;
+                else it is dropped first, but for weights that the new one has as well.
 
         Raises:
             NoMemoryError: there is too little. StageBusyError: there will be enough once a kept stage is freed.
         """
         with self._lock:
             self._free_overdue(claim.run)
-            if (found := self._same(spec.key, claim.run)) is not None:
-                had_caches = found.use == "KEPT" and found.run == claim.run
+            is_present = _is_ready(instead_of, spec)
+            if (found := instead_of if is_present else self._same(spec.key, claim.run)) is not None:
+                had_caches = is_present or (found.use == "KEPT" and found.run == claim.run)
                 found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.max_length)
                 found.claim(claim, spec)
                 self._free_kept(claim.run)
-                if instead_of not in (None, found):
+                if instead_of is not None and instead_of is not found:
                     self.remove(instead_of)
                 return found
             self._free_kept(claim.run)
@@ -389,7 +362,14 @@ class StageStore:
                     return source(part)
 
                 stage = self._build(
-                    spec, next_source, held.loaded, supply.family, supply.memory, supply.cache_dir, cancel
+                    spec,
+                    next_source,
+                    held.loaded,
+                    supply.family,
+                    supply.memory,
+                    supply.cache_dir,
+                    cancel,
+                    self._promised(held),
                 )
             logger.debug("%s", spec.computing.describe(spec.name, *spec.blocks))
             try:
@@ -398,12 +378,12 @@ class StageStore:
                 stage.close()
                 raise
 
-    def _prepare(self, held: HeldStage, stage: AnyStage) -> None:
+    def _prepare(self, held: HeldStage, stage: Backend) -> None:
         """Make a stage ready for its run, unless it has the caches of the ring before."""
         spec = held.spec
         if not held.has_caches:
             check_capacity(spec.name, stage, spec.max_length, held.device, self._promised(held))
-            stage.prepare(spec.max_length, self.kv_memory if spec.kv_memory is None else spec.kv_memory)
+            stage.prepare(spec.max_length, self._kv_memory(spec))
         if not held.has_caches or held.sent is None:
             held.sent = SentRows(held.replay_bytes)
         self._fill(held, stage)
@@ -424,7 +404,7 @@ class StageStore:
                 self._in_hand.discard(key)
                 self._built.notify_all()
 
-    def _fill(self, held: HeldStage, stage: AnyStage) -> None:
+    def _fill(self, held: HeldStage, stage: Backend) -> None:
         """The stage is prepared; its caches will hold at least one sequence."""
         with self._lock:
             held.stage, held.loaded = stage, {}
@@ -435,18 +415,16 @@ class StageStore:
             elif isinstance(stage, KernelStage):
                 held.weights = {held.owner: stage.weights.n_bytes}
 
-    def grant(self, held: HeldStage, by_hand: int | None = None) -> CacheReport:
+    def grant(self, held: HeldStage) -> CacheReport:
         """The limit for the caches of a ring that will be closed next.
 
-        No more is kept for it than its sequences need, unless it says itself which share it may take.
-
-        Args:
-            by_hand: a limit for all caches of the process together; None is that of this store.
+        No more is kept for it than its sequences need, unless it says itself which share it may take. A limit by hand, the
+        stage's or that of this store, is one for all caches of the process together.
         """
         assert held.stage is not None
         with self._lock:
             others = [one for one in self._on(held.device) if one is not held and one.use != "UNUSED"]
-            by_hand = self.kv_memory if by_hand is None else by_hand
+            by_hand = self._kv_memory(held.spec)
             if by_hand is not None:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
             promised = sum(one.reserved_for_others(held) for one in others) + held.rows_to_come
@@ -503,7 +481,7 @@ class StageStore:
             if self._same(spec.key, "") is not None:
                 return
             needed = spec.weight_bytes(self._loaded(spec))
-            if instead_of is None or instead_of.stage is None or instead_of.spec.key != spec.key:
+            if not _is_ready(instead_of, spec):
                 self._check_free(spec, needed, self.available(spec.computing.device))
 
     def loaded_parts(self, held: HeldStage) -> set[str]:
@@ -524,6 +502,9 @@ class StageStore:
     @property
     def listed(self) -> list[HeldStage]:
         return list(self._held)
+
+    def _kv_memory(self, spec: StageSpec) -> int | None:
+        return self.kv_memory if spec.kv_memory is None else spec.kv_memory
 
     def _on(self, device: str) -> list[HeldStage]:
         return [held for held in self.listed if held.device == device]
@@ -615,6 +596,11 @@ class StageStore:
             dropped = unused.pop(0)
             self.remove(dropped)
             logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.model or "a model")
+
+
+def _is_ready(held: HeldStage | None, spec: StageSpec) -> bool:
+    """Whether this is the stage of the spec, and there."""
+    return held is not None and held.stage is not None and held.spec.key == spec.key
 
 
 def _is_shareable(spec: StageSpec) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -19,11 +19,11 @@ from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.cancel import Cancel
 from mdi.engine.rows import TensorRows
+from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import cache_classes
 from mdi.kernels.slices import Slices
-from mdi.stages.kernel_stage import WeightUse
 from mdi.stages.torch_attention import Batch, cached, keep_rows_apart
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
 from mdi.stages.torch_packed import Weights, install, is_packed, layers_for
@@ -263,6 +263,11 @@ class TorchStage:
         self._kv_dtype = TORCH_TYPES[computing.kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
         self.rows = TensorRows(self._device, self._dtype)
+
+    @property
+    def at_starter(self) -> StarterFrameStage:
+        """See mdi.engine.worker.Backend."""
+        return cast(StarterFrameStage, self.inner)
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
         """See Stage.load."""

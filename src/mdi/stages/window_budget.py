@@ -164,12 +164,14 @@ class RunMemory:
         n_sequences: at the same time.
         work: rows and logits of a frame while they are computed.
         caches: limit that the user set by hand; None: none.
+        promised: memory that other stages of this process will take.
     """
 
     sequence: int
     n_sequences: int
     work: int
     caches: int | None = None
+    promised: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -206,7 +208,7 @@ def choose_window(
     limit = options.memory
     if limit is None:
         return plan_window(blocks, head, options.units or DEFAULT_UNITS, options.retain)
-    beside = taken + run.cache_bytes + run.work + MARGIN_BYTES
+    beside = taken + run.promised + run.cache_bytes + run.work + MARGIN_BYTES
     least: WindowPlan | None = None
     for plan in _candidates(options, blocks, head):
         if plan.resident_bytes + beside <= limit:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from mdi.cancel import Cancel
 from mdi.engine.rows import ArrayRows, rows_of
 from mdi.engine.worker import FrameStage, SecondaryLoop
 from mdi.errors import AccessError, MdiError, NodeLostError, WireError
@@ -34,8 +34,6 @@ from mdi.tensor.sums import AllReduce, Numbers
 _EPOCH = 0x7465_6E73_6F72_0000  # a group's connections are not those of its ring
 _FIRST_BYTES = 1 << 16
 _DEPTH_BYTES = 1 << 22  # of a socket's own buffers, asked for
-
-Check = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,11 @@ class GroupLinks:
             keys=self._listener.keys, silence_s=self._silence_s, other=rank,
         )  # fmt: skip
 
-    def connect(self, check: Check, is_busy: bool) -> AllReduce:
+    def connect(self, cancel: Cancel, is_busy: bool) -> AllReduce:
         """Connect to all others.
 
         Args:
-            check: see Mesh; also called while waiting for others.
+            cancel: see Mesh; also looked at while others are awaited.
             is_busy: see Mesh.
 
         Raises:
@@ -102,8 +100,8 @@ class GroupLinks:
             for rank in range(group.rank):
                 peers[rank] = self._call(rank)
             for rank, expectation in self._expected.items():
-                peers[rank] = self._await(rank, expectation, check)
-            mesh = Mesh(group.rank, peers, is_busy, check)
+                peers[rank] = self._await(rank, expectation, cancel)
+            mesh = Mesh(group.rank, peers, is_busy, cancel)
             Reconnects(mesh, self._silence_s, _deepen)
             open_windows(mesh)
             return AllReduce(mesh, group.algorithm, Numbers(group.reduce_dtype))
@@ -140,10 +138,10 @@ class GroupLinks:
         _deepen(sock)
         return Peer(member.name, sock, codec.session, Dialer(pair, HANDSHAKE_LIMITS, process), is_caller=True)
 
-    def _await(self, rank: int, expectation: Expectation, check: Check) -> Peer:
+    def _await(self, rank: int, expectation: Expectation, cancel: Cancel) -> Peer:
         name, deadline = self._group.members[rank].name, time.monotonic() + CONNECT_S
         while (sock := expectation.wait(0.2)) is None:
-            check(0.0)
+            cancel.check()
             if time.monotonic() > deadline:
                 raise NodeLostError(name, f"{name} did not connect to {self._own_name}")
         assert expectation.caller is not None

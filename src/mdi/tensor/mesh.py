@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from mdi.cancel import Cancel
 from mdi.errors import EngineError, MdiError, NodeLostError, WireError
 from mdi.net.keys import TAG_BYTES, SealedSession
 from mdi.net.link import JOIN_S, Connection, NotBackError, Reconnect
@@ -278,18 +279,17 @@ class Mesh:
     Args:
         peers: by rank; this node's own place holds None.
         is_busy: look for messages for a moment before sleeping: for nodes that have cores to themselves.
-        check: called now and then while this node sleeps, and when a connection broke; waits up to so many seconds for the
-            end of the run, and raises what ended it.
+        cancel: the end of the run; looked at now and then while this node sleeps, and when a connection broke.
     """
 
     def __init__(
         self, rank: int, peers: Sequence[Peer | None], is_busy: bool = False,
-        check: Callable[[float], None] = lambda wait_s: None,
+        cancel: Cancel | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, len(peers)
         self._peers = list(peers)
         self._busy_s = BUSY_S if is_busy else 0.0
-        self.check = check
+        self.cancel = cancel
         self.on_close: Callable[[], None] = lambda: None
         self.tally = Tally()
         self._copies: deque[list[bytearray]] = deque(([], []))  # what was sent in the last sum and in this one
@@ -321,7 +321,10 @@ class Mesh:
         try:
             return self._swap(sends, receives)
         except NodeLostError:
-            self.check(VERDICT_S)  # the ring names the lost node; other nodes close their connections because of it
+            if self.cancel is not None:
+                self.cancel.wait(
+                    VERDICT_S
+                )  # the ring names the lost node; other nodes close their connections because of it
             raise
 
     def _swap(self, sends: Iterable[tuple[int, Buffer]], receives: Iterable[tuple[int, int]]) -> dict[int, memoryview]:
@@ -382,7 +385,8 @@ class Mesh:
                 events = (select.POLLIN if peer in arriving else 0) | (select.POLLOUT if peer in leaving else 0)
                 poll.register(peer.fd, events)
         if not poll.poll(1000 * sleep_s):
-            self.check(0.0)
+            if self.cancel is not None:
+                self.cancel.check()
             if time.perf_counter() - begin > STALL_S:
                 raise EngineError(f"nothing came from {', '.join(peer.name for peer in arriving)} for {STALL_S:.0f} s")
 
@@ -485,7 +489,8 @@ class Reconnects:
 
     def _mend(self, peer: Peer) -> None:
         """Replace the connection, or give the node up. Raises what ended the run."""
-        self._mesh.check(0.0 if peer in self._since else GRACE_S)
+        if self._mesh.cancel is not None:
+            self._mesh.cancel.wait(0.0 if peer in self._since else GRACE_S)
         again, now = peer.again, time.monotonic()
         since = self._since.setdefault(peer, now)
         assert again is not None

@@ -1,25 +1,68 @@
-"""Where the starter finds every part of the model, and how the model is cut: chunks, or the checkpoint itself."""
+"""Where the starter finds every part of the model, how the model is cut, and what each node of the ring gets of it.
+
+Weights come from chunks, or from the checkpoint itself. The starter gives parts to its own store, as to any other node.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mdi.block_ranges import default_split, parse_layers, ranges, span
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.folder import all_weight_files
-from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.records import BELIEVED_S, HashRecord
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
+from mdi.files import default_cache_dir
+from mdi.host.computing import Computing
 from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.spec.options import StarterOptions
+from mdi.stages.building import StageSpec
+from mdi.stages.window_budget import window_of
+from mdi.tensor.group import EXTENSION, Group
+from mdi.tensor.shard_source import ShardSource
+from mdi.tensor.shares import Share
+
+if TYPE_CHECKING:
+    from mdi.stages.model_family import ModelFamily
 
 logger = logging.getLogger("mdi")
+
+
+class ShardWeights:
+    """The parts that the starter can send to one node of a group: its shards, cut out of the starter's own weights."""
+
+    def __init__(self, weights: StarterWeights, share: Share, packing: Packing) -> None:
+        self._weights, self._share, self._packing = weights, share, packing
+        self._sources: dict[int, tuple[WeightSource, ShardSource]] = {}
+
+    def source_of(self, part: str) -> ShardSource:
+        """The source of a shard. CheckpointError if its part is in none of the starter's files."""
+        whole = self._weights.source_of(part)
+        if id(whole) not in self._sources:
+            self._sources[id(whole)] = whole, ShardSource(whole, self._share, self._packing)
+        return self._sources[id(whole)][1]
+
+    def spec(self, part: str) -> PartSpec:
+        info = self.source_of(part).info(part)
+        return PartSpec(info.name, info.sha256, info.n_bytes)
+
+    def part_bytes(self, part: str) -> int:
+        return self.source_of(part).n_bytes(part)
+
+    def pieces(self, part: str) -> Iterator[bytes | memoryview]:
+        """The canonical bytes of a shard, to be sent."""
+        return self.source_of(part).pieces(part)
 
 
 class StarterWeights:
@@ -32,6 +75,11 @@ class StarterWeights:
         layers: blocks per node by hand, "4,9,9"; None takes the chunks' cut, or an even one.
         quantize: weight format that the run is to have: chunks in it are preferred to the checkpoint.
         will_be_cut: another cut will follow (`cut_anew`), so a checkpoint is opened even if there are chunks.
+
+    Attributes:
+        blocks: of each node of the ring.
+        groups: of each node of the ring, as that node sees it; None for one whose stage is its own. Empty: there are none.
+        id: stands for the hashes of the starter's own parts, which nobody else needs.
 
     Raises:
         UsageError, CheckpointError, SplitError: files are missing or do not fit together.
@@ -47,6 +95,7 @@ class StarterWeights:
     quantize_head: str | None
     is_cut_by_chunks: bool
     blocks: list[tuple[int, int]]
+    groups: tuple[Group | None, ...] = ()
 
     def __init__(
         self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None = None,
@@ -55,6 +104,8 @@ class StarterWeights:
         self._wanted = quantize
         self.sources: list[WeightSource] = []
         self._chunks: dict[str, ChunkFile] = {}
+        self.id = secrets.token_hex(8)
+        self._shards: dict[int, ShardWeights] = {}
         try:
             self._find(ckpt, chunk, n_nodes, layers, will_be_cut)
         except BaseException:
@@ -96,9 +147,9 @@ class StarterWeights:
         """Another cut, for the same or another number of nodes. CheckpointError if some part is not here."""
         self.take_blocks(ranges(counts))
 
-    def take_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+    def take_blocks(self, blocks: Sequence[tuple[int, int]], groups: Sequence[Group | None] = ()) -> None:
         """The blocks of each node, the same for nodes that compute them together. CheckpointError if one is not here."""
-        self.blocks = list(blocks)
+        self.blocks, self.groups, self._shards = list(blocks), tuple(groups), {}
         for node, (start, stop) in enumerate(self.blocks):
             for part in stage_parts(start, stop, starter=node == 0):
                 self._source_of(part)  # complain now, not in the middle of a transfer
@@ -173,6 +224,47 @@ class StarterWeights:
             "chunks of the cut beside the starter's"
         )
 
+    # The nodes of the ring
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nodes compute the same blocks, each a share of them."""
+        return bool(self.groups)
+
+    def group_of(self, node: int) -> Group | None:
+        return self.groups[node] if self.groups else None
+
+    def of_node(self, node: int) -> StarterWeights | ShardWeights:
+        """The source of a node's parts: whole blocks, or its shares of them."""
+        group = self.group_of(node)
+        if group is None:
+            return self
+        if node not in self._shards:
+            self._shards[node] = ShardWeights(self, group.share(self.config), group.packing)
+        return self._shards[node]
+
+    def parts_of(self, node: int, family: ModelFamily) -> list[str]:
+        """The parts that a node needs, in the order in which they are computed."""
+        group, n_nodes, (start, stop) = self.group_of(node), len(self.blocks), self.blocks[node]
+        if node == 0:
+            return family.starter_parts(stop, n_nodes)
+        if not self.groups:
+            return family.secondary_parts(node, n_nodes, start, stop)
+        parts = stage_parts(start, stop, starter=False)
+        return parts if group is None or group.shares.vocabulary is None else [*parts, "head"]
+
+    def share_of(self, node: int) -> Any:
+        """A node's share of its blocks: rank and shares of its group; None for one that has them whole."""
+        group = self.group_of(node)
+        return None if group is None else (group.rank, group.shares.heads, group.shares.columns)
+
+    def extensions_of(self, node: int) -> dict[str, Any]:
+        """The facts that only one node of the ring must know."""
+        group = self.group_of(node)
+        return {} if group is None else {EXTENSION: group.to_json()}
+
+    # Parts
+
     def spec(self, part: str) -> PartSpec:
         info = self._source_of(part).info(part)
         return PartSpec(info.name, info.sha256, info.n_bytes)
@@ -213,3 +305,50 @@ class StarterWeights:
         """Harmless if repeated."""
         while self.sources:
             self.sources.pop().close()
+
+
+class StarterSupply:
+    """The starter as a node of its own ring: describes its stage, and gives its weights; see mdi.stages.store.Supply.
+
+    Args:
+        name: of the starter.
+        weights: with the cut.
+    """
+
+    def __init__(self, name: str, weights: StarterWeights, family: ModelFamily, options: StarterOptions) -> None:
+        self._name, self._weights = name, weights
+        self.family, self.memory = family, options.weight_memory
+        self.cache_dir = options.cache_dir or default_cache_dir()
+
+    def spec(
+        self, computing: Computing, max_length: int = 1, n_sequences: int = 1, kv_memory: int | None = None
+    ) -> StageSpec:  # fmt: skip
+        """The starter's stage.
+
+        Args:
+            n_sequences: at the same time.
+            kv_memory: limit for the caches; None: the free memory.
+        """
+        weights, group = self._weights, self._weights.group_of(0)
+        share = "" if group is None else f"{group.rank} of {group.shares} {group.packing}"
+        parts = tuple(
+            PartInfo(part, f"{weights.id} {share} {part}", self._holder_of(part).part_bytes(part))
+            for part in weights.parts_of(0, self.family)
+        )
+        return StageSpec(
+            self._name, weights.model, weights.config_hash, weights.config, weights.blocks[0], parts, computing,
+            weights.dtype, weights.stored_format, window_of(self.memory), group, len(weights.blocks), max_length,
+            n_sequences, kv_memory,
+        )  # fmt: skip
+
+    def _holder_of(self, part: str) -> StarterWeights | ShardWeights:
+        """The head is whole unless the group shares it, and the embedding always is."""
+        group = self._weights.group_of(0)
+        is_cut = part.startswith("block.") or (part == "head" and group is not None and group.shares.vocabulary)
+        return self._weights.of_node(0) if is_cut else self._weights
+
+    @contextlib.contextmanager
+    def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
+        """See Supply.reading."""
+        self._weights.verify([part.name for part in spec.parts], cancel)
+        yield lambda part: self._holder_of(part).source_of(part)
