@@ -58,8 +58,8 @@ COMMANDS = {
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = (
-    "starter", "secondary", "key", "join", "nodes", "local-ring", "demo", "sample", "doctor", "plan", "explain", "serve", "pull",
-    "export", "import",
+    "starter", "secondary", "key", "join", "nodes", "local-ring", "demo", "sample", "doctor", "plan", "explain", "serve",
+    "pull", "export", "import",
 )  # fmt: skip
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
