@@ -430,7 +430,7 @@ class RingLoop:
             joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
             logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
             decision: Decision = cause
-            self.policy.trouble = "blocks move to other nodes; the texts wait"
+            self.policy.trouble, self.policy.last_loss = "blocks move to other nodes; the texts wait", ""
         else:
             decision = self.policy.next(cause, self._clock())
         while not isinstance(decision, End):
@@ -464,6 +464,7 @@ class RingLoop:
         engine.kept = None if ring.replay is None else ring.replay.kept
         engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
         engine.has_fresh = ring.has_fresh
+        engine.n_frames, engine.may_guess = ring.n_frames, ring.may_guess
         return ring
 
     def _note(self, ring: Ring, last_s: float) -> None:
