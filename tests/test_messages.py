@@ -161,13 +161,21 @@ def test_a_part_that_is_refused_in_the_middle_is_answered(
 ) -> None:
     def full(run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         read(1000)
+        refused.set()
         raise CheckpointError("the disk is full")
 
+    def pieces() -> Iterator[bytes]:
+        for _ in range(64):
+            n_sent.append(1)
+            yield bytes(1 << 20)
+            assert refused.wait(DEADLINE_S)
+
+    refused, n_sent = threading.Event(), []  # type: ignore[var-annotated]
     monkeypatch.setattr(node, "receive_part", full)
     many = PartSpec("block.1", PART.sha256, 64 << 20)
     with pytest.raises(ControlError) as caught:
-        client.send_part(many, RUN, 0, (bytes(1 << 20) for _ in range(64)))
-    assert caught.value.code == "weights"
+        client.send_part(many, RUN, 0, pieces())
+    assert caught.value.code == "weights" and len(n_sent) < 64, "what it does not want is not sent to the end"
 
 
 def test_an_error_of_the_source_goes_through(node: Node, client: ControlClient) -> None:
@@ -381,8 +389,10 @@ def test_a_part_whose_bytes_do_not_come_is_broken_off(
 
 
 def test_a_data_frame_that_is_too_long_takes_no_memory(
-    node: Node, entry: NodeConfig, keys: KeyFile | None, client: ControlClient
+    node: Node, entry: NodeConfig, keys: KeyFile | None, client: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its header is refused; its bytes are not waited for."""
+    monkeypatch.setattr(message_module, "PIECE_S", 10 * DEADLINE_S)
     with opened(entry, "part", 1 << 40, keys, run=RUN, sha256=PART.sha256, offset=0) as message:
         message.read(DEADLINE_S)
         head, _ = message._codec.parts(
@@ -556,7 +566,7 @@ def saying(data: bytes, frame_type: FrameType = FrameType.MESSAGE, number: int =
         (saying(b"[]"), "stranger"),
         (saying(b"nonsense"), "stranger"),
         (saying(b"[" * 100_000), "stranger"),
-        (saying(b"{}", number=1), "stranger"),
+        (saying(b'{"answer": {}}', number=1), "stranger"),
         (saying(b'{"answer": 5}'), "stranger"),
         (saying(b'{"error": "no"}'), "stranger"),
         (saying(b"x", FrameType.DATA), "stranger"),

@@ -66,11 +66,11 @@ MUTANTS = [
     Mutant(
         "the dot stays green while the texts wait",
         "files/app.js:look",
-        "trouble ? own.state : status.state",
-        "status.state",
+        "trouble ? own.state : ",
+        "",
         LOSS,
     ),
-    Mutant("an answer that waits does not say why", "files/app.js:look", "chat.waits(trouble)", 'chat.waits("")', LOSS),
+    Mutant("an answer that waits does not say why", "files/app.js:look", "chat.see(own,", "chat.see({},", LOSS),
     Mutant("a warning looks like any other event", "files/ring.js:event", 'level === "warning"', "false", LOSS),
     Mutant("a delay within its error is shown as known", "files/units.js:delay", "error > known", "false", RING),
     Mutant(

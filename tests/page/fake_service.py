@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from mdi.serve.api_errors import ApiError
+from mdi.serve.operate import Operator, Pull
+from mdi.serve.operate import routes as operator_routes
 from mdi.serve.page import routes
 from mdi.serve.snapshot import ring_words
 
 DEADLINE_S = 30.0
+CODE = "ABCD-EFGH-IJKL-MNOP"
 
 
 def node(name: str, **others: Any) -> dict[str, Any]:
@@ -34,7 +39,9 @@ def node(name: str, **others: Any) -> dict[str, Any]:
     return {**found, **others}
 
 
-def snapshot(*nodes: dict[str, Any], trouble: str = "") -> dict[str, Any]:
+def snapshot(*nodes: dict[str, Any], trouble: str = "", trouble_s: float = 0.0) -> dict[str, Any]:
+    through = {one["name"]: [38.0, None, 0.0, 38.2] for one in nodes}
+    history = {"step_s": 5.0, "n_steps": 120, "total": [38.0, 41.5, 0.0, 38.2], "nodes": through}
     names = [one["name"] for one in nodes]
     pairs = zip(names, names[1:] + names[:1], strict=True)
     links = [
@@ -43,10 +50,18 @@ def snapshot(*nodes: dict[str, Any], trouble: str = "") -> dict[str, Any]:
     ]
     found = {
         "nodes": list(nodes), "links": links, "texts": {"running": 8, "waiting": 1, "put_out": 0}, "n_tokens": 12345,
-        "tokens_s": 38.2, "waits_for": names[1] if len(names) > 1 else None,
+        "tokens_s": 38.2, "waits_for": names[1] if len(names) > 1 else None, "trouble": trouble, "trouble_s": trouble_s,
+        "history": history,
     }  # fmt: skip
     state, words = ring_words(found, trouble)
     return {**found, "state": state, "words": words}
+
+
+class FakeOperator(Operator):
+    """Pulls nothing, and is half done with it."""
+
+    def pull(self, name: str) -> None:
+        self._pulls[name] = Pull(name, text="12 MB of 24 MB", done=0.5)
 
 
 class FakeService:
@@ -56,6 +71,9 @@ class FakeService:
         pieces: of the next answer, one after the other as the test puts them; None ends it.
         asked: bodies of the requests for answers.
         gone: set when a client has gone in the middle of an answer.
+        is_operator: whether the page belongs to one.
+        done: what was begun with models, as pairs.
+        invitation: what the engine says of it.
     """
 
     def __init__(self) -> None:
@@ -65,8 +83,19 @@ class FakeService:
         self.ring = snapshot(node("starter"), node("secondary0", busy=0.93), node("secondary1"))
         self.other_rings: dict[str, dict[str, Any]] = {}
         self.engine.ask = self._ask
+        self.is_operator = False
+        self.done: list[tuple[str, str]] = []
+        self.invitation: dict[str, Any] = {"is_open": False, "seconds_left": 0, "last": ""}
+        self.engine.state = SimpleNamespace(
+            statuses={"nano-llama": self.engine.status}, is_serving=lambda name: name == "nano-llama"
+        )
+        folders = {"nano-llama": Path("nowhere"), "org/other": Path("nowhere")}
+        self.catalog = SimpleNamespace(home=Path("nowhere"), folders=lambda: folders)
         self.counts = {"running": 8, "waiting": 2, "limit": 512}
-        self.models = SimpleNamespace(latest="nano-llama")
+        self.models = SimpleNamespace(
+            latest="nano-llama", leaving=set(), load=lambda name: self.done.append(("load", name)),
+            unload=lambda name: self.done.append(("unload", name)),
+        )  # fmt: skip
         self.observe: list[Any] = []
         self.events: list[dict[str, Any]] = [{"time_s": 1.7e9, "level": "info", "text": "the ring is closed"}]
         self.asked: list[dict[str, Any]] = []
@@ -85,6 +114,13 @@ class FakeService:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def _ask(self, what: str, args: dict[str, Any], timeout_s: float = 0) -> dict[str, Any]:
+        if what == "invite":
+            self.invitation = {"is_open": True, "seconds_left": 899, "last": ""}
+            return {"line": f"mdi join 192.168.1.10:8088 {CODE}", "qr": ["101", "010", "111"], "seconds_left": 899}
+        if what in ("revoke", "invitation"):
+            if what == "revoke":
+                self.invitation = {"is_open": False, "seconds_left": 0, "last": "revoked"}
+            return self.invitation
         if what == "plan":
             return {"words": f"Another cut of {args['model']} would be better.", "text": "starter  blocks 0-1"}
         problem = {"node": "secondary1", "what": "<b>its clock is 9 s ahead</b>", "advice": "Set it"}
@@ -117,12 +153,22 @@ class FakeService:
         assert self._ready.wait(DEADLINE_S)
         self._ready.clear()
 
-    def app(self) -> Starlette:
+    def app(self) -> Any:
         own = [
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
         ]
-        return Starlette(routes=[*own, *routes(self)])  # type: ignore[arg-type]
+        operator = FakeOperator(self)  # type: ignore[arg-type]
+        found = Starlette(
+            routes=[*own, *routes(self), *operator_routes(self, operator)],  # type: ignore[arg-type]
+            exception_handlers={ApiError: lambda _, e: JSONResponse(e.body, e.status)},
+        )
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            scope["mdi.is_operator"] = self.is_operator
+            await found(scope, receive, send)
+
+        return app
 
 
 @contextlib.contextmanager

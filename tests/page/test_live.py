@@ -9,7 +9,7 @@ import pytest
 
 from mdi.engine.recorder import Activity, Span
 from mdi.run.trace import Reading
-from mdi.serve.snapshot import Delays, NodeLook, node_state, ring_words, shares, waited_for
+from mdi.serve.snapshot import N_STEPS, STEP_S, Delays, History, NodeLook, node_state, ring_words, shares, waited_for
 
 
 def look(name: str, at_s: float, measured: Mapping[str, Any] | None = None, **others: Any) -> NodeLook:
@@ -88,9 +88,9 @@ def test_who_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("running", "tokens_s", "waits_for", "is_here", "trouble", "wanted"),
     [
-        (0, 0.0, None, True, "", ("idle", "Idle: all nodes wait for a text.")),
-        (2, 9.0, None, True, "", ("working", "No node limits the ring: frames spend most of their time on links.")),
-        (2, 9.0, "n1", True, "", ("working", "n1 limits the ring: it computes 93% of the time.")),
+        (0, 0.0, None, True, "", ("idle", "Ready: no request at the moment.")),
+        (2, 9.0, None, True, "", ("working", "Network-bound: frames spend most of their time on links.")),
+        (2, 9.0, "n1", True, "", ("working", "Limited by n1, which computes 93% of the time.")),
         (2, 0.0, None, True, "", ("working", "No token has come in the last second.")),
         (2, 0.0, None, False, "", ("working", "No answer from n1.")),
         (2, 9.0, "n1", False, "n1 is lost", ("recovering", "n1 is lost.")),
@@ -108,3 +108,22 @@ def test_what_is_said_of_a_ring(
 def test_what_is_said_of_a_node() -> None:
     assert [node_state(own, "") for own in ("RUNNING", "LOADING", "")] == ["SERVING", "LOADING", ""]
     assert [node_state(own, "lost") for own in ("RUNNING", "IDLE", "")] == ["WAITING", "WAITING", ""]
+
+
+def test_the_history_has_steps_of_all_tokens_and_of_the_nodes_that_had_them() -> None:
+    history = History()
+    assert history.after(100.0, 1000, {"a": 7, "b": 7})["total"] == [], "what came before is not of this time"
+    assert history.after(100.0 + STEP_S / 2, 1040, {"a": 8, "b": 8})["total"] == []
+    history.after(100.0 + STEP_S, 1050, {"a": 9, "b": 9})
+    history.after(100.0 + 2 * STEP_S, 1100, {"a": 10, "b": 9})
+    found = history.after(100.0 + 3 * STEP_S, 1100, {"a": 10})
+    assert found["total"] == [50 / STEP_S, 50 / STEP_S, 0.0]
+    assert found["nodes"] == {"a": [10.0, 10.0, 0.0], "b": [10.0, 0.0, None]}, "b had nothing to do, and then was lost"
+
+
+def test_the_history_is_ten_minutes_long_and_begins_anew_with_a_ring() -> None:
+    history = History()
+    for i in range(3 * N_STEPS):
+        found = history.after(i * STEP_S, i, {"a": i})
+    assert len(found["total"]) == len(found["nodes"]["a"]) == N_STEPS and N_STEPS * STEP_S == 600
+    assert history.after(1e6, 0, {"a": 0})["total"] == found["total"], "fewer tokens are those of another engine"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_service import FakeService, node, running, snapshot
+from fake_service import CODE, FakeService, node, running, snapshot
 
 CHROMIUM = os.environ.get("MDI_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-dev.txt)")
@@ -207,6 +207,10 @@ def test_several_chats_are_kept(page: Any, service: FakeService) -> None:
     assert page.evaluate(TEXT) == "first answer"
     assert page.inner_text(".message.assistant .who") == "nano-llama", "who has said it"
     page.click("[aria-label='Delete the chat: first question']")
+    assert page.locator("#chats .open").all_inner_texts() == ["second question"]
+    page.click("#toast >> text=Undo")
+    assert page.locator("#chats .open").all_inner_texts() == ["second question", "first question"]
+    page.click("[aria-label='Delete the chat: first question']")
     page.reload()
     assert page.locator("#chats .open").all_inner_texts() == ["second question"]
 
@@ -232,9 +236,10 @@ def test_an_error_is_told(page: Any, service: FakeService, address: str) -> None
 def test_the_ring_and_a_node_that_does_not_answer(page: Any, service: FakeService) -> None:
     page.click("#tab-ring")
     page.wait_for_selector("#nodes .node >> nth=2")
-    assert "38.2" in page.inner_text("#figures") and "secondary0" in page.inner_text("#waits")
+    assert "12,345 tokens so far" in page.inner_text("#figures") and "secondary0" in page.inner_text("#waits")
+    assert page.text_content("#picture .middle") == "38", "no digits that one second does not show"
     assert page.locator("#links tbody tr").count() == 3
-    assert page.locator("#links tbody tr").first.inner_text().split("\t")[1:3] == ["2.10 ms", "0.40 ms"]
+    assert page.locator("#links tbody tr").first.inner_text().split("\t")[1] == "2.1 ms ± 0.4 ms"
     assert page.locator("#picture .gauge").count() == 3
     service.ring = snapshot(node("starter"), node("secondary0", is_here=False, state=""), node("secondary1"))
     page.wait_for_selector("#nodes .node.gone")
@@ -243,7 +248,7 @@ def test_the_ring_and_a_node_that_does_not_answer(page: Any, service: FakeServic
     service.ring = snapshot(node("starter"), node("secondary0"), node("secondary1"))
     until(page, "document.querySelectorAll('#nodes .node.gone').length === 0")
     service.ring["links"][0].update(delay_s=0.00046, error_s=0.00261)
-    page.wait_for_selector("#links tbody tr >> nth=0 >> text=< 3.07 ms")
+    page.wait_for_selector("#links tbody tr >> nth=0 >> text=< 3.1 ms")
 
 
 def test_a_loss_is_told_while_an_answer_waits(page: Any, service: FakeService) -> None:
@@ -255,9 +260,11 @@ def test_a_loss_is_told_while_an_answer_waits(page: Any, service: FakeService) -
     service.put("one two")
     until(page, f"({TEXT}).includes('two')")
     lost = "secondary1 is lost; the texts wait"
-    service.ring = snapshot(node("starter"), node("secondary0"), node("secondary1", is_here=False), trouble=lost)
+    service.ring = snapshot(
+        node("starter"), node("secondary0"), node("secondary1", is_here=False), trouble=lost, trouble_s=3.2
+    )
     service.events.append({"time_s": 1.7e9, "level": "warning", "text": f"<b>{lost}"})
-    page.wait_for_selector(f".message.assistant .waits >> text={lost}")
+    page.wait_for_selector(f".message.assistant .live.lost >> text={lost}; 3 s")
     until(page, f"document.querySelector('#state').textContent === '{lost}.'")
     assert page.evaluate(dot) != green, "not the colour of a ring that works"
     page.click("#tab-ring")
@@ -268,10 +275,12 @@ def test_a_loss_is_told_while_an_answer_waits(page: Any, service: FakeService) -
     until(page, "document.querySelector('#state').textContent === 'nano-llama'")
     assert page.evaluate(dot) == green
     page.click("#tab-chat")
-    until(page, "document.querySelector('.message.assistant .waits').textContent === ''")
+    until(page, "document.querySelector('.message.assistant .live').textContent.startsWith('2 nodes · ')")
+    assert page.locator(".message.assistant .live.lost").count() == 0
     service.put(" three", None)
     ended(page)
     assert page.evaluate(TEXT) == "one two three"
+    assert page.inner_text(".message.assistant > .lost") == f"{lost}; 3 s", "it stays with the answer"
 
 
 def test_the_ring_of_each_model_that_is_served(page: Any, service: FakeService) -> None:
@@ -283,7 +292,7 @@ def test_the_ring_of_each_model_that_is_served(page: Any, service: FakeService) 
     assert page.input_value("#ring-model") == "nano-llama", "the one that was used last"
     page.select_option("#ring-model", "org/other")
     until(page, "document.querySelectorAll('#nodes .node').length === 2")
-    assert "org/other" in page.inner_text("#figures") and "board" in page.inner_text("#nodes")
+    assert page.inner_text("#ring-name") == "org/other" and "board" in page.inner_text("#nodes")
     page.click("#run-plan")
     page.wait_for_selector("#answer >> text=Another cut of org/other would be better.")
     service.other_rings = {}
@@ -336,3 +345,153 @@ def test_on_a_phone(browser: Any, address: str, service: FakeService, scheme: st
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
     context.close()
+
+
+def test_an_empty_chat_shows_the_ring_and_examples(page: Any, service: FakeService) -> None:
+    until(page, "document.querySelector('.welcome h1').textContent === 'nano-llama'")
+    assert page.locator(".welcome .track").count() == 3 and page.inner_text(".welcome p") == "3 nodes"
+    example = page.inner_text(".chip >> nth=0")
+    page.click(".chip >> nth=0")
+    service.wait_asked()
+    assert service.asked[0]["messages"] == [{"role": "user", "content": example}]
+    service.put("yes", None)
+    ended(page)
+
+
+def test_arcs_are_as_long_as_blocks_and_frames_move_along_them(page: Any, service: FakeService) -> None:
+    nodes = [node("starter", blocks=[0, 2]), node("a", blocks=[2, 12]), node("b", blocks=[12, 22])]
+    service.ring = snapshot(*nodes)
+    page.click("#tab-ring")
+    until(page, "document.querySelectorAll('#picture .track').length === 3")
+    lengths = "Array.from(document.querySelectorAll('#picture .track'), (arc) => arc.getTotalLength())"
+    until(page, f"(([s, a, b]) => Math.abs(a - b) < 1 && a > 3 * s)({lengths})")
+    moving = "getComputedStyle(document.querySelector('#picture .frames')).animationName"
+    assert page.locator("#picture .frames circle").count() == 8 and page.evaluate(moving) == "turn"
+    page.emulate_media(reduced_motion="reduce")
+    assert page.locator("#picture .frames").is_hidden()
+    page.emulate_media(reduced_motion="no-preference")
+    service.ring = {**service.ring, "state": "idle", "tokens_s": 0.0}
+    until(page, "document.querySelectorAll('#picture .frames circle').length === 0")
+
+
+def test_shares_of_a_nodes_time_are_all_of_it(page: Any, service: FakeService) -> None:
+    odd = [
+        node("starter", busy=0.335, sending=0.335),
+        node("a", busy=0.9, sending=0.3),
+        node("b", busy=0.0, sending=0.0),
+    ]
+    service.ring = snapshot(*odd)
+    page.click("#tab-ring")
+    until(page, "document.querySelectorAll('.legend').length === 3")
+    for words in page.locator(".legend").all_inner_texts():
+        assert sum(int(one.removesuffix("%")) for one in words.split() if one.endswith("%")) == 100, words
+
+
+def test_the_history_of_ten_minutes(page: Any, service: FakeService) -> None:
+    page.click("#tab-ring")
+    page.wait_for_selector("#history path")
+    assert "10 min ago" in page.inner_text("#history") and "most: 42" in page.inner_text("#history")
+    assert page.get_attribute("#history path", "d").count("L") == 3
+    assert page.get_attribute("#nodes .past path >> nth=0", "d").count("M") == 2, "it did not answer in between"
+
+
+def test_reasoning_is_folded_and_calls_are_shown(page: Any, service: FakeService) -> None:
+    say(page, service, "think")
+    service.put("First <b>this</b>", ", then that.</think>", "So: yes.", '<tool_call>{"name": "look", "arguments": {}}')
+    service.put("</tool_call>", None)
+    ended(page)
+    body = page.locator(".message.assistant .body")
+    assert body.locator("summary").all_inner_texts() == ["Reasoning: 4 words", "Calls look"]
+    assert body.locator("details[open]").count() == 0 and body.locator("b").count() == 0
+    assert body.locator("p").inner_text() == "So: yes."
+    say(page, service, "and?")
+    assert service.asked[1]["messages"][1]["content"].startswith("So: yes."), "the reasoning is not sent back"
+    service.put("no", None)
+    ended(page)
+
+
+def test_a_message_is_edited_and_sent_again(page: Any, service: FakeService) -> None:
+    for words in ("one", "two"):
+        say(page, service, words)
+        service.put(f"answer to {words}", None)
+        ended(page)
+    page.hover(".message.user >> nth=0")
+    page.click("[aria-label='Edit and send again'] >> nth=0")
+    page.fill("[aria-label='Edit the message']", "three")
+    page.click("text=Send again")
+    service.wait_asked()
+    assert service.asked[2]["messages"] == [{"role": "user", "content": "three"}]
+    service.put("answer to three", None)
+    ended(page)
+    assert page.locator(".message").count() == 2 and page.evaluate(TEXT) == "answer to three"
+
+
+def test_a_chat_is_renamed_and_exported(page: Any, service: FakeService) -> None:
+    page.click("#options summary")
+    page.fill("#system", "Be brief.")
+    page.fill("#top-k", "5")
+    page.fill("#stop-at", "END")
+    say(page, service, "hello")
+    assert service.asked[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert service.asked[0]["top_k"] == 5 and service.asked[0]["stop"] == ["END"] and "seed" not in service.asked[0]
+    service.put("hi", None)
+    ended(page)
+    page.click("#rename")
+    page.fill("#chat-title input", "A <b>name</b>")
+    page.keyboard.press("Enter")
+    assert page.locator("#chats .open").all_inner_texts() == ["A <b>name</b>"]
+    with page.expect_download() as download:
+        page.click("#export")
+    text = download.value.path().read_text()
+    assert text == "# A <b>name</b>\n\n*System prompt:* Be brief.\n\n## You\n\nhello\n\n## nano-llama\n\nhi\n"
+    assert download.value.suggested_filename == "A bnameb.md"
+    page.click("#new-chat")
+    page.fill("#system", "")
+    page.click("text=A <b>name</b>")
+    assert page.input_value("#system") == "Be brief.", "each chat has its own"
+
+
+def test_a_user_sees_no_buttons_of_operators(page: Any, service: FakeService) -> None:
+    page.click("#tab-ring")
+    page.wait_for_selector("#nodes .node")
+    assert page.is_hidden("#invite")
+    page.click("#open-models")
+    assert page.is_hidden("#operate") and page.is_visible("#model")
+
+
+def test_an_operator_loads_and_pulls(page: Any, service: FakeService) -> None:
+    service.is_operator = True
+    page.reload()
+    page.click("#open-models")
+    page.wait_for_selector("#model-list li >> nth=1")
+    page.click("[aria-label='Load org/other']")
+    page.click("[aria-label='Unload nano-llama']")
+    page.fill("#pull-name", "org/new")
+    page.click("#pull-form button")
+    page.wait_for_selector("#model-list li >> nth=2 >> text=pulling · 50% · 12 MB of 24 MB")
+    assert page.evaluate("document.querySelector('#model-list progress').value") == 0.5
+    page.click("#model-list >> text=Stop")
+    page.wait_for_selector("#model-list >> text=stopped")
+    assert service.done == [("load", "org/other"), ("unload", "nano-llama")]
+
+
+def test_a_machine_is_invited_and_the_code_is_kept_nowhere(page: Any, service: FakeService) -> None:
+    service.is_operator = True
+    page.click("#tab-ring")
+    page.wait_for_selector("#invite:visible")
+    page.click("#invite")
+    page.wait_for_selector(f"#invitation >> text=mdi join 192.168.1.10:8088 {CODE}")
+    assert page.get_attribute("#invitation .qr path", "d").count("M") == 6
+    page.wait_for_selector("#machines-said >> text=14:59")
+    kept = page.evaluate(
+        "JSON.stringify([{...localStorage}, {...sessionStorage}, location.href, history.length, document.cookie])"
+    )
+    assert CODE not in kept and CODE not in page.evaluate("fetch('api/ring').then((answer) => answer.text())")
+    page.click("#revoke")
+    page.wait_for_selector("#machines-said >> text=revoked")
+    assert CODE not in page.content()
+    page.keyboard.press("Escape")
+    page.click("#invite")
+    page.wait_for_selector("#invitation .qr")
+    page.keyboard.press("Escape")
+    until(page, f"!document.documentElement.outerHTML.includes('{CODE}')")

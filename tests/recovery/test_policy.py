@@ -145,7 +145,7 @@ def test_why_the_texts_wait_is_said_until_they_go_on() -> None:
     assert world.policy.trouble == ""
     world.refusals = [NodeLostError("x", "x is lost, too", "lost")]
     world.recover(world.lose("a"))
-    assert world.troubles == ["a is lost; the texts wait", "x is lost, too; the texts wait"]
+    assert world.troubles == ["a was lost; its blocks move to x", "a was lost; its blocks move to x"], "x has lived on"
     assert world.policy.trouble == ""
     world.move(Form(world.policy.ring, is_moved=True))
     assert world.troubles[2:] == ["blocks move to other nodes; the texts wait"] and world.policy.trouble == ""

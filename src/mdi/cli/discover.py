@@ -35,6 +35,7 @@ class Discovery:
         self._options = options
         self.cancel = Cancel(parent=cancel)  # its end ends a search
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
+        self._guests: Guests | None = None
 
     def cluster(self) -> ClusterConfig:
         """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
@@ -68,7 +69,7 @@ class Discovery:
         starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         wanted = None if options.nodes is None else options.nodes - 1
         wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
-        guests = self._guests(keys)
+        guests = self.guests(keys)
         with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
@@ -105,11 +106,13 @@ class Discovery:
             logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
         return self._relays[addr, port]
 
-    def _guests(self, keys: KeyFile) -> Guests:
+    def guests(self, keys: KeyFile) -> Guests:
         """The nodes of this key that have joined, today or earlier."""
         from mdi.control.discovery import Guests
 
-        return Guests(keys.path.with_name(f"{keys.path.name}.nodes"))
+        if self._guests is None:
+            self._guests = Guests(keys.path.with_name(f"{keys.path.name}.nodes"))
+        return self._guests
 
     def arrivals(self, cluster: Callable[[], ClusterConfig | None]) -> Arrivals | None:
         """Nodes that are started during a run; None where they are not wanted, or could not prove anything."""
@@ -124,7 +127,7 @@ class Discovery:
             found = cluster()
             assert keys is not None and found is not None
             addr = found.starter.addr
-            return [*self._listen(keys, addr, [ip_address(addr)], stack), self._guests(keys).nodes]
+            return [*self._listen(keys, addr, [ip_address(addr)], stack), self.guests(keys).nodes]
 
         return Arrivals(heard, keys)
 

@@ -21,14 +21,16 @@ import webbrowser
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Options
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
+    from mdi.cli.discover import Discovery
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
+    from mdi.serve.machines import Machines
     from mdi.serve.process import ApiProcess
     from mdi.spec.cluster import ClusterConfig
 
@@ -86,6 +88,8 @@ def run(options: Options) -> int:
 def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
+    from mdi.cli.access import with_machines
+    from mdi.cli.discover import Discovery
     from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
     from mdi.serve.backend import Backend, handlers
@@ -97,7 +101,8 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
         is_first = name == catalog.first_name
         logger.info("ready: %s (Ctrl-C ends)" if is_first else "%s is ready, too", api.url if is_first else name)
 
-    nodes, catalog = _nodes(options), Catalog(models, ckpt)
+    discovery, catalog = Discovery(with_machines(options)), Catalog(models, ckpt)
+    nodes = _nodes(options, discovery)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
     with nodes:
@@ -106,7 +111,13 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
             _after(options), ready,
         )  # fmt: skip
         snapshots = Snapshots(host)
-        backend = Backend(api.lines, host, handlers(host, snapshots), snapshots.take)
+        machines = _machines(options, discovery)
+
+        def look() -> dict[str, Any]:
+            machines.look()
+            return snapshots.take()
+
+        backend = Backend(api.lines, host, handlers(host, snapshots, machines), look)
         if options.open and _has_display():
             webbrowser.open(api.url)
         try:
@@ -120,6 +131,7 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
             ignore_interrupts()
             host.close()
             backend.close()
+            machines.close()
 
 
 def _has_display() -> bool:
@@ -135,9 +147,19 @@ def _after(options: Options) -> Callable[[Run], None] | None:
     return None if path is None else lambda node: write_trace_of(node, path)
 
 
-def _nodes(options: Options) -> NodeSource:
-    from mdi.cli.access import with_machines
-    from mdi.cli.discover import Discovery
+def _machines(options: Options, discovery: Discovery) -> Machines:
+    """Invitations of further machines; a ring of processes on this machine has no place for them."""
+    from mdi.cli.access import free_port, open_keys, own_address
+    from mdi.cli.discover import CONTROL_PORT
+    from mdi.serve.machines import Machines
+
+    keys = None if options.nodes is not None else open_keys(options)
+    addr = options.addr or own_address()
+    guests = None if keys is None else discovery.guests(keys)
+    return Machines(keys, addr, lambda: free_port(addr, CONTROL_PORT), guests)
+
+
+def _nodes(options: Options, discovery: Discovery) -> NodeSource:
     from mdi.cli.session import nodes_of, processes_of
     from mdi.node.local import LocalRing
     from mdi.spec.cluster import load_cluster, standalone
@@ -148,5 +170,4 @@ def _nodes(options: Options) -> NodeSource:
     def find() -> ClusterConfig:
         return load_cluster(options.nodes_config) if options.nodes_config else standalone()
 
-    discovery = Discovery(with_machines(options))
     return nodes_of(options, find if options.machines is None else discovery.present_nodes, discovery)

@@ -67,12 +67,14 @@ def _keys(options: Options) -> tuple[ApiKey, ...]:
 
 
 def _key(number: int, line: str) -> ApiKey:
-    from mdi.serve.process import ApiKey, digest_of
+    from mdi.serve.process import ROLES, ApiKey, digest_of
 
     parts = line.split()
+    role = parts.pop() if len(parts) > 1 and parts[-1] in ROLES else "user"
     if not 1 <= len(parts) <= 3 or len(parts[0]) < 8:
         raise UsageError(
-            f"API key {number}: expected at least 8 characters without blanks, then its name and its priority"
+            f"API key {number}: expected at least 8 characters without blanks, then its name, its priority and its role "
+            f"({' or '.join(ROLES)})"
         )
     name = parts[1] if len(parts) > 1 else f"key{number}"
     try:
@@ -81,7 +83,7 @@ def _key(number: int, line: str) -> ApiKey:
         raise UsageError(f"API key {number}: its priority is not a whole number") from None
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
-    return ApiKey(digest_of(parts[0]), name, priority)
+    return ApiKey(digest_of(parts[0]), name, priority, role)
 
 
 def _check_tls(cert: Path, key: Path) -> None:

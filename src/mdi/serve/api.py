@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mdi.control.web_pages import TYPE_WANTED, is_address, is_body_type, name_in
-from mdi.serve import page
+from mdi.serve import operate, page
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
@@ -41,6 +41,7 @@ from mdi.serve.chat import Chat
 from mdi.serve.completions import Completion
 from mdi.serve.endpoint import Endpoint
 from mdi.serve.engine_client import EngineClient
+from mdi.serve.operate import is_from_here
 from mdi.serve.process import DRAIN_S, ApiKey, ServeSettings, digest_of
 from mdi.terminal import TIMED, VARIABLE, formatter
 
@@ -69,7 +70,10 @@ class Guard:
             self._check_origin(headers)
             if not is_body_type(headers.get("content-type", "")):
                 raise ApiError(415, TYPE_WANTED, "content_type", headers={"connection": "close"})
-            scope["mdi.key"] = self._key_of(scope["path"], headers)
+            key = scope["mdi.key"] = self._key_of(scope["path"], headers)
+            scope["mdi.is_operator"] = is_own_page(headers) and (
+                key.role == "operator" if key is not None else not self._keys and is_from_here(scope)
+            )
         except ApiError as e:
             await JSONResponse(e.body, e.status, e.headers)(scope, receive, send)
             return
@@ -87,7 +91,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
-        if _place_in(origin) != headers.get("host", "").lower():
+        if not is_own_page(headers):
             raise ApiError(403, "other web pages may not use this server (--allow-origin)", "origin_not_allowed")
 
     def _key_of(self, path: str, headers: Headers) -> ApiKey | None:
@@ -111,12 +115,13 @@ def _is_open(path: str) -> bool:
     return any(path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in OPEN_PATHS)
 
 
-def _place_in(origin: str) -> str | None:
-    """Name and port in an Origin header; None if it has none."""
+def is_own_page(headers: Headers) -> bool:
+    """Whether a program asks, or this server's own page."""
+    origin = headers.get("origin")
     try:
-        return urlsplit(origin).netloc.lower()
+        return origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
     except ValueError:
-        return None
+        return False
 
 
 # What programs ask for, with its method; the page and its questions are not among them.
@@ -138,6 +143,8 @@ ALIKE = {
 
 
 def make_app(api: ApiState) -> Starlette:
+    operator = operate.Operator(api)
+    api.closing.append(operator.close)
     routes: list[BaseRoute] = [
         Route("/v1/models", _Models(api).list, methods=["GET"]),
         Route("/v1/models/{name:path}", _Models(api).one, methods=["GET"]),
@@ -145,6 +152,7 @@ def make_app(api: ApiState) -> Starlette:
         Route("/v1/chat/completions", Endpoint(api, Chat), methods=["POST"]),
         Route("/health", _Models(api).health, methods=["GET"]),
         *page.routes(api),
+        *operate.routes(api, operator),
     ]
     cors = Middleware(
         CORSMiddleware, allow_origins=api.settings.origins, allow_methods=["GET", "POST"],

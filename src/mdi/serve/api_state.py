@@ -134,6 +134,7 @@ class ApiState:
 
     Attributes:
         queues: of each model that was asked for.
+        closing: called when the server ends.
     """
 
     def __init__(self, settings: ServeSettings, engine: EngineClient, catalog: Catalog) -> None:
@@ -145,6 +146,7 @@ class ApiState:
         engine.on_memory = self._admit
         self.schemas = SchemaChecks()
         self.observe: list[RequestObserver] = []
+        self.closing: list[Callable[[], None]] = []
         self.begin = time.time()
         self.is_draining = False
 
@@ -180,7 +182,8 @@ class ApiState:
 
     def close(self) -> None:
         """End the processes that were started for requests."""
-        self.schemas.close()
+        for close in (*self.closing, self.schemas.close):
+            close()
         self.models.close()
 
     def _admit(self) -> None:

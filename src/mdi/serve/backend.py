@@ -30,6 +30,7 @@ from mdi.placement.model_shape import model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.serve.host import ModelHost
+from mdi.serve.machines import Machines
 from mdi.serve.process import Lines
 from mdi.serve.snapshot import node_state
 from mdi.units import counted
@@ -45,8 +46,10 @@ WORTH = 1.05  # a smaller gain is within the error of the measurement
 FAST_BYTES_S = 125e6  # a link that is not full does not show its speed: assume a gigabit
 
 
-def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
+def handlers(host: ModelHost, snapshots: Snapshots, machines: Machines | None = None) -> dict[str, Handler]:
     """Handlers by name; each runs in a thread of its own, and returns plain JSON or raises MdiError."""
+
+    invited = machines or Machines()
 
     def node(args: dict[str, Any]) -> Run | None:
         loaded = host.loaded.get(args["model"])
@@ -57,6 +60,9 @@ def handlers(host: ModelHost, snapshots: Snapshots) -> dict[str, Handler]:
         "unload": lambda args: {"code": _want(host, args["model"], False)},
         "doctor": lambda args: doctor(node(args)),
         "plan": lambda args: plan_now(node(args), snapshots.latest.get(args["model"], {})),
+        "invite": lambda args: invited.invite(args["who"]),
+        "revoke": lambda args: invited.revoke(args["who"]),
+        "invitation": lambda args: invited.state(),
     }
 
 
@@ -312,7 +318,7 @@ class Backend:
                 raise UsageError(f"unknown question {message['what']!r}")
             told["result"] = handler(message["args"])
         except MdiError as e:
-            told["error"] = str(e)
+            told["error"], told["status"] = str(e), 400 if isinstance(e, UsageError) else 500
         except Exception as e:
             logger.exception("a question could not be answered")
             told["error"] = f"{type(e).__name__}: {e}"

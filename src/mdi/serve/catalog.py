@@ -18,7 +18,7 @@ class Catalog:
     """
 
     def __init__(self, home: Path, first: Path) -> None:
-        self._home = home
+        self.home = home
         self._first = first
         self._found: dict[str, Path] = {}
         self._looked = -LOOK_S
@@ -37,7 +37,7 @@ class Catalog:
         return list(self.folders())
 
     def _look(self) -> dict[str, Path]:
-        models = [model for model in ModelStore(self._home).models() if is_usable(model.folder)]
+        models = [model for model in ModelStore(self.home).models() if is_usable(model.folder)]
         return {model.name: model.folder for model in sorted(models, key=lambda model: model.name)}
 
 

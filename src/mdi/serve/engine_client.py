@@ -229,7 +229,7 @@ class EngineClient:
         if message.get("error") is None:
             question.set_result(message["result"])
         else:
-            question.set_exception(ApiError(500, message["error"], "engine"))
+            question.set_exception(ApiError(message.get("status", 500), message["error"], "engine"))
 
     async def notify(self) -> None:
         """Wake those that wait for a change."""

@@ -83,6 +83,7 @@ class Models:
         self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
+        self._unloading: set[asyncio.Task[None]] = set()
         self.loading = ""
         self.leaving: set[str] = set()  # no new request may use them
 
@@ -131,6 +132,25 @@ class Models:
             use.last_s = time.monotonic()
             if not use.n:
                 await self._engine.notify()
+
+    def load(self, name: str) -> None:
+        """Begin to load a model, beside the others or in the place of some. Raises ApiError."""
+        self._check(name)
+        if self._loader is not None:
+            raise ApiError(409, f"{self.loading} is being loaded: wait until it is ready", "busy")
+        if not self._engine.state.is_serving(name):
+            self.loading = name
+            self._loader = asyncio.create_task(self._load(name))
+
+    def unload(self, name: str) -> None:
+        """Begin to unload a model: no request gets it any more, and those under way are finished. Raises ApiError."""
+        self._check(name)
+        if not self._engine.state.is_serving(name):
+            raise ApiError(409, f"{name} is not loaded", "not_loaded")
+        if name not in self.leaving:
+            task = asyncio.create_task(self._give_up(name))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
 
     def _use(self, name: str) -> _Use:
         return self._uses.setdefault(name, _Use())

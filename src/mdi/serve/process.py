@@ -21,6 +21,7 @@ from typing import Any
 
 from mdi.errors import UsageError, WireError
 
+ROLES = ("user", "operator")
 DRAIN_S = 15.0  # for requests under way when the server ends
 
 
@@ -30,11 +31,13 @@ class ApiKey:
     digest: sha256 of the key, in hex; the key itself is not kept.
     name: its name in the log and the queue.
     priority: larger goes first.
+    role: one of ROLES. An operator may also load, unload and pull models, and invite machines.
     """
 
     digest: str
     name: str
     priority: int = 0
+    role: str = "user"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mdi.serve.host import ModelHost
 
 Answer = tuple[dict[str, Any] | None, Reading | None]  # a node's status, and its timer compared with ours
+STEP_S, N_STEPS = 5.0, 120  # of the history: ten minutes
 ANSWER_S = 0.7  # the page shows a node that is silent for so long as gone
 
 
@@ -58,6 +60,8 @@ class _Watch:
         self._looks: dict[str, NodeLook] = {}
         self._tokens = (0.0, 0)
         self._delays = Delays()
+        self._history = History()
+        self._trouble_at: float | None = None
 
     def look(self, node: Run, own: NodeMetrics) -> dict[str, Any]:
         statuses = _ask_all(node.clients, node.run_id)
@@ -78,6 +82,14 @@ class _Watch:
             "waits_for": waited_for(nodes),
         }
         found["state"], found["words"] = ring_words(found, node.trouble)
+        if not node.trouble:
+            self._trouble_at = None
+        elif self._trouble_at is None:
+            self._trouble_at = time.monotonic()
+        found["trouble"] = node.trouble
+        found["trouble_s"] = 0.0 if self._trouble_at is None else time.monotonic() - self._trouble_at
+        frames = {one["name"]: one["frames"] for one in nodes if one["is_here"] and one["frames"] is not None}
+        found["history"] = self._history.after(time.monotonic(), node.engine.n_tokens, frames)
         self._looks = {look.name: look for look in looks}
         return found
 
@@ -168,6 +180,33 @@ def _ask(client: ControlClient, run: str) -> Answer:
         return status, Reading((begin + end) / 2, timer_of(status), (end - begin) / 2)
     except ControlError:
         return None, None
+
+
+class History:
+    """Tokens per second of the last ten minutes, in total and through each node, in steps of STEP_S."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[float, int, Mapping[str, int]] | None = None
+        self._steps: deque[tuple[float, dict[str, float]]] = deque(maxlen=N_STEPS)
+
+    def after(self, now_s: float, n_tokens: int, frames: Mapping[str, int]) -> dict[str, Any]:
+        """All steps, oldest first; of a node, null where it did not answer.
+
+        Args:
+            n_tokens: of the ring, so far.
+            frames: of each node that answers, so far. The tokens of a step went through the nodes whose frames rose.
+        """
+        if self._begun is None or n_tokens < self._begun[1]:
+            self._begun = now_s, n_tokens, frames
+        begin_s, before, had = self._begun
+        if now_s - begin_s >= STEP_S:
+            rate = round((n_tokens - before) / (now_s - begin_s), 1)
+            through = {name: rate if n != had.get(name, 0) else 0.0 for name, n in frames.items()}
+            self._steps.append((rate, through))
+            self._begun = now_s, n_tokens, frames
+        names = dict.fromkeys(name for _, through in self._steps for name in through)
+        nodes = {name: [through.get(name) for _, through in self._steps] for name in names}
+        return {"step_s": STEP_S, "n_steps": N_STEPS, "total": [rate for rate, _ in self._steps], "nodes": nodes}
 
 
 @dataclass(frozen=True)
@@ -284,10 +323,10 @@ def ring_words(ring: Mapping[str, Any], trouble: str) -> tuple[str, str]:
     if silent:
         return state, f"No answer from {', '.join(silent)}."
     if state == "idle":
-        return state, "Idle: all nodes wait for a text."
+        return state, "Ready: no request at the moment."
     slowest = next((node for node in ring["nodes"] if node["name"] == ring["waits_for"]), None)
     if slowest is not None:
-        return state, f"{slowest['name']} limits the ring: it computes {slowest['busy']:.0%} of the time."
+        return state, f"Limited by {slowest['name']}, which computes {slowest['busy']:.0%} of the time."
     if not ring["tokens_s"]:
         return state, "No token has come in the last second."
-    return state, "No node limits the ring: frames spend most of their time on links."
+    return state, "Network-bound: frames spend most of their time on links."

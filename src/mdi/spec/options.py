@@ -366,7 +366,8 @@ class Options(StarterOptions):
         "key that clients must send; repeatable (default: MDI_API_KEY)", metavar="KEY", nargs="append"
     )] = ()
     api_key_file: Annotated[Path | None, Option(
-        "one key per line, with an optional name and priority; a larger priority goes first (0)", metavar="FILE"
+        "one key per line, with an optional name, priority (a larger one goes first; 0) and role: user or operator",
+        metavar="FILE",
     )] = None
     tls_cert: Annotated[Path | None, Option("certificate chain (PEM), to serve https", metavar="FILE")] = None
     tls_key: Annotated[Path | None, Option("private key of the certificate (PEM)", metavar="FILE")] = None

@@ -56,7 +56,8 @@ def routes(api: ApiState) -> list[Route]:
 
     async def ring(request: Request) -> Response:
         told = {"status": api.engine.status, "queue": api.counts, "model": api.models.latest}
-        return _json({**told, "rings": api.rings, "events": api.events})
+        is_operator = bool(request.scope.get("mdi.is_operator"))
+        return _json({**told, "rings": api.rings, "events": api.events, "is_operator": is_operator})
 
     async def ask(request: Request) -> Response:
         what, model = request.url.path.removeprefix(QUESTIONS), request.query_params.get("model")

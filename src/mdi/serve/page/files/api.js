@@ -37,6 +37,10 @@ export async function postJson(path, body = {}) {
   return (await ask(path, { method: "POST", body: JSON.stringify(body) })).json();
 }
 
+export async function deleteJson(path) {
+  return (await ask(path, { method: "DELETE" })).json();
+}
+
 // A chat completion, piece by piece: yields {text} and at the end {reason, usage}.
 export async function* complete(request, signal) {
   const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });
@@ -47,9 +51,15 @@ export async function* complete(request, signal) {
     if (event.error) throw new ServerError(event.error.message ?? "the server ended the answer", 500);
     const choice = event.choices?.[0];
     if (choice?.delta?.content) yield { text: choice.delta.content };
+    for (const call of choice?.delta?.tool_calls ?? []) yield { text: `<tool_call>${callText(call)}</tool_call>` };
     if (choice?.finish_reason) yield { reason: choice.finish_reason };
     if (event.usage) yield { usage: event.usage };
   }
+}
+
+// A call as models write it.
+function callText({ function: called }) {
+  return `{"name": ${JSON.stringify(called?.name ?? "")}, "arguments": ${called?.arguments || "{}"}}`;
 }
 
 // The data of server-sent events, however their bytes are cut.

@@ -5,30 +5,55 @@ import { ChatView } from "./chat.js";
 import { Chats, browserStorage, readSettings, saveSettings } from "./chats.js";
 import * as checks from "./checks.js";
 import { byId, el, picture } from "./dom.js";
+import { MachinesDialog } from "./machines.js";
+import { ModelsDialog } from "./models.js";
 import { RingView } from "./ring.js";
 
 const RING_MS = 1000; // between two looks at the ring, when it is shown or writes an answer
 const STATE_MS = 4000; // else
+const TOAST_MS = 10_000;
 const THEMES = ["auto", "light", "dark"];
 const THEME_NAMES = { auto: "as the system", light: "light", dark: "dark" };
-const FIELDS = { model: "", temperature: "0.8", "max-tokens": "512", system: "", key: "" };
+const FIELDS = { model: "", temperature: "0.8", "top-p": "", "top-k": "", "max-tokens": "512", seed: "", "stop-at": "", system: "", key: "" };
+const NUMBERS = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k", "max-tokens": "max_tokens", seed: "seed" };
 
 const storage = browserStorage();
 const settings = readSettings(storage);
 const ring = new RingView();
-const chat = new ChatView(new Chats(storage), request, notify);
+const models = new ModelsDialog();
+const chat = new ChatView(new Chats(storage), request, notify, offer);
+new MachinesDialog();
 let isBad = false; // whether the last look at the ring failed
+let toastTimer = 0;
 
 function request() {
-  const wanted = { model: byId("model").value, temperature: Number(byId("temperature").value), max_tokens: Number(byId("max-tokens").value) };
-  for (const name of ["temperature", "max_tokens"]) if (!Number.isFinite(wanted[name])) delete wanted[name];
-  if (!wanted.max_tokens) delete wanted.max_tokens;
+  const wanted = { model: byId("model").value };
+  for (const [id, name] of Object.entries(NUMBERS)) {
+    const value = byId(id).value.trim();
+    if (value && Number.isFinite(Number(value))) wanted[name] = Number(value);
+  }
+  if (byId("stop-at").value) wanted.stop = [byId("stop-at").value];
   return { ...wanted, system: byId("system").value.trim() };
 }
 
 function notify(words) {
   byId("notice").hidden = !words;
   byId("notice").textContent = words;
+}
+
+// Words at the bottom for a few seconds, with something that the user may do about it.
+function offer(words, name, action) {
+  const toast = byId("toast");
+  const button = toast.querySelector("button");
+  clearTimeout(toastTimer);
+  toast.querySelector("span").textContent = words;
+  button.textContent = name;
+  button.onclick = () => {
+    toast.hidden = true;
+    action();
+  };
+  toast.hidden = false;
+  toastTimer = setTimeout(() => { toast.hidden = true; }, TOAST_MS);
 }
 
 // Fields
@@ -40,29 +65,34 @@ function readFields() {
     field.addEventListener("change", () => {
       settings[id] = field.value;
       saveSettings(storage, settings);
-      if (id === "key") {
-        useKey(field.value);
-        loadModels();
-      }
+      if (id === "model") look();
     });
   }
   useKey(byId("key").value);
 }
 
+// The system prompt is the chat's own; a new chat begins with the one that was used last.
+function readSystem() {
+  const messages = chat.chats.current?.messages.length;
+  byId("system").value = messages ? chat.chats.current.system ?? "" : settings.system ?? "";
+}
+
 async function loadModels() {
   try {
-    const models = (await getJson("v1/models")).data.map((model) => String(model.id));
-    const wanted = models.includes(settings.model) ? settings.model : models[0];
-    byId("model").replaceChildren(...models.map((id) => el("option", { value: id, text: id, selected: id === wanted })));
+    const found = (await getJson("v1/models")).data.map((model) => String(model.id));
+    const wanted = found.includes(settings.model) ? settings.model : found[0];
+    byId("model").replaceChildren(...found.map((id) => el("option", { value: id, text: id, selected: id === wanted })));
     notify("");
     return true;
   } catch (error) {
-    if (error.status === 401) {
-      notify("This server needs an API key: enter it under Options.");
-      byId("options").open = true;
-    }
+    if (error.status === 401) askKey("This server needs an API key.");
     return false;
   }
+}
+
+function askKey(words) {
+  notify(words);
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
 // Views
@@ -101,13 +131,16 @@ async function look() {
   try {
     const found = await getJson("api/ring");
     const { status } = found;
-    const own = found.rings[byId("model").value] ?? found.rings[found.model];
-    const trouble = own?.state === "recovering" ? own.words : "";
-    state.className = `state ${trouble ? own.state : status.state}`;
+    const chosen = byId("model").value;
+    const own = found.rings[chosen] ?? (chosen ? {} : found.rings[found.model]) ?? {};
+    const trouble = own.state === "recovering" ? own.words : "";
+    state.className = `state ${trouble ? own.state : own.nodes ? "serving" : status.state}`;
     if (trouble) state.textContent = trouble;
-    else state.textContent = status.state === "serving" ? status.model : `${status.text} ${status.done ? `(${Math.round(status.done * 100)}%)` : ""}`;
+    else state.textContent = status.state === "serving" ? chosen || status.model : `${status.text} ${status.done ? `(${Math.round(status.done * 100)}%)` : ""}`;
     state.title = state.textContent;
-    chat.waits(trouble);
+    chat.see(own, chosen || found.model);
+    models.allow(found.is_operator === true);
+    byId("invite").hidden = found.is_operator !== true;
     if (!byId("view-ring").hidden) ring.show(found);
     if (isBad || !byId("model").options.length) isBad = !(await loadModels());
   } catch (error) {
@@ -119,7 +152,8 @@ async function look() {
 
 async function lookAgain() {
   if (!document.hidden) await look();
-  setTimeout(lookAgain, byId("view-ring").hidden && !chat.answering ? STATE_MS : RING_MS);
+  const isShown = !byId("view-ring").hidden || chat.answering || chat.small;
+  setTimeout(lookAgain, isShown ? RING_MS : STATE_MS);
 }
 
 // Keys and clicks
@@ -137,27 +171,47 @@ function submit(event) {
   field.value = "";
   grow(field);
   chat.send(text);
+  look();
+}
+
+function useNewKey(event) {
+  event.preventDefault();
+  useKey(byId("key").value);
+  byId("key-dialog").close();
+  loadModels();
+  look();
 }
 
 function listen() {
   const field = byId("prompt");
   byId("composer").addEventListener("submit", submit);
+  byId("key-form").addEventListener("submit", useNewKey);
+  byId("open-key").addEventListener("click", () => {
+    byId("models").close();
+    byId("key-dialog").showModal();
+  });
+  byId("open-models").addEventListener("click", () => models.open());
   field.addEventListener("input", () => grow(field));
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
       chat.stop();
       openSide(false);
     }
   });
   byId("stop").addEventListener("click", () => chat.stop());
+  byId("options").addEventListener("toggle", () => { byId("messages").scrollTop = byId("messages").scrollHeight; });
   byId("new-chat").addEventListener("click", () => {
     chat.begin();
+    readSystem();
     openSide(false);
   });
-  byId("chats").addEventListener("click", () => openSide(false));
+  byId("chats").addEventListener("click", () => {
+    readSystem();
+    openSide(false);
+  });
   byId("menu").addEventListener("click", () => openSide(!byId("side").classList.contains("open")));
   byId("shade").addEventListener("click", () => openSide(false));
   byId("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(settings.theme) + 1) % THEMES.length]));
@@ -171,9 +225,11 @@ function listen() {
   }
 }
 
-byId("menu").append(picture("menu"));
+for (const id of ["menu", "rename", "export", "delete"]) byId(id).append(picture(id));
+for (const button of document.querySelectorAll("dialog .icon")) button.append(picture("remove"));
 setTheme(settings.theme);
 readFields();
+readSystem();
 listen();
 checks.listen(() => ring.model);
 loadModels();

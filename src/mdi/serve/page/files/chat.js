@@ -1,29 +1,44 @@
 // The view of the chats: the list, the messages, and an answer that grows.
 
+import { RingPicture } from "./arcs.js";
 import { complete } from "./api.js";
-import { byId, el, picture } from "./dom.js";
-import { show } from "./markdown.js";
+import { exported } from "./chats.js";
+import { byId, el, picture, svg } from "./dom.js";
+import { said, showAnswer } from "./message.js";
+import { count, perSecond } from "./units.js";
 
 const NEAR_END = 80; // pixels: who has scrolled up further reads, and is not to be moved
 const LONG_MS = 30; // drawing that takes longer is done less often, so that the page still answers
+const EXAMPLES = ["Explain in two sentences how a rainbow forms.", "Write a haiku about three small computers.", "List five uses for an old laptop."];
 
 export class ChatView {
-  constructor(chats, settings, notify) {
+  constructor(chats, settings, notify, offer) {
     this.chats = chats;
     this.settings = settings; // a function: what a request is to be made of
     this.notify = notify;
+    this.offer = offer; // a function: words, and what to do if the user wants that
     this.answering = null; // {chat, message, controller}
+    this.ring = {}; // the latest that is known of the model's ring
+    this.model = "";
     this.messages = byId("messages");
+    byId("rename").addEventListener("click", () => this.rename());
+    byId("export").addEventListener("click", () => this.export());
+    byId("delete").addEventListener("click", () => this.remove(this.chats.current.id));
     this.drawAll();
   }
 
   drawAll() {
     this.drawList();
     const chat = this.chats.current;
-    if (!chat || !chat.messages.length) this.messages.replaceChildren(welcome());
+    const isEmpty = !chat?.messages.length;
+    this.small = null;
+    if (isEmpty) this.messages.replaceChildren(this.welcome());
     else this.messages.replaceChildren(...chat.messages.map((message, i) => this.draw(message, i === chat.messages.length - 1)));
+    byId("chat-head").hidden = isEmpty;
+    byId("chat-title").replaceChildren(chat?.title ?? "");
     this.messages.scrollTop = this.messages.scrollHeight;
     this.drawButtons();
+    this.drawLive();
   }
 
   drawList() {
@@ -41,29 +56,39 @@ export class ChatView {
     this.messages.setAttribute("aria-busy", String(Boolean(this.answering))); // who has it read aloud hears it when it is complete
   }
 
+  // The ring, the model's name and examples, in an empty chat.
+  welcome() {
+    const drawing = svg("svg", { viewBox: "-240 -150 480 300", role: "img", "aria-label": "The nodes that compute the answers" });
+    this.small = { picture: new RingPicture(drawing, true), title: el("h1"), words: el("p") };
+    const examples = EXAMPLES.map((text) => el("button", { class: "chip", type: "button", text, onclick: () => this.send(text) }));
+    return el("div", { class: "welcome" }, drawing, this.small.title, this.small.words, el("div", { class: "chips" }, ...examples));
+  }
+
   draw(message, isLast) {
     const body = el("div", { class: "body" });
     const element = el("article", { class: `message ${message.role}` }, el("div", { class: "who", text: message.role === "user" ? "You" : message.model || "Model" }), body);
     if (message.role === "user") body.textContent = message.content;
-    else show(body, message.content);
+    else showAnswer(body, message.content);
     const isGrowing = this.answering?.message === message;
     element.classList.toggle("writing", isGrowing);
     if (isGrowing) {
-      Object.assign(this.answering, { element, body });
-      element.append(el("div", { class: "waits", role: "status", text: this.answering.words ?? "" }));
+      const live = el("div", { class: "live", role: "status" });
+      Object.assign(this.answering, { body, live });
+      element.append(...losses(message), live);
     }
     else element.append(...this.tools(message, isLast));
     return element;
   }
 
   tools(message, isLast) {
-    const found = [];
+    const found = losses(message);
     if (message.failure) found.push(el("div", { class: "failed", text: message.failure }));
-    if (message.role !== "assistant") return found;
     const tools = el("div", { class: "tools" });
-    if (isLast) tools.append(el("button", { class: "small", type: "button", text: "Regenerate", onclick: () => this.regenerate() }));
-    const copy = el("button", { class: "small", type: "button", text: "Copy", onclick: () => navigator.clipboard?.writeText(message.content) });
-    tools.append(copy, el("span", { text: [message.figures, message.note].filter(Boolean).join("; ") }));
+    const button = (text, name, onclick) => tools.append(el("button", { class: "small", type: "button", text, "aria-label": name, onclick }));
+    if (message.role === "assistant" && isLast) button("Regenerate", "Write this answer again", () => this.regenerate());
+    if (message.role === "user") button("Edit", "Edit and send again", () => this.edit(message));
+    button("Copy", "Copy this message", () => navigator.clipboard?.writeText(message.content));
+    if (message.role === "assistant") tools.append(el("span", { text: [message.figures, message.note].filter(Boolean).join("; ") }));
     return [...found, tools];
   }
 
@@ -81,16 +106,99 @@ export class ChatView {
 
   remove(id) {
     if (this.answering?.chat.id === id) this.stop();
-    this.chats.remove(id);
+    const title = this.chats.list.find((chat) => chat.id === id)?.title ?? "";
+    const back = this.chats.remove(id);
     this.drawAll();
+    this.offer(`“${title}” is deleted.`, "Undo", () => {
+      back();
+      this.drawAll();
+    });
   }
 
-  // Why the answer that is being written does not go on; "" if it does.
-  waits(words) {
-    if (!this.answering) return;
-    this.answering.words = words;
-    const line = this.answering.element?.querySelector(".waits");
-    if (line) line.textContent = words;
+  rename() {
+    const chat = this.chats.current;
+    const field = el("input", { value: chat.title, "aria-label": "Name of the chat", maxlength: 60 });
+    const end = (isKept) => {
+      if (!field.isConnected) return;
+      if (isKept) this.chats.rename(chat, field.value);
+      byId("chat-title").replaceChildren(this.chats.current?.title ?? "");
+      this.drawList();
+    };
+    field.addEventListener("blur", () => end(true));
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === "Escape") {
+        event.stopPropagation();
+        end(event.key === "Enter");
+      }
+    });
+    byId("chat-title").replaceChildren(field);
+    field.select();
+  }
+
+  export() {
+    const chat = this.chats.current;
+    const address = URL.createObjectURL(new Blob([exported(chat)], { type: "text/markdown" }));
+    el("a", { href: address, download: `${chat.title.replace(/[^\p{L}\p{N} _-]+/gu, "").trim() || "chat"}.md` }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 10_000);
+  }
+
+  // The message becomes a field; what came after it goes when it is sent again.
+  edit(message) {
+    const chat = this.chats.current;
+    const at = chat.messages.indexOf(message);
+    if (this.answering || at < 0) return;
+    const field = el("textarea", { rows: Math.min(12, message.content.split("\n").length + 1), "aria-label": "Edit the message" });
+    field.value = message.content;
+    const send = () => {
+      if (this.answering || !field.value.trim()) return;
+      chat.messages.length = at;
+      this.send(field.value);
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.drawAll();
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      }
+    });
+    const buttons = el("div", { class: "tools" }, el("button", { type: "button", text: "Cancel", onclick: () => this.drawAll() }), el("button", { class: "primary", type: "button", text: "Send again", onclick: send }));
+    this.messages.children[at].replaceChildren(el("div", { class: "who", text: "You" }), field, buttons);
+    field.focus();
+  }
+
+  // The ring of the model, each time that it has been looked at.
+  see(ring, model) {
+    this.ring = ring;
+    this.model = model;
+    const message = this.answering?.message;
+    if (message && ring.trouble) this.answering.loss = inWords(ring);
+    else if (this.answering?.loss) {
+      message.losses = [...(message.losses ?? []), this.answering.loss];
+      this.answering.loss = "";
+      this.answering.live?.before(losses({ losses: message.losses.slice(-1) })[0]);
+    }
+    this.drawLive();
+  }
+
+  // The line below the answer that is being written, or the ring of an empty chat.
+  drawLive() {
+    const { ring, answering, small } = this;
+    if (small) {
+      small.picture.show(ring);
+      small.title.textContent = this.model || "No model is loaded yet";
+      small.words.textContent = ring.trouble ? inWords(ring) : nodesOf(ring);
+    }
+    if (!answering?.live) return;
+    answering.live.classList.toggle("lost", Boolean(answering.loss));
+    const { clock } = answering;
+    const rate = clock.n_pieces > 1 ? (clock.n_pieces - 1) / ((clock.last - clock.first) / 1000) : null;
+    const found = [nodesOf(ring), rate && Number.isFinite(rate) ? `${perSecond(rate)} tokens/s` : "", clock.n_pieces ? `${count(clock.n_pieces)} tokens` : "reading the prompt"];
+    if (ring.n_guessed > clock.n_guessed) found.push(`${count(ring.n_confirmed - clock.n_confirmed)} of ${count(ring.n_guessed - clock.n_guessed)} guessed tokens confirmed`);
+    const words = answering.loss || found.filter(Boolean).join(" · ");
+    if (answering.live.textContent === words) return;
+    const follows = this.isAtEnd();
+    answering.live.textContent = words;
+    if (follows) this.messages.scrollTop = this.messages.scrollHeight;
   }
 
   stop() {
@@ -113,30 +221,32 @@ export class ChatView {
 
   async answer() {
     const chat = this.chats.current;
-    const { system, ...request } = this.settings();
-    const messages = [...(system ? [{ role: "system", content: system }] : []), ...chat.messages.map(({ role, content }) => ({ role, content }))];
+    const { system, ...request } = this.settings(chat);
+    chat.system = system;
+    const messages = [...(system ? [{ role: "system", content: system }] : []), ...chat.messages.map(({ role, content }) => ({ role, content: role === "assistant" ? said(content) : content }))];
     const message = Object.assign(this.chats.add("assistant", "", chat), { model: request.model });
-    this.answering = { chat, message, controller: new AbortController() };
+    const clock = { begin: performance.now(), first: null, last: null, usage: null, n_pieces: 0, n_guessed: this.ring.n_guessed ?? 0, n_confirmed: this.ring.n_confirmed ?? 0 };
+    this.answering = { chat, message, clock, controller: new AbortController(), loss: "" };
     this.keep();
     this.drawAll();
-    const begin = performance.now();
-    const clock = { begin, first: null, n: null, n_pieces: 0 };
     try {
       for await (const event of complete({ ...request, messages }, this.answering.controller.signal)) {
         if (event.text) {
-          clock.first ??= performance.now();
+          clock.last = performance.now();
+          clock.first ??= clock.last;
           clock.n_pieces += 1;
           message.content += event.text;
           this.grow();
         }
-        if (event.usage) clock.n = event.usage.completion_tokens;
+        if (event.usage) clock.usage = event.usage;
         if (event.reason === "length") message.note = "cut off at the token limit";
       }
     } catch (error) {
       if (error.name === "AbortError") message.note = "stopped";
       else message.failure = error.message;
     }
-    message.figures = figures(clock, performance.now());
+    if (this.answering.loss) message.losses = [...(message.losses ?? []), this.answering.loss];
+    message.figures = figures(clock, nodesOf(this.ring));
     if (!message.content && !message.failure) chat.messages.splice(chat.messages.indexOf(message), 1);
     this.answering = null;
     this.keep();
@@ -152,13 +262,18 @@ export class ChatView {
       answering.isWaiting = false;
       if (this.answering !== answering || this.chats.current !== answering.chat) return;
       const begin = performance.now();
-      const box = this.messages;
-      const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
-      show(answering.body, answering.message.content);
-      if (follows) box.scrollTop = box.scrollHeight;
+      const follows = this.isAtEnd();
+      showAnswer(answering.body, answering.message.content);
+      this.drawLive();
+      if (follows) this.messages.scrollTop = this.messages.scrollHeight;
       const taken = performance.now() - begin;
       answering.pause = taken > LONG_MS ? 4 * taken : 0;
     }), answering.pause ?? 0);
+  }
+
+  isAtEnd() {
+    const box = this.messages;
+    return box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
   }
 
   keep() {
@@ -166,17 +281,29 @@ export class ChatView {
   }
 }
 
-// The server counts the tokens of an answer that ends by itself; else its pieces, which have about one token each, are counted.
-function figures(clock, end) {
-  const { begin, first, n, n_pieces } = clock;
-  if (first === null) return "";
-  const wait = `first word after ${((first - begin) / 1000).toFixed(1)} s`;
-  const known = n ?? n_pieces;
-  const about = n === null ? "about " : "";
-  const rate = known > 1 && end > first ? `, ${about}${known} tokens, ${about}${((known - 1) / ((end - first) / 1000)).toFixed(1)} tokens/s` : "";
-  return wait + rate;
+// Why the texts wait and for how long, in the words of the server's log.
+const inWords = (ring) => `${ring.trouble}; ${Math.round(ring.trouble_s ?? 0)} s`;
+
+const losses = (message) => (message.losses ?? []).map((words) => el("div", { class: "lost", text: words }));
+
+function nodesOf(ring) {
+  const n = ring.nodes?.length ?? 0;
+  return n ? `${n} ${n === 1 ? "node" : "nodes"}` : "";
 }
 
-function welcome() {
-  return el("div", { class: "welcome" }, el("h1", { text: "One model, several machines" }), el("p", { text: "Write a message below. Enter sends it, Shift and Enter begin a new line, Escape stops an answer." }));
+// The server counts the tokens of an answer that ends by itself; else its pieces, which have about one token each, are counted.
+function figures(clock, nodes) {
+  const { begin, first, last, usage, n_pieces } = clock;
+  if (first === null) return "";
+  const n = usage?.completion_tokens ?? null;
+  const known = n ?? n_pieces;
+  const about = n === null ? "about " : "";
+  const found = [nodes];
+  if (known > 1 && last > first) found.push(`${about}${perSecond((known - 1) / ((last - first) / 1000))} tokens/s`);
+  if (usage?.prompt_tokens) found.push(`${count(usage.prompt_tokens)} tokens read`);
+  found.push(`${about}${count(known)} tokens${usage?.prompt_tokens ? " written" : ""}`);
+  const { accepted_prediction_tokens: right, rejected_prediction_tokens: wrong } = usage?.completion_tokens_details ?? {};
+  if (right || wrong) found.push(`${count(right ?? 0)} of ${count((right ?? 0) + (wrong ?? 0))} guessed tokens confirmed`);
+  found.push(`first word after ${((first - begin) / 1000).toFixed(1)} s`);
+  return found.filter(Boolean).join(" · ");
 }

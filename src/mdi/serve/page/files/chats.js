@@ -3,6 +3,7 @@
 const KEY = "mdi.chats";
 const SETTINGS = "mdi.settings";
 const N_CHATS = 200;
+const TITLE = 60;
 
 export class Chats {
   constructor(storage) {
@@ -24,16 +25,30 @@ export class Chats {
     this.current = this.list.find((chat) => chat.id === id) ?? this.current;
   }
 
+  // Returns what puts the chat back in its place.
   remove(id) {
-    this.list = this.list.filter((chat) => chat.id !== id);
-    if (this.current?.id === id) this.current = this.list[0] ?? null;
+    const at = this.list.findIndex((chat) => chat.id === id);
+    if (at < 0) return () => {};
+    const [chat] = this.list.splice(at, 1);
+    if (this.current === chat) this.current = this.list[0] ?? null;
+    this.save();
+    return () => {
+      this.list.splice(at, 0, chat);
+      this.current = chat;
+      this.save();
+    };
+  }
+
+  rename(chat, title) {
+    const words = title.replace(/\s+/g, " ").trim();
+    if (words) Object.assign(chat, { title: words.slice(0, TITLE), isNamed: true });
     return this.save();
   }
 
   add(role, content, chat = this.current) {
     const message = { role, content };
     chat.messages.push(message);
-    if (role === "user" && chat.messages.length === 1) chat.title = content.replace(/\s+/g, " ").trim().slice(0, 60) || "New chat";
+    if (role === "user" && chat.messages.length === 1 && !chat.isNamed) chat.title = content.replace(/\s+/g, " ").trim().slice(0, TITLE) || "New chat";
     return message;
   }
 
@@ -50,6 +65,14 @@ export class Chats {
       }
     }
   }
+}
+
+// A chat as Markdown, for a file.
+export function exported(chat) {
+  const names = { user: "You", assistant: "Answer" };
+  const system = chat.system ? [`*System prompt:* ${chat.system}`] : [];
+  const messages = chat.messages.map((message) => `## ${message.model || names[message.role]}\n\n${message.content}`);
+  return `${[`# ${chat.title}`, ...system, ...messages].join("\n\n")}\n`;
 }
 
 export function readSettings(storage) {
@@ -85,10 +108,13 @@ function read(storage, key, otherwise) {
   }
 }
 
+const isTextOrNothing = (value) => ["string", "undefined"].includes(typeof value);
+
 function isChat(chat) {
-  return typeof chat?.id === "string" && typeof chat.title === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
+  return typeof chat?.id === "string" && typeof chat.title === "string" && isTextOrNothing(chat.system) && Array.isArray(chat.messages) && chat.messages.every(isMessage);
 }
 
 function isMessage(message) {
-  return ["user", "assistant", "system"].includes(message?.role) && typeof message.content === "string" && ["string", "undefined"].includes(typeof message.model);
+  const isList = message?.losses === undefined || (Array.isArray(message.losses) && message.losses.every((words) => typeof words === "string"));
+  return ["user", "assistant", "system"].includes(message?.role) && typeof message.content === "string" && isTextOrNothing(message.model) && isList;
 }

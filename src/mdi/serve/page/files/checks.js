@@ -26,7 +26,8 @@ async function ask(path, draw) {
 
 function doctorAnswer(report) {
   const problems = report.problems ?? [];
-  const head = problems.length ? el("span", { class: "ill", text: `${problems.length} ${problems.length === 1 ? "problem" : "problems"}` }) : el("span", { class: "well", text: "No problems found." });
+  if (!problems.length) return [el("pre", { tabindex: "0", text: report.text ?? "" })];
+  const head = el("span", { class: "ill", text: `${problems.length} ${problems.length === 1 ? "problem" : "problems"}` });
   const list = el("ul", {}, ...problems.map((one) => el("li", {}, el("strong", { text: one.node }), `: ${one.what}. ${one.advice}`)));
   return [head, list, el("pre", { tabindex: "0", text: report.text ?? "" })];
 }

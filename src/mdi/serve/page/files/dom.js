@@ -29,6 +29,9 @@ const PICTURES = {
   light: "M12 8a4 4 0 1 0 0 8a4 4 0 1 0 0-8M12 2v2M12 20v2M2 12h2M20 12h2M5 5l1.5 1.5M17.5 17.5L19 19M19 5l-1.5 1.5M6.5 17.5L5 19",
   dark: "M20 14.5A8.5 8.5 0 1 1 9.5 4a7 7 0 0 0 10.5 10.5z",
   remove: "M6 6l12 12M18 6L6 18",
+  rename: "M4 20l1-4L16 5l3 3L8 19zM14 7l3 3",
+  export: "M12 4v11M8 11l4 4l4-4M5 20h14",
+  delete: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
 };
 
 export function picture(name) {

@@ -1,19 +1,15 @@
-// The present state of a model's ring: figures, a picture, its nodes and links, and which node limits it.
+// The present state of a model's ring: its picture, ten minutes of tokens per second, its nodes and links, and what limits it.
 
+import { RingPicture } from "./arcs.js";
 import { byId, el, svg } from "./dom.js";
-import { bytes, delay, rate, share, time } from "./units.js";
-
-const CENTRE = { x: 320, y: 220 };
-const RADIUS = { x: 235, y: 150 };
-const DISC = 36;
-const N_RATES = 90;
+import { bytes, count, percents, perSecond, rate, withError } from "./units.js";
 
 export class RingView {
   constructor() {
     this.model = ""; // whose ring is shown
     this.chosen = ""; // by the user; else it is the one that was used last
-    this.rates = new Map(); // model -> its last tokens per second
     this.told = ""; // the events that are shown
+    this.picture = new RingPicture(byId("picture"));
     byId("ring-model").addEventListener("change", () => { this.chosen = byId("ring-model").value; });
   }
 
@@ -23,8 +19,6 @@ export class RingView {
     if (!models.includes(this.chosen)) this.chosen = "";
     this.model = this.chosen || model;
     this.choice(models);
-    for (const name of models) this.take(name, rings[name]);
-    for (const name of this.rates.keys()) if (!models.includes(name)) this.rates.delete(name);
     this.draw(status, queue, rings[this.model] ?? {});
     this.tell(events ?? []);
   }
@@ -38,14 +32,6 @@ export class RingView {
     if (document.activeElement !== field) field.value = this.model;
   }
 
-  // What a ring does goes on being watched while another one is shown.
-  take(name, ring) {
-    const rates = this.rates.get(name) ?? [];
-    this.rates.set(name, rates);
-    rates.push(ring.tokens_s ?? 0);
-    rates.splice(0, rates.length - N_RATES);
-  }
-
   // What has happened since the server began, the last first. Drawn again only if there is more, so that it can be selected.
   tell(events) {
     const told = JSON.stringify(events.at(-1) ?? "");
@@ -56,24 +42,16 @@ export class RingView {
 
   draw(status, queue, ring) {
     const nodes = ring.nodes ?? [];
-    byId("figures").replaceChildren(...this.figures(status, queue, ring));
-    byId("waits").textContent = ring.words ?? "";
-    byId("picture").replaceChildren(...drawing(ring));
+    byId("ring-name").textContent = this.model || status.model || "No model";
+    byId("waits").textContent = nodes.length ? ring.words ?? "" : status.text ?? "";
+    byId("waits").className = `waits ${ring.state ?? ""}`;
+    byId("figures").replaceChildren(...figures(queue, ring));
+    byId("rings-card").hidden = !nodes.length;
+    byId("link-part").hidden = nodes.length < 2;
+    this.picture.show(ring);
+    byId("history").replaceChildren(...chart(ring.history));
     byId("nodes").replaceChildren(...nodes.map((node) => card(node, ring)));
     byId("links").replaceChildren(...table(ring.links ?? []));
-  }
-
-  figures(status, queue, ring) {
-    const texts = ring.texts ?? {};
-    const rates = this.rates.get(this.model) ?? [];
-    const line = svg("svg", { viewBox: `0 0 ${N_RATES - 1} 28`, preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points: points(rates) }));
-    return [
-      figure("Tokens per second", (ring.tokens_s ?? 0).toFixed(1), "", line),
-      figure("Texts running", texts.running ?? 0, texts.waiting ? `${texts.waiting} wait for memory` : ""),
-      figure("Requests waiting", queue.waiting ?? 0, queue.limit ? `of ${queue.limit} at most` : ""),
-      figure("Tokens so far", (ring.n_tokens ?? 0).toLocaleString("en"), texts.put_out ? `${texts.put_out} texts paused for memory` : ""),
-      figure("Model", this.model || status.model || "none", ring.state ?? (status.text || status.state)),
-    ];
   }
 }
 
@@ -82,87 +60,92 @@ function event(told) {
   return el("li", { class: level === "warning" ? "bad" : "" }, el("time", { text: new Date(1000 * at).toLocaleTimeString() }), ` ${text}`);
 }
 
-function figure(name, value, more, ...others) {
-  return el("div", { class: "figure" }, el("div", { class: "name", text: name }), el("div", { class: "value", text: String(value) }), el("div", { class: "more", text: more }), ...others);
-}
-
-function points(rates) {
-  const most = Math.max(1, ...rates);
-  return rates.map((value, i) => `${N_RATES - rates.length + i},${(26 - 24 * (value / most)).toFixed(1)}`).join(" ");
-}
-
-function place(i, n) {
-  const angle = -Math.PI / 2 + (2 * Math.PI * i) / n;
-  return { x: CENTRE.x + RADIUS.x * Math.cos(angle), y: CENTRE.y + RADIUS.y * Math.sin(angle), angle };
-}
-
-function drawing(ring) {
-  const nodes = ring.nodes ?? [];
-  const parts = [];
-  if (nodes.length > 1) nodes.forEach((node, i) => parts.push(...way(ring, nodes, i)));
-  nodes.forEach((node, i) => parts.push(disc(node, place(i, nodes.length), ring.waits_for === node.name)));
-  parts.push(svg("text", { x: CENTRE.x, y: CENTRE.y, class: "middle", text: (ring.tokens_s ?? 0).toFixed(1) }), svg("text", { x: CENTRE.x, y: CENTRE.y + 24, class: "small", text: "tokens/s" }));
-  return parts;
-}
-
-// The arc from one node to the next, with its delay, and an arrow in the middle.
-function way(ring, nodes, i) {
-  const from = place(i, nodes.length);
-  const step = (2 * Math.PI) / nodes.length;
-  const at = (part) => ({ x: CENTRE.x + RADIUS.x * Math.cos(from.angle + step * part), y: CENTRE.y + RADIUS.y * Math.sin(from.angle + step * part) });
-  const to = at(1);
-  const middle = at(0.5);
-  const ahead = at(0.52);
-  const next = nodes[(i + 1) % nodes.length];
-  const link = (ring.links ?? []).find((one) => one.source === nodes[i].name && one.target === next.name);
-  const isGone = !nodes[i].is_here || !next.is_here;
-  const turn = (Math.atan2(ahead.y - middle.y, ahead.x - middle.x) * 180) / Math.PI;
-  const outside = { x: CENTRE.x + (middle.x - CENTRE.x) * 0.78, y: CENTRE.y + (middle.y - CENTRE.y) * 0.78 + 5 };
-  const parts = [
-    svg("path", { class: `way ${isGone ? "gone" : ""}`, d: `M${from.x} ${from.y} A${RADIUS.x} ${RADIUS.y} 0 0 1 ${to.x} ${to.y}` }),
-    svg("path", { class: "head", d: "M-7 -6 L7 0 L-7 6 z", transform: `translate(${middle.x} ${middle.y}) rotate(${turn})` }),
+function figures(queue, ring) {
+  const texts = ring.texts ?? {};
+  const found = [
+    [count(texts.running ?? 0), texts.running === 1 ? "answer running" : "answers running"],
+    [count(ring.n_tokens ?? 0), "tokens so far"],
   ];
-  if (link?.delay_s !== null && link?.delay_s !== undefined) parts.push(svg("text", { class: "small", x: outside.x, y: outside.y, text: delay(link) }));
-  return parts;
+  if (queue.waiting) found.push([count(queue.waiting), `waiting, of ${count(queue.limit)} at most`]);
+  if (texts.waiting) found.push([count(texts.waiting), "waiting for memory"]);
+  if (texts.put_out) found.push([count(texts.put_out), "paused for memory so far"]);
+  if (ring.n_recoveries) found.push([count(ring.n_recoveries), ring.n_recoveries === 1 ? "recovery" : "recoveries"]);
+  if (ring.n_guessed) found.push([`${count(ring.n_confirmed)} of ${count(ring.n_guessed)}`, "guessed tokens confirmed"]);
+  return found.map(([value, name]) => el("span", {}, el("b", { text: value }), ` ${name}`));
 }
 
-function disc(node, at, isSlowest) {
-  const length = 2 * Math.PI * DISC;
-  const busy = Math.min(1, Math.max(0, node.busy ?? 0));
-  return svg("g", { class: `${node.is_here ? "" : "gone"} ${isSlowest ? "slowest" : ""}` },
-    svg("circle", { class: "disc", cx: at.x, cy: at.y, r: DISC }),
-    ...(busy < 0.01 ? [] : [svg("circle", { class: "gauge", cx: at.x, cy: at.y, r: DISC, "stroke-dasharray": `${busy * length} ${length}`, transform: `rotate(-90 ${at.x} ${at.y})` })]),
-    svg("text", { x: at.x, y: at.y + 6, text: node.is_here ? share(node.busy) : "gone" }),
-    svg("text", { class: "small", x: at.x, y: at.y + DISC + 22, text: node.name }));
+// Lines from the left of `width` to its right, of steps of which the last one is now; where a value is unknown, the line breaks.
+function line(values, n, most, width, height) {
+  const x = (i) => (width * (n - values.length + i)) / (n - 1);
+  let d = "";
+  let isDown = false;
+  values.forEach((value, i) => {
+    const isKnown = typeof value === "number";
+    if (isKnown) d += `${isDown ? "L" : "M"}${x(i).toFixed(1)} ${(height - 1 - ((height - 3) * value) / most).toFixed(1)}`;
+    if (isKnown && !isDown && typeof values[i + 1] !== "number") d += "h1";
+    isDown = isKnown;
+  });
+  return svg("path", { d });
+}
+
+function graph(values, n, most, height) {
+  return svg("svg", { viewBox: `0 0 600 ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" }, line(values, n, most, 600, height));
+}
+
+function chart(history) {
+  if (!history?.total?.length) return [el("p", { class: "hint", text: "The history of tokens per second begins in a few seconds." })];
+  const most = Math.max(1, ...history.total);
+  const ago = `${Math.round((history.step_s * history.n_steps) / 60)} min ago`;
+  return [
+    el("header", {}, el("span", { text: "Tokens per second" }), el("span", { class: "hint", text: `most: ${perSecond(most)}` })),
+    graph(history.total, history.n_steps, most, 60),
+    el("footer", { class: "hint" }, el("span", { text: ago }), el("span", { text: "now" })),
+  ];
 }
 
 function card(node, ring) {
   const memory = node.memory ?? {};
   const cache = node.cache;
   const all = (memory.rss_bytes ?? 0) + (memory.available_bytes ?? 0);
+  const values = ring.history?.nodes?.[node.name] ?? [];
   const parts = [
-    el("header", {}, el("span", { text: node.name }), el("span", { class: "hint", text: node.is_here ? node.state : "does not answer" })),
-    el("div", { class: "hint", text: `${node.blocks_text}, ${node.device ?? ""} at ${node.addr}` }),
-    meter("busy", node.busy, `computes ${share(node.busy)}, sends ${share(node.sending)}; ${waiting(node, ring)}`),
+    el("header", {}, el("span", { text: node.name }), el("span", { class: `hint ${node.is_here ? "" : "ill"}`, text: node.is_here ? node.state.toLowerCase() : "does not answer" })),
+    el("div", { class: "hint", text: [node.blocks_text, node.device, node.addr].filter(Boolean).join(" · ") }),
   ];
-  if (all) parts.push(meter("memory", memory.rss_bytes / all, `memory: ${bytes(memory.rss_bytes)} used, ${bytes(memory.available_bytes)} free`));
-  if (cache) parts.push(meter(cache.used > 0.9 * cache.limit ? "full" : "memory", cache.limit ? cache.used / cache.limit : 0, `caches: ${bytes(cache.used)} of ${bytes(cache.limit)}`));
+  if (typeof node.busy === "number") parts.push(times(node));
+  if (all) parts.push(meter("memory", "Memory", memory.rss_bytes / all, `${bytes(memory.rss_bytes)} of ${bytes(all)}`));
+  if (cache?.limit) parts.push(meter(cache.used > 0.9 * cache.limit ? "full" : "memory", "Caches", cache.used / cache.limit, `${bytes(cache.used)} of ${bytes(cache.limit)}`));
+  if (values.length) {
+    const most = Math.max(1, ...ring.history.total);
+    const known = values.filter((value) => typeof value === "number");
+    parts.push(el("div", { class: "past" }, el("div", { class: "row" }, el("span", { text: "Tokens/s" }), el("span", { text: perSecond(known.at(-1)) })), graph(values, ring.history.n_steps, most, 28)));
+  }
   return el("article", { class: `node ${node.is_here ? "" : "gone"}` }, ...parts);
 }
 
-function waiting(node, ring) {
-  if (ring.waits_for && ring.waits_for !== node.name) return `waits for ${ring.waits_for} ${share(node.waiting)}`;
-  return `waits ${share(node.waiting)}`;
+// What a node does with its time: three shares, 100% in all.
+function times(node) {
+  const busy = Math.max(0, node.busy);
+  const sending = Math.max(0, Math.min(node.sending ?? 0, 1));
+  const [computes, sends, waits] = percents([busy, sending, Math.max(0, 1 - busy - sending)]);
+  const names = [["busy", "computes", computes], ["sending", "sends", sends], ["idle", "waits", waits]];
+  const bar = el("div", { class: "meter", "aria-hidden": "true" }, ...names.map(([name, , value]) => wide(el("span", { class: name }), value)));
+  const legend = el("div", { class: "legend" }, ...names.map(([name, words, value]) => el("span", { class: name, text: `${words} ${value}%` })));
+  return el("div", {}, legend, bar);
 }
 
-function meter(name, value, words) {
-  const part = el("span", { class: name });
-  part.style.width = share(Math.min(1, Math.max(0, value || 0)));
-  return el("div", {}, el("div", { class: "hint", text: words }), el("div", { class: "meter" }, part));
+function wide(part, percent) {
+  part.style.width = `${percent}%`;
+  return part;
+}
+
+function meter(kind, name, value, words) {
+  const part = wide(el("span", { class: kind }), 100 * Math.min(1, Math.max(0, value || 0)));
+  return el("div", {}, el("div", { class: "row" }, el("span", { text: name }), el("span", { text: words })), el("div", { class: "meter", "aria-hidden": "true" }, part));
 }
 
 function table(links) {
-  const head = el("tr", {}, ...["Link", "Delay, as last seen", "± (clocks)", "Carries now", "Sent in all"].map((text) => el("th", { scope: "col", text })));
-  const rows = links.map((link) => el("tr", {}, ...[`${link.source} → ${link.target}`, delay(link), time(link.error_s), rate(link.bytes_s), bytes(link.bytes)].map((text) => el("td", { text }))));
+  const head = el("tr", {}, ...["Link", "Delay", "Now", "In all"].map((text) => el("th", { scope: "col", text })));
+  const rows = links.map((link) => el("tr", {}, ...[`${link.source} → ${link.target}`, withError(link), rate(link.bytes_s), bytes(link.bytes)].map((text) => el("td", { text }))));
   return [el("thead", {}, head), el("tbody", {}, ...rows)];
 }

@@ -1,0 +1,222 @@
+"""Operators' paths: models are listed, loaded, unloaded and pulled, and a machine is invited to the ring.
+
+An operator has a key of that role, or asks from this machine where there are no keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from mdi.checkpoint.model_store import is_model_name
+from mdi.serve.api_errors import ApiError, invalid
+from mdi.serve.endpoint import json_of
+from mdi.serve.process import module_environment
+
+if TYPE_CHECKING:
+    from mdi.serve.api_state import ApiState
+
+BODY_LIMIT_BYTES = 1 << 12
+MOST_PULLS = 2
+N_KEPT = 8  # pulls that have ended, which are still listed
+TEXT_LIMIT = 300  # characters of a pull's last words
+_SHARE = re.compile(r"(\d{1,3})%")
+_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+logger = logging.getLogger("mdi")
+
+
+def is_from_here(scope: Scope) -> bool:
+    """Whether a request comes from this machine, and no proxy says that it was made elsewhere."""
+    client = scope.get("client")
+    names = {name for name, _ in scope["headers"]}
+    if not client or names & {b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"}:
+        return False
+    try:
+        return ipaddress.ip_address(client[0].partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def check_operator(request: Request) -> None:
+    """Raises ApiError."""
+    if not request.scope.get("mdi.is_operator"):
+        raise ApiError(403, "only operators may do this: give the API key of an operator", "not_operator")
+
+
+@dataclass
+class Pull:
+    """A download.
+
+    Attributes:
+        state: "running", "done", "failed" or "stopped".
+        text: the last words of the command.
+        done: share from 0 to 1; None while it is unknown.
+    """
+
+    name: str
+    state: str = "running"
+    text: str = "starting"
+    done: float | None = None
+    process: asyncio.subprocess.Process | None = field(default=None, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "state": self.state, "text": self.text, "done": self.done}
+
+    async def run(self, home: Path) -> None:
+        """Run `mdi pull`, which continues what an earlier one began."""
+        command = [sys.executable, "-m", "mdi.cli", "pull", self.name, "--ckpt-folder", str(home.absolute())]
+        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *command, stdin=none, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=module_environment(), cwd="/"
+            )
+        except OSError as e:
+            self.state, self.text = "failed", f"mdi pull cannot be started: {e.strerror or e}"
+            return
+        assert self.process.stdout is not None
+        rest = ""
+        while data := await self.process.stdout.read(1 << 12):
+            *lines, rest = re.split(r"[\r\n]+", (rest + data.decode(errors="replace"))[-(1 << 13) :])
+            self._note(*lines)
+        self._note(rest)
+        status = await self.process.wait()
+        if self.state == "running":
+            self.state = "failed" if status else "done"
+        logger.info("pull of %s: %s", self.name, self.state)
+
+    def _note(self, *lines: str) -> None:
+        for line in filter(None, map(str.strip, lines)):
+            self.text = "".join(c for c in line if c.isprintable())[:TEXT_LIMIT]
+            if found := _SHARE.search(line):
+                self.done = min(1.0, int(found[1]) / 100)
+
+    def stop(self) -> None:
+        if self.state == "running":
+            self.state = "stopped"
+            if self.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.terminate()
+
+
+class Operator:
+    """Models and pulls of one server. Belongs to one event loop."""
+
+    def __init__(self, api: ApiState) -> None:
+        self._api = api
+        self._pulls: dict[str, Pull] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def models(self) -> dict[str, Any]:
+        """All models of the folder with their states, and pulls."""
+        api = self._api
+        folders = api.catalog.folders()
+        sizes = await asyncio.to_thread(lambda: {name: _size(path) for name, path in folders.items()})
+        state = api.engine.state
+        models = []
+        for name in folders:
+            status = state.statuses.get(name, {"state": "idle", "text": "", "done": 0.0})
+            told = "unloading" if name in api.models.leaving else status["state"]
+            told = "idle" if told == "serving" and not state.is_serving(name) else told
+            models.append({"name": name, "bytes": sizes[name], "state": told, "text": status["text"]})
+        return {"models": models, "pulls": [pull.to_json() for pull in self._pulls.values()]}
+
+    def pull(self, name: str) -> None:
+        """Begin to download a model. Raises ApiError."""
+        if not is_model_name(name):
+            raise invalid("model", "expected the name of a model on the hub: org/name, or org/name:TAG")
+        running = [pull for pull in self._pulls.values() if pull.state == "running"]
+        if any(pull.name == name for pull in running):
+            return
+        if len(running) >= MOST_PULLS:
+            raise ApiError(409, f"{MOST_PULLS} models are being pulled: wait until one is here", "busy")
+        self._pulls.pop(name, None)
+        for old in [pull.name for pull in self._pulls.values() if pull.state != "running"][: -N_KEPT + 1]:
+            del self._pulls[old]
+        pull = self._pulls[name] = Pull(name)
+        logger.info("pull of %s begins", name)
+        task = asyncio.create_task(pull.run(self._api.catalog.home))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def do(self, what: Any, name: Any) -> None:
+        """Begin what an operator wants with a model. Raises ApiError."""
+        if not isinstance(name, str) or not name:
+            raise invalid("model", "expected the name of a model")
+        if what == "pull":
+            self.pull(name)
+        elif what == "stop":
+            if name in self._pulls:
+                self._pulls[name].stop()
+        elif what == "load":
+            self._api.models.load(name)
+        elif what == "unload":
+            self._api.models.unload(name)
+        else:
+            raise invalid("do", "expected load, unload, pull or stop")
+
+    def close(self) -> None:
+        for pull in self._pulls.values():
+            pull.stop()
+
+
+def routes(api: ApiState, operator: Operator) -> list[Route]:
+    """`/api/models` and `/api/machines`."""
+
+    async def models(request: Request) -> Response:
+        check_operator(request)
+        if request.method == "POST":
+            body = await _body(request)
+            operator.do(body.get("do"), body.get("model"))
+        return JSONResponse(await operator.models(), headers=_HEADERS)
+
+    async def machines(request: Request) -> Response:
+        """GET whether an invitation is open, POST a new one, DELETE it. The code is in the answer to POST only."""
+        check_operator(request)
+        key = request.scope.get("mdi.key")
+        args = {"who": "this machine" if key is None else key.name}
+        what = {"GET": "invitation", "HEAD": "invitation", "POST": "invite", "DELETE": "revoke"}[request.method]
+        if what == "invite" and request.url.scheme != "https" and not is_from_here(request.scope):
+            raise ApiError(
+                403, "an invitation is shown on https or on the server's own machine only: start the server with "
+                "--tls-cert and --tls-key, or run `mdi key FILE --invite` there", "not_private",
+            )  # fmt: skip
+        return JSONResponse(await api.engine.ask(what, args), headers=_HEADERS)
+
+    return [
+        Route("/api/models", models, methods=["GET", "POST"]),
+        Route("/api/machines", machines, methods=["GET", "POST", "DELETE"]),
+    ]
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Raises ApiError."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > BODY_LIMIT_BYTES:
+            raise ApiError(413, f"the body has more than {BODY_LIMIT_BYTES} bytes", "body_too_large")
+    body = json_of(bytes(data))
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", "invalid_body")
+    return body
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    try:
+        return sum(one.stat().st_size for one in (path.iterdir() if path.is_dir() else [path]) if one.is_file())
+    except OSError:
+        return 0
