@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 # Control characters, those from 128 on too: some terminals take 0x9b for the beginning of a sequence.
@@ -64,6 +66,29 @@ class LineFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         return plain(super().formatException(ei))
+
+
+FIRST_S, EACH_S = 2.0, 10.0  # until a wait is reported, and then again
+
+
+@contextlib.contextmanager
+def reporting(state: Callable[[], str], first_s: float = FIRST_S, each_s: float = EACH_S) -> Iterator[None]:
+    """Within: what takes long says so on the log, after two seconds, then every ten; `state` says what it is, and how far."""
+    ended, begin = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        wait_s = first_s
+        while not ended.wait(wait_s):
+            logging.getLogger("mdi").info("%s (%.0f s so far)", state(), time.monotonic() - begin)
+            wait_s = each_s
+
+    thread = threading.Thread(target=report, name="reporting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 VARIABLE = "MDI_LOG"

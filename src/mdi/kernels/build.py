@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -147,9 +147,12 @@ def sources_hash(csrc: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: Compiler, output: Path, csrc: Path) -> None:
-    """Compile the library and put it to `output`, in one step. Raises KernelError."""
-    _compile(compiler, output, csrc, OPTIMIZED, ("-shared", *(() if compiler.is_apples else _LINKING)))
+def compile_library(
+    compiler: Compiler, output: Path, csrc: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Compile the library and put it to `output`, in one step; `progress` gets numbers of files. Raises KernelError."""
+    link_flags = ("-shared", *(() if compiler.is_apples else _LINKING))
+    _compile(compiler, output, csrc, OPTIMIZED, link_flags, progress=progress)
 
 
 def compile_selftest(
@@ -179,6 +182,7 @@ def _compile(
     link_flags: Sequence[str],
     sets: Sequence[InstructionSet] = INSTRUCTION_SETS,
     with_selftest: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     sets = [
         s for s in sets
@@ -195,7 +199,10 @@ def _compile(
         with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=output.parent) as folder:
             work = partial(_compile_unit, compiler, Path(folder), (*COMMON, *flags))
             with ThreadPoolExecutor(_n_at_once()) as pool:
-                objects = list(pool.map(work, units))
+                objects = []
+                for compiled in pool.map(work, units):
+                    objects.append(compiled)
+                    progress(len(objects), len(units))
             linked = Path(folder) / "linked"
             compiler.run(*COMMON, *objects, *link_flags, "-o", linked)
             with linked.open("rb") as file:
