@@ -63,7 +63,7 @@ def test_run_fetches_a_gguf_file_once_and_answers(
     assert capsys.readouterr().out == expected and expected.strip()
     assert not [path for _, path, _ in hub.requests if "Q8_0" in path]
     hub.requests.clear()
-    assert launch("run", ["tiny-GGUF", "The ring is", *TINY]) == 0, "neither organisation nor tag is needed now"
+    assert launch("run", ["tiny-GGUF", *TINY, "The ring is"]) == 0, "neither organisation nor tag is needed now"
     assert capsys.readouterr().out == expected
     assert store.last() == "org/tiny-GGUF:F32" and not hub.requests
 

@@ -69,18 +69,24 @@ class LineFormatter(logging.Formatter):
 
 
 FIRST_S, EACH_S = 2.0, 10.0  # until a wait is reported, and then again
+_WAITS: list[object] = []  # of this process; the one that began last knows best what happens
 
 
 @contextlib.contextmanager
 def reporting(state: Callable[[], str], first_s: float = FIRST_S, each_s: float = EACH_S) -> Iterator[None]:
-    """Within: what takes long says so on the log, after two seconds, then every ten; `state` says what it is, and how far."""
+    """Within: what takes long says so on the log, after two seconds, then every ten; `state` says what it is, and how far.
+
+    Of several, one within the other, the innermost speaks.
+    """
     ended, begin = threading.Event(), time.monotonic()
+    _WAITS.append(ended)
 
     def report() -> None:
         wait_s = first_s
         while not ended.wait(wait_s):
-            logging.getLogger("mdi").info("%s (%.0f s so far)", state(), time.monotonic() - begin)
             wait_s = each_s
+            if _WAITS[-1] is ended:
+                logging.getLogger("mdi").info("%s (%.0f s so far)", state(), time.monotonic() - begin)
 
     thread = threading.Thread(target=report, name="reporting", daemon=True)
     thread.start()
@@ -89,6 +95,7 @@ def reporting(state: Callable[[], str], first_s: float = FIRST_S, each_s: float 
     finally:
         ended.set()
         thread.join()
+        _WAITS.remove(ended)
 
 
 VARIABLE = "MDI_LOG"

@@ -9,6 +9,7 @@ machine. A macro for each of the former says that it is there: MDI_HAS_AVX512 an
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -19,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mdi.errors import KernelError
@@ -197,12 +197,15 @@ def _compile(
         raise KernelError(f"there are no sources of the kernels in {csrc}: install MDI-LLM again")
     try:
         with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=output.parent) as folder:
-            work = partial(_compile_unit, compiler, Path(folder), (*COMMON, *flags))
+            done = itertools.count(1)
+
+            def work(unit: tuple[Path, Sequence[str]]) -> Path:
+                result = _compile_unit(compiler, Path(folder), (*COMMON, *flags), unit)
+                progress(next(done), len(units))
+                return result
+
             with ThreadPoolExecutor(_n_at_once()) as pool:
-                objects = []
-                for compiled in pool.map(work, units):
-                    objects.append(compiled)
-                    progress(len(objects), len(units))
+                objects = list(pool.map(work, units))
             linked = Path(folder) / "linked"
             compiler.run(*COMMON, *objects, *link_flags, "-o", linked)
             with linked.open("rb") as file:

@@ -70,7 +70,7 @@ def compiled_library() -> Path:
                 logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
                 begin_s = time.monotonic()
                 build.remove_remains(folder)
-                advance(0, len(list(build.CSRC.glob("*.cpp"))) - 1)
+                state = "compiling the kernels"
                 build.compile_library(compiler, path, build.CSRC, advance)
                 logger.warning("compiled the kernels in %.0f s", time.monotonic() - begin_s)
                 _remove_old(folder, path)
