@@ -17,6 +17,7 @@ from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import MOST_GUESSES, Scheduler
 from mdi.engine.sequence import Event, Request, SamplingParams
 from mdi.engine.sequence import Sequence as Text
+from mdi.engine.speculation import Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
@@ -108,7 +109,7 @@ class Source:
     most: int = 0
     pending: dict[int, list[bool]] = field(default_factory=dict)
 
-    def limits(self, sequence: Text, n_places: int) -> tuple[int, int]:
+    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
         return min(self.at_once[0], n_places), self.at_once[1]
 
     def propose(self, sequence: Text, n: int) -> list[int]:
@@ -123,8 +124,7 @@ class Source:
     def judge(self, sequence: Text, n_right: int, is_wrong: bool) -> None:
         assert n_right >= 0 and not (is_wrong and sequence.guessed)
 
-    def forget(self, sequence: Text) -> None:
-        assert sequence.finish_reason
+    begin_ring = begin = sent = returned = forget = lambda self, *_: None
 
 
 MODES: dict[str, Callable[[random.Random, int], bool]] = {
@@ -153,6 +153,13 @@ class Even:
 
     def copy(self) -> Even:
         return Even(self._n_left)
+
+    def n_valid(self, tokens: list[int]) -> int:
+        n = next((i for i, token in enumerate(tokens) if token % 2), len(tokens))
+        return min(n, self._n_left)
+
+    def forced(self) -> list[int]:
+        return [2, 4, 6]
 
 
 @dataclass
@@ -183,7 +190,7 @@ def generate(
     """All texts over one ring, or over several that break at random."""
     stage = Remembering(window)
     engine = StarterEngine(stage, Scheduler(n_frames, chunk_rows, memory), MAX_LENGTH, ArrayRows())
-    engine.scheduler.guesser = source
+    engine.speculation = source  # type: ignore[assignment]
     requests = []
     for one in texts:
         ends = None if one.stop is None else lambda token, stop=one.stop: token == stop
@@ -317,7 +324,7 @@ def test_a_wrong_guess_with_numbers_that_are_not_finite_ends_nothing(at_once: tu
     engine = StarterEngine(stage, Scheduler(4), MAX_LENGTH, ArrayRows())
     right = source.propose
     source.propose = lambda sequence, n: [*right(sequence, n)[:-1], never][:n]  # type: ignore[method-assign]
-    engine.scheduler.guesser = source
+    engine.speculation = source  # type: ignore[assignment]
     request = engine.submit(ONE.prompt, ONE.params)
     engine.run(LoopbackRing(4))
     assert outcome(request) == plain[0] and engine.scheduler.n_guessed
@@ -331,3 +338,36 @@ def test_a_prefix_is_not_cut_where_its_windows_have_moved_on() -> None:
     behind = len(ids) + MOST_GUESSES - WINDOW_SLACK
     assert prefixes.find("me", [*ids[: behind - 1], 999, 999]) is None
     assert prefixes.find("me", [*ids[:behind], 999, 999]) == (1, behind)
+
+
+class Bold(Speculation):
+    """Guesses from the first token on, whatever it costs."""
+
+    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+        return n_places, 3
+
+
+@pytest.mark.parametrize("n_frames", [1, 5])
+@pytest.mark.parametrize("n_constrained", [None, 20])
+def test_the_sources_change_no_text(n_frames: int, n_constrained: int | None) -> None:
+    prompts = [[1, 2, 3] * 5, list(range(1, 30)), [2, 4, 6, 8] * 4]
+    texts = [
+        Wanted(
+            ids, SamplingParams(n_tokens=60, temperature=t, top_k=4, seed=i), n_constrained=n_constrained, owner="me"
+        )
+        for i, ids in enumerate(prompts)
+        for t in (0.0, 0.7)
+    ]
+    plain = generate(texts, None, n_frames)[0]
+    speculation = Bold()
+    found, engine, _ = generate(texts, speculation, n_frames)  # type: ignore[arg-type]
+    assert found == plain
+    assert n_constrained is None or engine.scheduler.n_guessed > 20
+    for prediction in ((), truth_of(plain)[2]):  # the second time, the same text of this owner is known
+        n_before = engine.scheduler.n_confirmed
+        again = engine.submit(prompts[1], texts[2].params, owner="me", prediction=prediction)
+        engine.run(LoopbackRing(n_frames))
+        if n_constrained is None:
+            assert [token for got, _, _ in outcome(again) for token in got] == truth_of(plain)[2]
+            assert engine.scheduler.n_confirmed > n_before + 30
+            assert not prediction or again.sequence.n_accepted > 30

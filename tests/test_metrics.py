@@ -48,6 +48,8 @@ def test_json_is_exactly_the_documented_object():
                 "ttft_s": 0.5,
                 "tokens_per_s": 4.0,
                 "may_differ_from": None,
+                "guessed": 0,
+                "confirmed": 0,
             }
         ],
         "tokens_per_s": 1.5,
@@ -70,6 +72,8 @@ def test_json_is_exactly_the_documented_object():
         "model": "nano-llama",
         "recoveries": [],
         "parallel": "ring",
+        "guessed": 0,
+        "confirmed": 0,
     }
 
 

@@ -110,6 +110,8 @@ class SampleMetrics:
         ttft_s: time to first token; None if none came.
         tokens_per_s: after the first token; 0 if there were fewer than two.
         token_times_s: when each of them came, rising; tokens that might have become a stop sequence come together.
+        guessed, confirmed: guesses of its tokens that were sent, and those that were drawn. The tokens of a round, the one that
+            was drawn and those guessed behind which it follows, have the same time.
         may_differ_from: number of the first token, counted from 0, that may be another one than in an undisturbed run; None if
             all are the same.
     """
@@ -123,6 +125,8 @@ class SampleMetrics:
     tokens_per_s: float
     token_times_s: tuple[float, ...] = ()
     may_differ_from: int | None = None
+    guessed: int = 0
+    confirmed: int = 0
 
     @classmethod
     def from_times(
@@ -133,6 +137,8 @@ class SampleMetrics:
         prompt_ids: Iterable[int],
         finish_reason: str | None,
         token_times_s: Iterable[float],
+        guessed: int = 0,
+        confirmed: int = 0,
     ) -> SampleMetrics:
         """Work out `ttft_s` and `tokens_per_s` from the times of the tokens."""
         times = tuple(token_times_s)
@@ -146,6 +152,8 @@ class SampleMetrics:
             ttft_s=times[0] if times else None,
             tokens_per_s=_rate(len(times) - 1, span_s),
             token_times_s=times,
+            guessed=guessed,
+            confirmed=confirmed,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -158,6 +166,8 @@ class SampleMetrics:
             "ttft_s": self.ttft_s,
             "tokens_per_s": self.tokens_per_s,
             "may_differ_from": self.may_differ_from,
+            "guessed": self.guessed,
+            "confirmed": self.confirmed,
         }
 
 
@@ -200,6 +210,17 @@ class RunMetrics:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
+    def guesses(self) -> tuple[int, int]:
+        """Guessed tokens of all samples, and those of them that were drawn."""
+        return sum(sample.guessed for sample in self.samples), sum(sample.confirmed for sample in self.samples)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens for each one that had to be waited for; 1 without guesses."""
+        n_rounds = self.n_tokens - self.guesses[1]
+        return self.n_tokens / n_rounds if n_rounds > 0 else 1.0
+
+    @property
     def _is_one_group(self) -> bool:
         """Whether all nodes computed all blocks together."""
         return all(node.share is not None and node.layers == self.nodes[0].layers for node in self.nodes)
@@ -220,6 +241,8 @@ class RunMetrics:
             "model": self.model,
             "recoveries": list(self.recoveries),
             "parallel": "tensor" if self._is_one_group else "ring",
+            "guessed": self.guesses[0],
+            "confirmed": self.guesses[1],
         }
 
 

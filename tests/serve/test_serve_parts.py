@@ -163,7 +163,7 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
     ours, theirs = lines.Lines(a), lines.Lines(b)
     outlet = Outlet("m", cast(Any, SimpleNamespace(submit=submit)), frozenset({4}), ours)
     sampling = json.loads(json.dumps({**fields.sampling.values, "n_tokens": 11, "seed": fields.sampling.seed}))
-    outlet.submit(1, [1, 2], sampling, "me", None)
+    outlet.submit(1, {"ids": [1, 2], "sampling": sampling, "owner": "me"}, None)
     outlet.close()
     ours.close()
     theirs.close()

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.spec.options import ACCESS, COMMON, MODEL, PARALLEL, RING, SERVER, Options
+from mdi.spec.options import ACCESS, COMMON, DRAFT, MODEL, PARALLEL, RING, SERVER, Options
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ logger = logging.getLogger("mdi")
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL)
     parser.options(
-        "nodes", "nodes", "nodes_config", "machines", "addr", "dial_port", "devices", *ACCESS, *RING, *PARALLEL,
+        "nodes", "nodes", "nodes_config", "machines", "addr", "dial_port", "devices", *ACCESS, *RING, *PARALLEL, *DRAFT,
         nodes={"help": "a ring of N processes on this machine"},
         nodes_config={"help": "nodes file: a ring of these nodes"},
         devices={"help": "with --nodes: device of each node, starter first"},

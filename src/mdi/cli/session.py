@@ -218,6 +218,7 @@ def run_options(options: Options) -> Options:
         options, placement=chosen_placement(options.placement), cache_dir=default_cache_dir(),
         weight_memory=weight_memory(options), n_spans=0 if options.trace is None else N_SPANS,
         quantize_head=options.quantize_head or options.quantize,
+        draft=options.draft if options.draft in ("auto", "none") else str(found_ckpt(Path(options.draft))),
     )  # fmt: skip
 
 

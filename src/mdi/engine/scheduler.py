@@ -39,11 +39,11 @@ UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
 class Guesser(Protocol):
     """Guesses the next tokens of texts: engine.speculation.Speculation."""
 
-    def limits(self, sequence: Sequence, n_places: int) -> tuple[int, int]:
+    def limits(self, sequence: Sequence, n_places: int, n_texts: int) -> tuple[int, int]:
         """The frames of a text that may be under way, and the rows that each may have. Nothing is guessed with (1, 1).
 
         Args:
-            n_places: frames that the ring has for this text.
+            n_places: frames that the ring has for this text; n_texts: that decode.
         """
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
@@ -51,9 +51,6 @@ class Guesser(Protocol):
 
     def judge(self, sequence: Sequence, n_right: int, is_wrong: bool) -> None:
         """So many of its oldest guesses were drawn; with `is_wrong`, the next one was not. `guessed` has those that count."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
 
 
 class Scheduler:
@@ -79,9 +76,11 @@ class Scheduler:
 
     Attributes:
         guesser: guesses tokens; None: nobody does.
+        n_places: frames in flight at most, those with guesses alone included.
     """
 
     n_frames: int
+    n_places: int
     memory: CacheMemory | None
     _use: CacheUse
     _prefixes: Prefixes | None
@@ -174,7 +173,7 @@ class Scheduler:
         """After the next rewind, let no two of these run at the same time before they have their next tokens."""
         self._suspects.update(seq_ids)
 
-    def rewind(self, n_frames: int, memory: CacheMemory | None) -> list[Event]:
+    def rewind(self, n_frames: int, memory: CacheMemory | None, n_places: int = 0) -> list[Event]:
         """Continue over another ring, whose nodes have no caches: all running sequences begin again, with all their tokens.
 
         Frames in flight on the old ring are forgotten. Frame numbers continue, so that a late frame is not mistaken for
@@ -192,13 +191,18 @@ class Scheduler:
         self._prefilling = deque(self._running.values())
         self._ready.clear()
         self._replays.clear()
-        self._take_ring(n_frames, memory)
+        self._take_ring(n_frames, memory, n_places)
         events = self._end_misfits()
         self._freed, self._copies = [], []
         return events
 
     def resume(
-        self, n_frames: int, memory: CacheMemory | None, kept: Mapping[int, int], has_fresh: bool = True
+        self,
+        n_frames: int,
+        memory: CacheMemory | None,
+        kept: Mapping[int, int],
+        has_fresh: bool = True,
+        n_places: int = 0,
     ) -> list[Event]:
         """Continue over another ring. Most of its nodes have their caches; the others get theirs by replays.
 
@@ -229,7 +233,7 @@ class Scheduler:
             else:
                 sequence.rewind()
                 self._prefilling.append(sequence)
-        self._take_ring(n_frames, memory)
+        self._take_ring(n_frames, memory, n_places)
         events = self._end_misfits()
         self._freed, self._copies = list(dict.fromkeys([*freed, *self._freed])), []
         return events
@@ -240,7 +244,7 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next frame, or None if enough are in flight or nothing is ready."""
-        if self.n_in_flight >= self.n_frames:
+        if self.n_in_flight >= self.n_frames and not self._has_place():
             return None
         if self._has_grown:
             while not self._holds(self._use.total):
@@ -248,17 +252,24 @@ class Scheduler:
             self._has_grown = False
         if self._waiting:
             self._admit()
-        slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
-        self._has_replayed = is_replay = not slices and bool(self._replays)
-        slices = self._replay_slices() if is_replay else slices
-        if not slices and self.guesser is not None:
+        slices: list[PlannedSlice] = []
+        is_replay = False
+        n_known = self.n_in_flight if self.guesser is None else sum(not plan.is_guessed for plan in self._in_flight)
+        if n_known < self.n_frames:
+            slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
+            self._has_replayed = is_replay = not slices and bool(self._replays)
+            slices = self._replay_slices() if is_replay else slices
+        is_guessed = not slices and self.guesser is not None
+        if is_guessed:
             slices = self._guess_slices()
         if not slices and not (self._freed and not self._in_flight):
             return None
         for part in slices:
             if part.n_logits:
                 self._running[part.seq_id].n_flying += 1
-        plan = Plan(self._number, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay)
+        plan = Plan(
+            self._number, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay, is_guessed and bool(slices)
+        )
         self._number += 1
         self._freed, self._copies = [], []
         self._in_flight.append(plan)
@@ -331,8 +342,12 @@ class Scheduler:
                 self._ready.append(sequence)
         return events
 
-    def _take_ring(self, n_frames: int, memory: CacheMemory | None) -> None:
-        self.n_frames = n_frames
+    def _has_place(self) -> bool:
+        """Whether the ring takes one more frame, though it has as many as without guesses."""
+        return self.guesser is not None and self.n_in_flight < self.n_places
+
+    def _take_ring(self, n_frames: int, memory: CacheMemory | None, n_places: int = 0) -> None:
+        self.n_frames, self.n_places = n_frames, max(n_frames, n_places)
         self.memory = memory
         self._use = CacheUse(memory)
         self._prefixes = None if memory is None else Prefixes(memory, self._kept_share)
@@ -391,8 +406,6 @@ class Scheduler:
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
         self._use.drop(sequence)
-        if self.guesser is not None and sequence.finish_reason:
-            self.guesser.forget(sequence)
         if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or sequence.n_sent < PAGE:
             self._freed.append(sequence.seq_id)
             return
@@ -430,7 +443,7 @@ class Scheduler:
 
     def _guess_slices(self) -> list[PlannedSlice]:
         """Rows of guesses alone, of texts whose last token is under way, if no other rows wait."""
-        if self._waiting or self._ready or self._n_decoding > self.n_frames // 2:
+        if self._waiting or self._ready or self._n_decoding > self.n_places // 2:
             return []
         slices = []
         for sequence in self._running.values():
@@ -451,7 +464,7 @@ class Scheduler:
         if self.guesser is None or self._copies or not sequence.is_guessed:
             return []
         n_texts = max(1, self._n_decoding)
-        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_frames // n_texts))
+        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts)
         if sequence.n_flying >= n_flying:
             return []
         begin = sequence.n_sent + n_known

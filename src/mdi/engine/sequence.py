@@ -84,7 +84,8 @@ class Sequence:
         n_flying: frames under way whose rows still count.
         turn: how often a drawn token was another one than the guess; rows that were sent before that are void.
         n_far: position behind the furthest row that the nodes got since they have caches of it.
-        n_guessed, n_confirmed: guesses that were sent so far, and those that were drawn.
+        n_guessed, n_confirmed: guesses that were sent so far, and those that were drawn; the prediction's among them are
+            n_predicted and n_accepted, once it has ended.
         n_reused: tokens of the prompt that an ended sequence's caches held when this one began.
         n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
         life: how often it has lost its caches; what comes back for an earlier life is out of date.
@@ -114,6 +115,8 @@ class Sequence:
     n_far: int = 0
     n_guessed: int = 0
     n_confirmed: int = 0
+    n_predicted: int = 0
+    n_accepted: int = 0
 
     n_prompt: int = field(init=False)
     n_positions: int = field(init=False)
@@ -254,7 +257,8 @@ class Plan:
     """One frame to send: its number, its slices, the sequences whose caches are to be freed before, and then those that
     begin with a copy of another one's (sequence, new sequence).
 
-    A replay has rows that only the nodes need which have lost their caches (net.wire.Frame).
+    A replay has rows that only the nodes need which have lost their caches (net.wire.Frame). With `is_guessed` it has guesses
+    alone.
     """
 
     number: int
@@ -262,6 +266,7 @@ class Plan:
     freed: tuple[int, ...]
     copies: tuple[tuple[int, int], ...] = ()
     is_replay: bool = False
+    is_guessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,6 +310,12 @@ class Constraint(Protocol):
 
     def copy(self) -> Constraint:
         """A constraint in the same state, for tokens that are guessed."""
+
+    def n_valid(self, tokens: list[int]) -> int:
+        """How many of these tokens, from the first on, may follow one after the other. The state stays."""
+
+    def forced(self) -> list[int]:
+        """Tokens that will most probably follow, because hardly anything else may. The state stays."""
 
 
 class Request:

@@ -28,6 +28,7 @@ from mdi.engine.sequence import (
     SamplingParams,
     Sequence,
 )
+from mdi.engine.speculation import Speculation
 from mdi.engine.worker import StarterFrameStage, StarterRows
 from mdi.errors import EngineError, RingEndedError, UsageError
 from mdi.kernels.slices import Slice, SliceTable
@@ -65,6 +66,9 @@ class StarterEngine:
     Attributes:
         stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
         pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
+        speculation: guesses tokens; None: nobody does. Set before texts come.
+        n_frames, may_guess: frames of the next ring without guesses, None: as many as it holds; whether its nodes give rows the
+            same bits in any company. Set between two runs.
         kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
             have theirs; None if no node has caches. Set between two runs.
         sent: rows that were sent to the next node; `fills_replays` says whether that node needs them again.
@@ -93,12 +97,16 @@ class StarterEngine:
         self.fills_replays = self.has_fresh = False
         self.memory: CacheMemory | None = scheduler.memory
         self.pace: PromptPace | None = None
+        self._speculation: Speculation | None = None
+        self.n_frames: int | None = None
+        self.may_guess = True
         self.compute_s = 0.0
         self.n_tokens = 0  # generated so far, of all sequences
 
     def submit(
         self, prompt_ids: Iterable[int], params: SamplingParams, ends: Ends | None = None, events: Events | None = None,
         generated: Iterable[int] = (), constraint: Constraint | None = None, owner: str | None = None,
+        is_guessed: bool = True, prediction: Iterable[int] = (),
     ) -> Request:  # fmt: skip
         """Queue a sequence.
 
@@ -107,7 +115,7 @@ class StarterEngine:
             ends: sees each token and may end the sequence, see `Ends`.
             events: queue for its events; None makes one.
             constraint: what its tokens may be; None any.
-            owner: see Sequence.
+            owner, is_guessed, prediction: see Sequence.
 
         Raises:
             UsageError: the prompt is empty or does not fit, or no node's caches could ever hold the sequence.
@@ -123,6 +131,7 @@ class StarterEngine:
             )
         ids = [*prompt, *generated]
         sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
+        sequence.is_guessed, sequence.prediction = is_guessed, tuple(prediction)
         if (reason := self.scheduler.refusal(sequence)) is not None:
             raise UsageError(reason, code="memory")
         request = Request(sequence, events, ends, self.cancel, constraint)
@@ -135,6 +144,20 @@ class StarterEngine:
         """Have a sequence ended; its last event carries `reason`. One that has ended already is left alone."""
         if self._inbox.put(partial(self._end, seq_id, reason)):
             self._wake()
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, speculation: Speculation | None) -> None:
+        self._speculation = speculation
+        self.scheduler.guesser = speculation if self.may_guess else None
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """Guessed tokens of all texts so far, and those of them that were drawn."""
+        return self.scheduler.n_guessed, self.scheduler.n_confirmed
 
     def texts(self) -> tuple[int, int, int]:
         """How many sequences run, how many wait for cache memory, and how often one had to give its caches back."""
@@ -207,13 +230,17 @@ class StarterEngine:
         if ring is not self._ring:
             self._ring = ring
             self.first_token_s = None
+            n_frames = self.n_frames or ring.capacity
+            if self._speculation is not None:
+                self._speculation.begin_ring(ring.n_nodes)
+                self.scheduler.guesser = self._speculation if self.may_guess else None
             kept, self.kept = self.kept, None
             if kept is None:
-                self._tell(self.scheduler.rewind(ring.capacity, self.memory))
+                self._tell(self.scheduler.rewind(n_frames, self.memory, ring.capacity))
                 self.stage.caches.clear()
                 self.sent.clear()
             else:
-                self._tell(self.scheduler.resume(ring.capacity, self.memory, kept, self.has_fresh))
+                self._tell(self.scheduler.resume(n_frames, self.memory, kept, self.has_fresh, ring.capacity))
         try:
             while not (self._closing or self._left == ring.epoch):
                 for command in self._inbox.take():
@@ -237,10 +264,16 @@ class StarterEngine:
         for plan in iter(self.scheduler.schedule, None):
             if self.pace is not None:
                 self.pace.sent(plan, time.perf_counter())
+            if self._speculation is not None:
+                self._speculation.sent(plan, time.perf_counter())
             ring.send(self._compute(plan, ring))
         frame = ring.recv()
         if frame is not None:
-            self._tell(self.scheduler.update(frame.number, self._draw(frame, ring, *self.scheduler.due(frame.number))))
+            tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
+            self._tell(self.scheduler.update(frame.number, tokens))
+            if self._speculation is not None:
+                n_drawn = sum(map(len, tokens.values()))
+                self._speculation.returned(frame.number, time.perf_counter(), self.compute_s, n_drawn)
             if self.pace is not None:
                 self.pace.returned(frame.number, time.perf_counter())
                 self.scheduler.doubling_rows = self.pace.doubling_rows
@@ -385,6 +418,8 @@ class StarterEngine:
 
     def _take(self, request: Request) -> None:
         self._live[request.seq_id] = request
+        if self._speculation is not None and request.sequence.is_guessed:
+            self._speculation.begin(request.sequence, request.constraint)
         self.scheduler.submit(request.sequence)
 
     def _end(self, seq_id: int, reason: str) -> None:
@@ -407,6 +442,8 @@ class StarterEngine:
                 self.scheduler.cancel(seq_id, reason)
             if reason is not None:
                 del self._live[seq_id]
+                if self._speculation is not None:
+                    self._speculation.forget(request.sequence)
             logprobs = () if request.sequence.params.n_logprobs is None else request.logprobs_of_next(len(tokens))
             request.events.put(Event(seq_id, tokens, reason, now, logprobs))
 

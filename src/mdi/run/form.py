@@ -29,6 +29,7 @@ from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.worker import Backend
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
 from mdi.host.computing import Computing
+from mdi.host.device import why_not_kernels
 from mdi.kernels import library
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
@@ -37,7 +38,7 @@ from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.part_sending import Holders
 from mdi.node.runs import ahead_extension
 from mdi.node.setup import SecondarySetup, with_true_port
-from mdi.run.identity import numbers_of
+from mdi.run.identity import IN_KERNELS, numbers_of
 from mdi.run.policy import Form, Stage
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
@@ -181,8 +182,10 @@ class Ring:
         placement: hash of model, cut and ring; "" in a ring of one node.
         numbers: see `numbers_of`.
         is_exact: whether it gives texts the tokens that the ring before would have given them.
+        may_guess: whether a row has the same bits in any company of others, or need not.
         replay: how caches are restored from rows; None: from the token ids.
         has_fresh: whether there are nodes without caches.
+        n_frames: in flight at most, without guesses.
         link: from and to this node; None before it is closed, and after its end.
         computed: the same as the engine sees it.
     """
@@ -199,11 +202,13 @@ class Ring:
     sent_rows: Mapping[str, Counts]
     numbers: str = ""
     is_exact: bool = True
+    may_guess: bool = True
     replay: ReplayPlan | None = None
     has_fresh: bool = False
     part: GroupPart | None = None
     link: Link | None = None
     computed: Link | None = None
+    n_frames: int = 1
 
 
 class Former:
@@ -348,12 +353,13 @@ class Former:
         ring.computed = ring.part.of_starter(inner)
         ring.numbers = self._numbers(ring)
         ring.is_exact = before is None or before.numbers == ring.numbers
+        ring.may_guess = basis.options.draft_inexact or self._is_fixed(ring)
         self._has_caches = True
         return ring
 
     def _linked(self, ring: Ring, seat: Seat, cancel: Cancel) -> Link:
         basis, cluster = self.basis, ring.cluster
-        n_frames = basis.options.n_frames or cluster.n_nodes
+        n_frames = ring.n_frames = basis.options.n_frames or cluster.n_nodes
         if n_frames != cluster.n_nodes:
             logger.info(
                 "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)",
@@ -362,12 +368,13 @@ class Former:
             )
         if basis.listener is None or not cluster.secondaries:  # none there, or all left out
             return LoopbackRing(n_frames, seat.epoch)
+        n_places = basis.options.n_places(n_frames, cluster.n_nodes)
         limits, allocate = (
             ring_limits(basis.family.widest_row(basis.config)),
             receive_buffers(basis.computing.device),
         )
         try:
-            link = close_starter_ring(basis.listener, seat, n_frames, limits, allocate=allocate, cancel=cancel)
+            link = close_starter_ring(basis.listener, seat, n_places, limits, allocate=allocate, cancel=cancel)
         except NodeLostError as e:
             first = cluster.secondaries[0]
             lost = next((node for node in cluster.secondaries if node.name == e.node), first)
@@ -453,11 +460,23 @@ class Former:
             return NodeLostError(self.cluster.starter.name, str(error), "memory")
         return error if failed is None else NodeLostError(failed, str(error), error.code)
 
+    def _arithmetics(self, ring: Ring) -> dict[str, str]:
+        """How each node computes, by its name."""
+        computing = self.basis.computing
+        ours = library.arithmetic() if computing.packing is not None else "torch"
+        return {**self._arithmetic, ring.cluster.starter.name: ours if computing.device == "cpu" else computing.device}
+
+    def _is_fixed(self, ring: Ring) -> bool:
+        basis, found = self.basis, self._arithmetics(ring)
+        config = basis.family.kernel_config(basis.weights.config)
+        if config is None or why_not_kernels(config, "cpu", basis.options.dtype) is not None:
+            return False
+        return all(found.get(node.name, "") in IN_KERNELS for node in ring.cluster.nodes)
+
     def _numbers(self, ring: Ring) -> str:
         basis, names = self.basis, [node.name for node in ring.cluster.nodes]
         computing = basis.computing
-        ours = library.arithmetic() if computing.packing is not None else "torch"
-        arithmetic = {**self._arithmetic, names[0]: ours if computing.device == "cpu" else computing.device}
+        arithmetic = self._arithmetics(ring)
         shares = self._shares(ring.stages)
         config = basis.family.kernel_config(basis.weights.config)
         return numbers_of(
@@ -684,7 +703,7 @@ class Preparation:
             max_length=basis.max_length,
             n_sequences=basis.n_sequences,
             stored_format=weights.stored_format,
-            n_frames=options.n_frames,
+            n_frames=options.n_places(options.n_frames or len(nodes), len(nodes)),
             silence_s=options.silence_s,
             hand_over=not options.fixed,
             keep_caches=self.replays is not None,

@@ -163,6 +163,9 @@ def format_report(run: RunMetrics) -> str:
     )
     head = clip(f"{title} in {duration(run.duration_s)}, {run.tokens_per_s:.1f} tokens/s", REPORT_COLUMNS)
     samples = "\n".join(table(_sample_rows(run), left=(4, 5)))
+    if run.guesses[0]:
+        guessed, confirmed = run.guesses
+        samples += f"\n{confirmed} of {guessed} guessed tokens were right: {run.tokens_per_round:.2f} tokens a round"
     if differing := _differing(run):
         samples = f"{samples}\n{differing}"
     if not run.nodes:

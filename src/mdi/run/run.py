@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from mdi.control.server import StatusOnly
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
+from mdi.engine.speculation import MOST_ROWS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.host.neighbours import host_of
@@ -34,6 +36,7 @@ from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
 from mdi.run.choice import Choice, model_of
 from mdi.run.cut import MovingCut
+from mdi.run.drafting import open_draft
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.identity import identity_of
 from mdi.run.loop import Joins, Lookout, RingLoop
@@ -220,6 +223,8 @@ class Run(StatusOnly):
             ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype
         )
         engine.sent = SentRows(self.replay_bytes)
+        engine.n_frames, engine.may_guess = ring.n_frames, ring.may_guess
+        engine.speculation = self._speculation(model, ring)
         self._state = "RUNNING"
         self._texts = RunTexts(engine, model.codec, self.max_length)
         if recorder is not None:
@@ -232,6 +237,22 @@ class Run(StatusOnly):
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
             joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel)
+
+    def _speculation(self, model: Choice, ring: Ring) -> Speculation | None:
+        """Guesses tokens, if that is wanted. Raises UsageError, CheckpointError: the small model cannot be used."""
+        options = model.options
+        if not options.guesses:
+            return None
+        if not self.engine.may_guess:
+            reason = "a node computes in torch, where rows may differ in their last bits in other company"
+            if options.draft != "auto":
+                raise UsageError(f"--draft {options.draft}: {reason} (--draft-inexact guesses all the same)")
+            logger.info("no tokens are guessed: %s (--draft-inexact guesses all the same)", reason)
+        draft = None
+        if options.draft != "auto":
+            draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
+        most_rows = 1 if getattr(model.config, "n_expert", 0) else MOST_ROWS
+        return Speculation(most_rows, draft, n_vocabulary=int(model.config.padded_vocab_size))
 
     def _measure(self, client: ControlClient) -> NodeProfile:
         """A node that has come, as it measures itself. Raises MdiError."""

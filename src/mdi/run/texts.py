@@ -123,8 +123,10 @@ class Sample:
 
     def metrics(self) -> SampleMetrics:
         """The measurements by now, of an unfinished sample too."""
+        sequence = None if self.request is None else self.request.sequence
+        guesses = (0, 0) if sequence is None else (sequence.n_guessed, sequence.n_confirmed)
         return SampleMetrics.from_times(
-            self.prompt, self.text, self.token_ids, self.prompt_ids, self.finish_reason, self.token_times_s
+            self.prompt, self.text, self.token_ids, self.prompt_ids, self.finish_reason, self.token_times_s, *guesses
         )
 
 

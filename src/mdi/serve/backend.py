@@ -1,7 +1,8 @@
 """Answers to the API process's requests, in a thread of the engine process.
 
 Messages from the API process, by "do":
-    generate   id, model, ids, sampling, owner, grammar: answered by "events", the last of which has a reason, or by "refused"
+    generate   id, model, ids, sampling, owner, grammar, is_guessed, prediction: answered by "events", the last of which has a
+               reason, or by "refused"
     cancel     id
     ask        id, what, args: answered by "answer", see `handlers`; loading a model is a question, too
 """
@@ -290,9 +291,7 @@ class Backend:
             self._submit(message, None)
 
     def _submit(self, message: dict[str, Any], constraint: Constraint | None) -> None:
-        self._host.submit(
-            message["model"], message["id"], message["ids"], message["sampling"], message["owner"], constraint
-        )
+        self._host.submit(message["model"], message["id"], message, constraint)
 
     @contextlib.contextmanager
     def _refusing(self, number: int) -> Iterator[None]:

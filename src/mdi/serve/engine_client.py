@@ -27,12 +27,15 @@ class TextEvent:
     Attributes:
         logprobs: for each token, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         n_cached: tokens of its prompt that did not have to be computed.
+        n_accepted, n_rejected: tokens of its prediction that were drawn, and those that were guessed in vain; with the end.
     """
 
     tokens: list[int]
     finish_reason: str | None
     logprobs: list[Any] | None
     n_cached: int
+    n_accepted: int = 0
+    n_rejected: int = 0
 
 
 class GeneratedTexts:

@@ -85,6 +85,12 @@ class Grammar:
     def copy(self) -> Grammar:
         return Grammar(self._matcher.deep_copy(), self._eos_ids, self._n_vocabulary)
 
+    def n_valid(self, tokens: list[int]) -> int:
+        return int(self._matcher.validate_tokens(tokens))
+
+    def forced(self) -> list[int]:
+        return list(self._matcher.compute_ff_tokens())
+
 
 def _error_of(matcher: Any) -> str:
     """Without the parser's state and the whole grammar, which follow in lines of their own."""

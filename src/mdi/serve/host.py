@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from logging.handlers import QueueHandler, QueueListener
@@ -56,14 +56,20 @@ class Outlet:
         self._thread = threading.Thread(target=self._write, name="serve-write", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, number: int, ids: Sequence[int], sampling: Mapping[str, Any], owner: str, constraint: Constraint | None
-    ) -> None:
-        """Have a text continued. Raises UsageError, EngineError."""
+    def submit(self, number: int, wanted: Mapping[str, Any], constraint: Constraint | None) -> None:
+        """Have a text continued. Raises UsageError, EngineError.
+
+        Args:
+            wanted: see mdi.serve.backend.
+        """
+        sampling = wanted["sampling"]
         values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
         params = SamplingParams(**values, eos_ids=self._eos_ids)
         with self._lock:  # its first event must not come before its number is known
-            request = self._engine.submit(ids, params, events=self._events, constraint=constraint, owner=owner)
+            request = self._engine.submit(
+                wanted["ids"], params, events=self._events, constraint=constraint, owner=wanted["owner"],
+                is_guessed=wanted.get("is_guessed", True), prediction=wanted.get("prediction", ()),
+            )  # fmt: skip
             self._numbers[request.seq_id] = number
             self._requests[number] = request
 
@@ -96,13 +102,22 @@ class Outlet:
 
     def _as_message(self, event: Event) -> list[Any]:
         number = self._numbers[event.seq_id]
-        n_cached = self._requests[number].n_reused
+        request = self._requests[number]
+        n_cached, sequence = request.n_reused, request.sequence
         if event.finish_reason is not None:
             del self._numbers[event.seq_id], self._requests[number]
         logprobs = None
         if event.logprobs:
             logprobs = [(_finite(own), [(t, _finite(v)) for t, v in best]) for own, best in event.logprobs]
-        return [number, event.tokens, event.finish_reason, logprobs, n_cached]
+        predicted = [sequence.n_accepted, sequence.n_predicted - sequence.n_accepted]
+        return [
+            number,
+            event.tokens,
+            event.finish_reason,
+            logprobs,
+            n_cached,
+            *(predicted if sequence.n_predicted else []),
+        ]
 
 
 def _finite(value: float) -> float | None:
@@ -202,12 +217,9 @@ class ModelHost:
         """Let `run` return. What is being loaded is given up."""
         self._cancel.cancel(EngineError("the server is ending"))
 
-    def submit(
-        self, model: str, number: int, ids: Sequence[int], sampling: Mapping[str, Any], owner: str,
-        constraint: Constraint | None,
-    ) -> None:  # fmt: skip
+    def submit(self, model: str, number: int, wanted: Mapping[str, Any], constraint: Constraint | None) -> None:
         """Raises UsageError, or EngineError if the model is not loaded (any more)."""
-        self._loaded_as(model).outlet.submit(number, ids, sampling, owner, constraint)
+        self._loaded_as(model).outlet.submit(number, wanted, constraint)
 
     def cancel(self, number: int) -> None:
         """Whichever model writes it."""

@@ -23,6 +23,8 @@ TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
 _RING = {
     "tokens_s": (GaugeMetricFamily, "mdi_tokens_per_second", "Of all texts, lately"),
     "n_tokens": (CounterMetricFamily, "mdi_ring_tokens", "Tokens that came out of the ring"),
+    "guessed": (CounterMetricFamily, "mdi_ring_guessed_tokens", "Tokens that were guessed while others went round"),
+    "confirmed": (CounterMetricFamily, "mdi_ring_confirmed_tokens", "Guessed tokens that were then drawn"),
     "n_recoveries": (CounterMetricFamily, "mdi_ring_recoveries", "Times that the ring went on with other nodes"),
     "n_reused": (CounterMetricFamily, "mdi_reused_prompt_tokens", "Tokens of prompts that caches still held"),
     "texts.put_out": (CounterMetricFamily, "mdi_texts_put_out", "Texts that had to give their caches back"),

@@ -13,7 +13,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -69,6 +70,8 @@ class RequestFields(msgspec.Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: dict[str, Any] = {}
+    draft: Literal["auto", "none"] = "auto"
+    prediction: dict[str, Any] = {}
     deadline_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 
 
@@ -119,6 +122,7 @@ class CommonFields:
         n_logprobs: top tokens whose probability is wanted; None if none are.
         grammar: {"type": "schema", "schema": ...}; None is any text.
         deadline_s: the whole request must be done by then; None any time.
+        is_guessed: whether the next tokens may be guessed; prediction: a text that the answer probably repeats in parts.
     """
 
     model: str
@@ -131,6 +135,8 @@ class CommonFields:
     with_usage: bool
     grammar: Mapping[str, Any] | None = None
     deadline_s: float | None = None
+    is_guessed: bool = True
+    prediction: str = ""
 
 
 def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int | None) -> CommonFields:
@@ -152,7 +158,23 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
         with_usage=bool(fields.stream_options.include_usage),
         grammar=_grammar(fields.response_format),
         deadline_s=fields.deadline_s or None,
+        is_guessed=fields.draft == "auto",
+        prediction=_prediction(fields.prediction),
     )
+
+
+def _prediction(given: Mapping[str, Any]) -> str:
+    """The text of OpenAI's field of this name."""
+    if not given:
+        return ""
+    content = given.get("content")
+    if given.get("type") != "content" or not isinstance(content, str | list):
+        raise invalid("prediction", 'expected {"type": "content", "content": a text, or a list of texts}')
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise invalid("prediction", "the content has parts of type text only")
+    return "".join(checked_text("prediction", part["text"]) for part in parts)
 
 
 def _sampling(fields: RequestFields, n_logprobs: int | None) -> Sampling:
@@ -228,7 +250,7 @@ class TextPiece:
         tokens: new ones, those that are no text among them.
         logprobs: of each of them, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         finish_reason: set in the last one.
-        n_cached: tokens of the prompt that did not have to be computed.
+        n_cached, n_accepted, n_rejected: see TextEvent.
     """
 
     index: int
@@ -237,6 +259,8 @@ class TextPiece:
     logprobs: list[Any] | None = None
     finish_reason: str | None = None
     n_cached: int = 0
+    n_accepted: int = 0
+    n_rejected: int = 0
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
@@ -279,8 +303,13 @@ async def write_texts(
         ApiError: the engine could not continue.
     """
     owner = "" if key is None else key.name
+    predicted: list[int] = []
+    if fields.prediction:
+        predicted = await encoded(
+            model, fields.prediction, partial(model.tokenizer.ids_of, adds_special=False), "prediction"
+        )
     requests = [
-        _request(model, owner, prompt, fields, index)
+        {**_request(model, owner, prompt, fields, index), "is_guessed": fields.is_guessed, "prediction": predicted}
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(fields.n))
     ]
     answers = [TextStream(model.codec, (*fields.stop, *stop), continues) for _ in requests]
@@ -344,7 +373,9 @@ def _piece(index: int, event: TextEvent, answer: TextStream) -> TextPiece:
     if answer.is_stopped:
         reason = "stop"
     ended = None if reason is None else REASONS[reason]
-    return TextPiece(index, text, event.tokens, event.logprobs, ended, event.n_cached)
+    return TextPiece(
+        index, text, event.tokens, event.logprobs, ended, event.n_cached, event.n_accepted, event.n_rejected
+    )
 
 
 @dataclass
@@ -358,17 +389,23 @@ class Usage:
     n_prompt: int
     n_completion: int = 0
     cached: dict[int, int] = field(default_factory=dict)
+    n_accepted: int = 0
+    n_rejected: int = 0
 
     def count(self, piece: TextPiece, n_choices: int) -> None:
         """A piece of a text, of so many for each prompt. A prompt is counted once, by the first of its texts."""
         self.n_completion += len(piece.tokens)
+        self.n_accepted += piece.n_accepted
+        self.n_rejected += piece.n_rejected
         if piece.index % n_choices == 0:
             self.cached[piece.index // n_choices] = piece.n_cached
 
     def to_json(self) -> dict[str, Any]:
         total = self.n_prompt + self.n_completion
         counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())}}
+        predicted = {"accepted_prediction_tokens": self.n_accepted, "rejected_prediction_tokens": self.n_rejected}
+        cached = {"cached_tokens": sum(self.cached.values())}
+        return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": predicted}
 
 
 LEAST = -9999.0  # means "never": JSON has no infinity

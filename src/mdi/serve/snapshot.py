@@ -77,6 +77,8 @@ class _Watch:
             "texts": {"running": running, "waiting": waiting, "put_out": put_out},
             "n_tokens": node.engine.n_tokens,
             "n_reused": node.engine.n_reused,
+            "guessed": node.engine.guesses[0],
+            "confirmed": node.engine.guesses[1],
             "n_recoveries": node.n_recoveries,
             "tokens_s": self._tokens_s(node.engine.n_tokens),
             "waits_for": waited_for(nodes),

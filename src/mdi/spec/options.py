@@ -28,6 +28,7 @@ SILENCE_LIMITS_S = (0.5, 600.0)
 MODES = ("ring", "tensor", "auto")
 PLACEMENTS = ("throughput", "latency", "even")
 DEFAULT_PLACEMENT = "throughput"
+DEFAULT_DRAFT = "none"
 SUMS = ("star", "exchange", "ring", "tree")
 # Costs less than a star, by the model at any delay and rate, and adds in the order of ranks.
 DEFAULT_SUM = "exchange"
@@ -218,6 +219,23 @@ class StarterOptions(Requested):
         "(default: 64M; 0 keeps none)", metavar="SIZE", read=parse_bytes, default=None,
     )] = REPLAY_BYTES
     cache_share: float = 1.0
+    draft: Annotated[str, Option(
+        "guess the next tokens while the last one goes round; texts stay the same. auto: from repetitions in the text, from "
+        "predicted texts and schemas; DIR: also by a small model with the same tokenizer, on the starter (%(default)s)",
+        metavar="auto|none|DIR",
+    )] = DEFAULT_DRAFT
+    draft_inexact: Annotated[bool, Option(
+        "guess also where nodes compute in torch, whose rows may differ in their last bits in other company"
+    )] = False
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens are guessed."""
+        return self.draft != "none"
+
+    def n_places(self, n_frames: int, n_nodes: int) -> int:
+        """Frames that a ring holds, with those of guesses: with slow links more than one for each node are under way."""
+        return max(n_frames, 2 * n_nodes) if self.guesses and n_frames >= n_nodes > 1 else n_frames
 
     @property
     def replay_bytes(self) -> int:
@@ -459,7 +477,8 @@ RING = (
     "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
 )  # fmt: skip
 PARALLEL = ("mode", "parts", "algorithm", "reduce_dtype", "is_head_shared")
-DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed")
+DRAFT = ("draft", "draft_inexact")
+DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed", *DRAFT)
 GENERATION = ("prompt", "n_samples", *DRAWING)
 RESUME = ("resume", "run_dir", "no_journal")
 OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")

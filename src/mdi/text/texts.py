@@ -71,6 +71,14 @@ class TextCodec:
         name = config_name if config_name is not None else _config_name(ckpt_dir)
         return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
 
+    @property
+    def tokens(self) -> list[str]:
+        """All tokens of the tokenizer, in the order of their ids."""
+        if self._tokenizer.backend == "huggingface":
+            known: dict[str, int] = self._processor.get_vocab(with_added_tokens=True)
+            return sorted(known, key=lambda token: known[token])
+        return [self._processor.id_to_piece(i) for i in range(self._processor.vocab_size())]
+
     def facts(self) -> dict[str, Any]:
         """Plain JSON with which, and the tokenizer's file, another process reads and writes texts as this codec does."""
         tokenizer = self._tokenizer

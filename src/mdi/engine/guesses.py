@@ -1,0 +1,211 @@
+"""Sources of guesses: a grammar, a predicted text, repetitions, and a small model. Pure but for the small model.
+
+A guess is never wrong for the text: each is compared with the token that is drawn. It only costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from mdi.engine.sampling import Row, sample
+from mdi.engine.sequence import Constraint
+from mdi.engine.sequence import Sequence as Text
+from mdi.kernels.slices import Slice, SliceTable
+
+LONG, SHORT = 8, 3  # tokens that must have occurred before; fewer once the guesses behind such places were right
+LEARN_ROWS = 256  # that the small model computes at once, of a prompt that is new to it
+
+
+class Source(Protocol):
+    """Guesses the next tokens of one text."""
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        """At most `n` tokens that may follow `ids`, the last of which may be guesses themselves."""
+
+    def learn(self, ids: list[int]) -> None:
+        """Note the tokens of the text that are known by now; called before `propose`."""
+
+    def close(self) -> None:
+        """The text has ended."""
+
+
+class Index:
+    """Where runs of SHORT and LONG tokens occurred last; grows by a token in the same time whatever its length."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self.ids: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}  # run of tokens -> position behind it
+        self.extend(ids)
+
+    def extend(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            # The run that ends here is noted with the next token: it must not be found as its own repetition.
+            for n in (SHORT, LONG):
+                if len(self.ids) >= n:
+                    self._behind[tuple(self.ids[-n:])] = len(self.ids)
+            self.ids.append(token)
+
+    def find(self, run: Sequence[int]) -> int | None:
+        """The position behind the last place with this run, of SHORT or LONG tokens."""
+        return self._behind.get(tuple(run))
+
+
+class Repetition:
+    """Guesses that the text goes on as it did where its last tokens occurred before.
+
+    Args:
+        others: further texts in which they may have occurred.
+        begun: the text as a whole probably follows the first of these from its beginning: a prediction.
+    """
+
+    def __init__(self, others: Sequence[Index] = (), begun: int | None = None) -> None:
+        self.own = Index()
+        self._others = others
+        self._place: tuple[Index, int] | None = None  # where the text is being repeated, and the position there
+        self._begun = begun
+        self.n_least = LONG
+
+    def learn(self, ids: list[int]) -> None:
+        n_before = len(self.own.ids)
+        for token in ids[n_before:]:
+            if self._place is not None:
+                index, at = self._place
+                self._place = (index, at + 1) if at < len(index.ids) and index.ids[at] == token else None
+            self.own.extend((token,))
+        if self._begun is not None and len(ids) >= self._begun and self._others:
+            n = len(ids) - self._begun
+            self._begun = None
+            if ids[len(ids) - n :] == self._others[0].ids[:n]:
+                self._place = self._others[0], n
+        if self._place is None and len(ids) > n_before:
+            self._place = self._found(ids)
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        guessed = ids[len(self.own.ids) :]
+        place = self._place
+        if place is not None:
+            index, at = place
+            is_own = guessed == self._from(index, at, len(guessed), ids)  # and no other source has guessed these
+            place = (index, at + len(guessed)) if is_own else None
+        if place is None and guessed:
+            place = self._found(ids)
+        return [] if place is None else self._from(*place, n, ids)
+
+    def close(self) -> None:
+        """Its index stays for other texts."""
+
+    def _found(self, ids: list[int]) -> tuple[Index, int] | None:
+        run = ids[-self.n_least :]
+        for index in (self.own, *self._others):
+            if len(run) == self.n_least and (at := index.find(run)) is not None and at < len(index.ids):
+                return index, at
+        return None
+
+    def _from(self, index: Index, at: int, n: int, ids: list[int]) -> list[int]:
+        """`n` tokens from a position on; what repeats itself goes on behind its own end."""
+        known = ids if index is self.own else index.ids
+        if at + n <= len(known):
+            return known[at : at + n]
+        if index is not self.own:
+            return known[at:]
+        found = known[at:]
+        period = len(known) - at
+        while period > 0 and len(found) < n:
+            found.append(found[-period])
+        return found
+
+
+class Forced:
+    """Tokens that a constraint leaves no choice about."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._n_known = 0
+
+    def learn(self, ids: list[int]) -> None:
+        self._n_known = len(ids)
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        guessed = ids[self._n_known :]
+        state = self._constraint
+        if guessed:
+            state = state.copy()
+            if any([state.take(token) for token in guessed]):
+                return []
+        return state.forced()[:n]
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class DraftModel:
+    """A small model with the same tokens, whole on this node.
+
+    It draws with the random number of the real draw at that position. At a temperature above 0 both then choose the same token
+    as often as their distributions overlap along the cumulative sum: more often than two independent draws would, and always
+    where the distributions are equal.
+
+    Args:
+        stage: all its blocks and ends, prepared for texts of `max_length` tokens.
+        rows: as the stage has them.
+    """
+
+    def __init__(self, stage: Any, rows: Any, max_length: int) -> None:
+        self.stage, self.rows, self.max_length = stage, rows, max_length
+        self._next_id = 0
+
+    def of(self, text: Text) -> Draft:
+        self._next_id += 1
+        return Draft(self, self._next_id, text)
+
+    def last_logits(self, seq_id: int, start: int, ids: list[int]) -> Any:
+        """Logits (1, vocabulary) behind the last of `ids`, whose first is at position `start`."""
+        slices = SliceTable([Slice(seq_id, start, len(ids), 1)])
+        x = self.stage(self.stage.embed(self.rows.ids(ids)), slices)
+        return self.stage.head(x[-1:])
+
+
+class Draft:
+    """Guesses of a small model for one text, with caches of its own."""
+
+    def __init__(self, model: DraftModel, seq_id: int, text: Text) -> None:
+        self._model, self._seq_id, self._text = model, seq_id, text
+        self._cached: list[int] = []  # ids whose rows the caches hold
+        self._n_known = 0
+
+    def learn(self, ids: list[int]) -> None:
+        """Cut the caches where the text went on otherwise."""
+        for at in range(self._n_known, min(len(ids), len(self._cached))):
+            if self._cached[at] != ids[at]:
+                del self._cached[at:]
+                break
+        self._n_known = min(len(ids), len(self._cached))
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        params = self._text.params
+        begin = min(len(self._cached), len(ids) - 1)
+        if self._cached[self._n_known : begin] != ids[self._n_known : begin]:
+            begin = min(self._n_known, len(ids) - 1)
+        n = min(n, self._model.max_length - len(ids))
+        found: list[int] = []
+        if len(ids) - begin > LEARN_ROWS:  # a prompt: the texts wait for a part of it at a time
+            self._compute(begin, ids[begin : begin + LEARN_ROWS])
+            return found
+        rows = ids[begin:]
+        while len(found) < n:
+            logits = self._compute(begin, rows)
+            n_drawn = len(ids) + len(found) - self._text.n_prompt
+            known = [*ids, *found] if params.changes_logits else ids
+            (token,) = sample(logits, [Row(params, n_drawn, known, self._text.n_prompt)])
+            found.append(token)
+            begin, rows = begin + len(rows), [token]
+        return found
+
+    def _compute(self, begin: int, ids: list[int]) -> Any:
+        logits = self._model.last_logits(self._seq_id, begin, ids)
+        self._cached[begin:] = ids
+        return logits
+
+    def close(self) -> None:
+        self._model.stage.caches.free(self._seq_id)

@@ -1,0 +1,338 @@
+"""Decides how many guesses of a text are under way, and which source makes them.
+
+What guesses bring. A frame goes round in L seconds, the slowest stage takes t for its rows, and a frame has r rows. If a guess
+is right with probability p, R = p / (1 - p) guesses are right in a row on average before one is wrong, and then one more token
+is known, which was drawn instead. While they are right, a frame with r tokens is back every t seconds. Behind the wrong one a
+new frame has to go all the way round. So R + 1 tokens take R t / r + L seconds:
+
+    tokens/s = (R + 1) / (R t / r + L)
+
+With D frames in flight, D < L / t, frames are back every L / D seconds: t is the larger one of both. With one frame of r rows,
+the known token and r - 1 guesses, a round gives 1 + p + ... + p^(r - 1) tokens. (Compare arXiv 2504.04104 and 2511.11733.)
+
+No more than L / t frames are in flight. With more, they would wait for the slowest stage, and behind them the frame with the
+right token. So guesses that are always wrong cost nothing but the work of nodes that would wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mdi.engine.guesses import LONG, SHORT, DraftModel, Forced, Index, Repetition, Source
+from mdi.engine.prices import Prices
+from mdi.engine.sequence import Constraint, Plan
+from mdi.engine.sequence import Sequence as Text
+
+MOST_ROWS = 4
+N_JUDGED = 32  # guesses of a source whose rate counts
+FIRST_PAUSE, LONGEST_PAUSE = 64, 1024  # tokens
+PAYS = 1.02  # times as fast as without guesses, at least
+SURE = 0.99  # more is not believed
+N_ROUNDS = 3  # that are measured before anything is guessed
+MEASURED_EACH = 512  # tokens, the round is measured again without guesses: it grows with the text
+N_OWN = 16  # frames in which this node's own time is measured
+N_TRIAL = 32  # tokens after which the times with and without guesses are compared
+PROVEN = 0.6  # with this rate, shorter repetitions count
+DEPTH_SLACK = 0.15  # by this part of a stage's time a right frame may wait: measured times scatter
+N_OTHERS = 4  # ended texts of an owner in which repetitions are looked for
+# Sources in the order in which they are asked, with the rate that is assumed before any guess was judged.
+ASSUMED = {"grammar": 0.9, "prediction": 0.8, "lookup": 0.7, "draft": 0.7}
+
+
+def tokens_per_s(p: float, n_rows: int, n_frames: int, round_s: float, stage_s: float) -> float:
+    """The speed of one text whose guesses are right with probability `p`: see the module."""
+    p = min(p, SURE)
+    if n_frames == 1:
+        return float(sum(p**i for i in range(n_rows))) / round_s
+    n_right = p / (1 - p)
+    return (n_right + 1) / (n_right * max(stage_s, round_s / n_frames) / n_rows + round_s)
+
+
+def most_frames(round_s: float, stage_s: float) -> int:
+    """Frames that can be in flight without waiting for each other."""
+    return max(1, int(round_s / stage_s + DEPTH_SLACK)) if stage_s > 0 else 1
+
+
+class _Rate:
+    """Whether a source's last guesses for a text were right, and its pauses."""
+
+    def __init__(self, assumed: float) -> None:
+        self._judged: deque[bool] = deque(maxlen=N_JUDGED)
+        self._assumed = assumed
+        self._pause = FIRST_PAUSE
+        self.until = 0  # tokens that the text must have before the source is asked again
+        self.n_guessed = self.n_confirmed = 0
+
+    @property
+    def rate(self) -> float:
+        return (sum(self._judged) + 2 * self._assumed) / (len(self._judged) + 2)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._judged) >= N_JUDGED // 2
+
+    def judge(self, n_right: int, is_wrong: bool) -> None:
+        self._judged.extend([True] * n_right + [False] * is_wrong)
+        self.n_confirmed += n_right
+        if n_right > N_JUDGED // 2:
+            self._pause = FIRST_PAUSE
+
+    def pause(self, n_tokens: int) -> None:
+        """Give no guesses until the text is longer."""
+        self.until = n_tokens + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._judged.clear()
+
+
+@dataclass
+class _Guessed:
+    """A text: its sources, and which of them made each guess that is under way."""
+
+    sources: dict[str, Source]
+    rates: dict[str, _Rate]
+    constraint: Constraint | None
+    by: deque[str] = field(default_factory=deque)
+    last: str = ""
+
+
+class Speculation:
+    """See the module; a `Guesser` of the scheduler. Belongs to the engine's thread, and has no clock: times come in as numbers.
+
+    Args:
+        most_rows: rows of a text in a frame; 1 where each further row reads other weights (experts).
+        draft: the small model, if there is one.
+        kinds: the sources that may be used, of ASSUMED.
+        n_vocabulary: ids that the model knows; None: none is larger.
+
+    """
+
+    def __init__(
+        self, most_rows: int = MOST_ROWS, draft: DraftModel | None = None, kinds: frozenset[str] = frozenset(ASSUMED),
+        n_vocabulary: int | None = None,
+    ) -> None:  # fmt: skip
+        self.most_rows = most_rows
+        self._draft = draft
+        self._kinds = kinds
+        self._n_vocabulary = n_vocabulary
+        self._texts: dict[int, _Guessed] = {}
+        self._ended: dict[str, deque[Index]] = {}
+        self.rounds, self.stages = Prices(), Prices()
+        self._n_nodes = 1
+        self._under_way: dict[int, _Flight] = {}
+        self._last: tuple[float, _Flight] | None = None  # when the last frame was back, and which it was
+        self._own_s = 0.0  # that this node takes for a frame, with head, drawing and guessing
+        self._n_sent, self._busy_s = 0, 0.0  # frames since `_own_s` was noted, and the busy time then; 0 is not known
+        self._trial = _Trial()
+        self._n_texts = 0
+        self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
+
+    def begin_ring(self, n_nodes: int) -> None:
+        """Times of another ring are other ones."""
+        self._n_nodes = n_nodes
+        self.rounds.clear()
+        self.stages.clear()
+        self._under_way.clear()
+        self._last = None
+        self._own_s, self._n_sent, self._busy_s = 0.0, 0, 0.0
+        self._trial = _Trial()
+        self._n_to_measure = N_ROUNDS
+
+    def begin(self, text: Text, constraint: Constraint | None) -> None:
+        """A text that will be generated."""
+        sources: dict[str, Source] = {}
+        if constraint is not None and "grammar" in self._kinds:
+            sources["grammar"] = Forced(constraint)
+        if text.prediction and "prediction" in self._kinds:
+            predicted = Repetition([Index(text.prediction)], text.n_prompt)
+            predicted.n_least = SHORT
+            sources["prediction"] = predicted
+        if "lookup" in self._kinds:
+            others = () if text.owner is None else tuple(self._ended.get(text.owner, ()))
+            sources["lookup"] = Repetition(others)
+        if self._draft is not None and "draft" in self._kinds:
+            sources["draft"] = self._draft.of(text)
+        rates = {kind: _Rate(ASSUMED[kind]) for kind in sources}
+        self._texts[text.seq_id] = _Guessed(sources, rates, constraint)
+
+    # Of the scheduler
+
+    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+        if n_texts != self._n_texts:
+            self._n_texts, self._n_to_measure, self._trial = n_texts, N_ROUNDS, _Trial()
+        guessed = self._texts.get(sequence.seq_id)
+        if guessed is None or self._n_to_measure or self._trial.is_paused:
+            return 1, 1
+        if n_places == 1 and n_texts > 1:
+            return 1, 1  # other texts fill the ring
+        p = guessed.rates[guessed.last].rate if guessed.last else max(ASSUMED.values())
+        best, found = PAYS * self._speed(0.0, 1, 1), (1, 1)
+        for n_rows in range(1, self.most_rows + 1):
+            n_frames = min(n_places, self._most_frames(n_rows))
+            speed = self._speed(p, n_rows, n_frames)
+            if speed > best:
+                best, found = speed, (n_frames, n_rows)
+        return found
+
+    def _speed(self, p: float, n_rows: int, n_frames: int) -> float:
+        return tokens_per_s(p, n_rows, n_frames, self.rounds.of(n_rows), self._stage_s(n_rows))
+
+    def _stage_s(self, n_rows: int) -> float:
+        if self._n_nodes == 1:
+            return self.rounds.of(n_rows)
+        return max(self.stages.of(n_rows, self.rounds.of(n_rows) / self._n_nodes), self._own_s)
+
+    def _most_frames(self, n_rows: int) -> int:
+        return most_frames(self.rounds.of(n_rows), self._stage_s(n_rows))
+
+    def propose(self, sequence: Text, n: int) -> list[int]:
+        guessed = self._texts[sequence.seq_id]
+        stream = [*sequence.ids, *sequence.guessed]
+        for kind, source in guessed.sources.items():
+            rate = guessed.rates[kind]
+            if len(sequence.ids) < rate.until:
+                continue
+            if rate.is_known and not self._pays(rate.rate):
+                rate.pause(len(sequence.ids))
+                continue
+            source.learn(sequence.ids)
+            if isinstance(source, Repetition) and kind == "lookup":
+                source.n_least = SHORT if rate.is_known and rate.rate >= PROVEN else LONG
+            found = self._allowed(sequence, guessed.constraint, source.propose(stream, n))
+            if found:
+                guessed.by.extend([kind] * len(found))
+                guessed.last = kind
+                rate.n_guessed += len(found)
+                return found
+        return []
+
+    def _pays(self, p: float) -> bool:
+        plain = PAYS * self._speed(0.0, 1, 1)
+        rows = range(1, self.most_rows + 1)
+        return any(self._speed(p, n, self._most_frames(n)) > plain for n in rows)
+
+    def _allowed(self, sequence: Text, constraint: Constraint | None, found: list[int]) -> list[int]:
+        """The guesses before the first one that can not be drawn, or that would end the text."""
+        ends, n_ids = sequence.params.eos_ids, self._n_vocabulary
+        bad = (i for i, token in enumerate(found) if token in ends or (n_ids is not None and token >= n_ids))
+        n = next(bad, len(found))
+        found = found[:n]
+        if constraint is None or not found:
+            return found
+        n_pending = len(sequence.guessed)
+        return found[: max(0, constraint.n_valid([*sequence.guessed, *found]) - n_pending)]
+
+    def judge(self, sequence: Text, n_right: int, is_wrong: bool) -> None:
+        guessed = self._texts.get(sequence.seq_id)
+        if guessed is None:
+            return
+        for _ in range(n_right):
+            guessed.rates[guessed.by.popleft()].judge(1, False)
+        if is_wrong and guessed.by:
+            guessed.rates[guessed.by[0]].judge(0, True)
+        if not sequence.guessed:
+            guessed.by.clear()
+
+    def forget(self, sequence: Text) -> None:
+        """A text has ended; its tokens are looked for repetitions in later texts of its owner."""
+        guessed = self._texts.pop(sequence.seq_id, None)
+        if guessed is None:
+            return
+        if (rate := guessed.rates.get("prediction")) is not None:
+            sequence.n_predicted, sequence.n_accepted = rate.n_guessed, rate.n_confirmed
+        for source in guessed.sources.values():
+            source.close()
+        lookup = guessed.sources.get("lookup")
+        if sequence.owner is not None and isinstance(lookup, Repetition):
+            lookup.learn(sequence.ids)
+            self._ended.setdefault(sequence.owner, deque(maxlen=N_OTHERS)).appendleft(lookup.own)
+
+    # Times
+
+    def sent(self, plan: Plan, now_s: float) -> None:
+        """A frame leaves; one with prompt rows says nothing about others."""
+        n_rows = sum([part.n_rows for part in plan.slices])
+        if not n_rows or plan.is_replay or any([part.is_prompt for part in plan.slices]):
+            self._last, self._busy_s = None, 0.0
+            return
+        has_guesses = any([part.n_guessed > 0 for part in plan.slices])
+        is_first = not any([other.has_guesses for other in self._under_way.values()])
+        is_free = is_first and len(self._under_way) < max(1, self._n_nodes // 2)
+        self._under_way[plan.number] = _Flight(now_s, n_rows, has_guesses, is_free, is_first and not has_guesses)
+        self._n_sent += 1
+
+    def returned(self, number: int, now_s: float, busy_s: float, n_tokens: int) -> None:
+        """It is back, with so many tokens; this node has computed for `busy_s` in all."""
+        flight = self._under_way.pop(number, None)
+        if flight is None:
+            self._last = None
+            return
+        self._n_since += n_tokens
+        if self._n_since > MEASURED_EACH:
+            self._n_since, self._n_to_measure = 0, N_ROUNDS
+        time_s = now_s - flight.sent_s
+        if flight.is_free:
+            self.rounds.note(flight.n_rows, time_s)
+        else:
+            self.rounds.note_most(flight.n_rows, time_s)
+        if flight.is_plain:
+            self._n_to_measure = max(0, self._n_to_measure - 1)
+        if self._last is not None:
+            last_s, last = self._last
+            gap_s = now_s - last_s
+            if flight.sent_s < last_s and flight.n_rows == last.n_rows:  # both were under way, and took as long
+                if flight.sent_s - last.sent_s < 0.9 * gap_s:  # one waited for the other in the slowest stage
+                    self.stages.note(flight.n_rows, gap_s)
+                else:
+                    self.stages.note_most(flight.n_rows, gap_s)
+            self._trial.note(gap_s, n_tokens, flight.is_plain)
+        self._last = now_s, flight
+        if self._n_sent >= N_OWN:
+            self._own_s = (busy_s - self._busy_s) / self._n_sent if self._busy_s else 0.0
+            self._n_sent, self._busy_s = 0, busy_s
+
+
+class _Flight(NamedTuple):
+    """A frame under way.
+
+    Attributes:
+        is_free: whether it waits for no other frame; is_plain: whether no guesses are under way, here or before it.
+    """
+
+    sent_s: float
+    n_rows: int
+    has_guesses: bool
+    is_free: bool
+    is_plain: bool
+
+
+class _Trial:
+    """Compares the time of a token with and without guesses, whatever the prices promise: nodes may share cores."""
+
+    def __init__(self) -> None:
+        self._plain = Prices()
+        self._time_s, self._n_tokens = 0.0, 0
+        self._n_left = 0
+        self._pause = FIRST_PAUSE
+
+    @property
+    def is_paused(self) -> bool:
+        return self._n_left > 0
+
+    def note(self, time_s: float, n_tokens: int, is_plain: bool) -> None:
+        """The next frame of a text was back after so long, with so many tokens."""
+        if is_plain:
+            self._plain.note(1, time_s)
+            self._n_left = max(0, self._n_left - n_tokens)
+            return
+        self._time_s += time_s
+        self._n_tokens += n_tokens
+        if self._n_tokens < N_TRIAL:
+            return
+        is_slow = PAYS * self._time_s / self._n_tokens > self._plain.of(1, float("inf"))
+        self._time_s, self._n_tokens = 0.0, 0
+        if is_slow:
+            self._n_left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        else:
+            self._pause = FIRST_PAUSE

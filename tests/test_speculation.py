@@ -1,0 +1,231 @@
+"""How many guesses are under way: rings in simulated time, from the first token on, and what the sources propose."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from mdi.engine.guesses import LONG, SHORT, Index, Repetition
+from mdi.engine.prices import Prices
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import Plan, SamplingParams
+from mdi.engine.sequence import Sequence as Text
+from mdi.engine.speculation import Speculation, most_frames, tokens_per_s
+
+N_IDS = 1000
+
+
+class Oracle:
+    """Guesses that are right with a probability, each by itself."""
+
+    def __init__(self, truth: Sequence[int], n_prompt: int, p: float, seed: int) -> None:
+        self._truth, self._n_prompt, self._p, self._rng = truth, n_prompt, p, random.Random(seed)
+
+    def learn(self, ids: list[int]) -> None:
+        pass
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        begin = len(ids) - self._n_prompt
+        right = self._truth[begin : begin + n]
+        return [token if self._rng.random() < self._p else N_IDS + 1 for token in right]
+
+    def close(self) -> None:
+        pass
+
+
+def speed(
+    stages_s: Sequence[float], link_s: float = 0.0, p: float | None = 0.8, n_tokens: int = 2000, most_rows: int = 4,
+    price: Callable[[int], float] = lambda n: 1 + 0.1 * (n - 1), n_places: int | None = None, n_texts: int = 1,
+) -> tuple[float, Scheduler]:  # fmt: skip
+    """Tokens per second of all texts of a simulated ring; None for p guesses nothing."""
+    scheduler = Scheduler(n_places or 2 * len(stages_s))
+    speculation = Speculation(most_rows, kinds=frozenset({"lookup"}))
+    speculation.begin_ring(len(stages_s))
+    scheduler.guesser = speculation if p is not None else None
+    truth = [random.Random(3).randrange(N_IDS) for _ in range(n_tokens)]
+    texts = [Text(i, (1,), SamplingParams(n_tokens=n_tokens, temperature=0), 10**6) for i in range(n_texts)]
+    for text in texts:
+        scheduler.submit(text)
+        if p is not None:
+            speculation.begin(text, None)
+            speculation._texts[text.seq_id].sources["lookup"] = Oracle(truth, 1, p, text.seq_id)
+    now, busy, count, n_drawn = 0.0, 0.0, 0, 0
+    free = [0.0] * len(stages_s)
+    events: list[tuple[float, int, int, Plan]] = []
+
+    def send() -> None:
+        nonlocal count
+        while (plan := scheduler.schedule()) is not None:
+            speculation.sent(plan, now)
+            count += 1
+            heapq.heappush(events, (now, count, 0, plan))
+
+    send()
+    while scheduler.has_work:
+        now, _, node, plan = heapq.heappop(events)
+        if node < len(stages_s):
+            n_rows = sum(part.n_rows for part in plan.slices)
+            time_s = stages_s[node] * price(n_rows) if n_rows else 0.0
+            free[node] = max(now, free[node]) + time_s
+            busy += time_s if node == 0 else 0.0
+            count += 1
+            heapq.heappush(events, (free[node] + link_s, count, node + 1, plan))
+            continue
+        tokens = {}
+        _, are_live = scheduler.due(plan.number)
+        for part, is_live in zip(plan.slices, are_live, strict=True):
+            if is_live:
+                begin = part.start + part.n_rows - part.n_logits  # the prompt has one token
+                tokens[part.seq_id] = truth[begin : begin + part.n_logits]
+                for i, token in enumerate(part.ids[part.n_rows - part.n_logits + 1 :]):
+                    if token != tokens[part.seq_id][i]:
+                        del tokens[part.seq_id][i + 1 :]
+                        break
+        scheduler.update(plan.number, tokens)
+        n_drawn += sum(map(len, tokens.values()))
+        speculation.returned(plan.number, now, busy, sum(map(len, tokens.values())))
+        send()
+    assert all(text.generated == truth for text in texts)
+    return n_texts * n_tokens / now, scheduler
+
+
+@pytest.mark.parametrize("stages_ms", [(10, 10, 10, 10), (10, 10, 10, 70), (70, 10, 10, 10), (10,), (5, 10, 10, 5, 10)])
+@pytest.mark.parametrize("link_ms", [0, 10])
+def test_guesses_that_are_always_wrong_cost_hardly_anything(stages_ms: Sequence[int], link_ms: int) -> None:
+    stages_s = [ms / 1000 for ms in stages_ms]
+    plain, _ = speed(stages_s, link_ms / 1000, None)
+    wrong, scheduler = speed(stages_s, link_ms / 1000, 0.0)
+    assert scheduler.n_guessed and not scheduler.n_confirmed
+    assert wrong > 0.97 * plain
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "link_s", "p", "most_rows", "least"),
+    [
+        (4, 0.0, 0.8, 1, 2.2), (4, 0.0, 0.8, 4, 2.8), (8, 0.0, 0.9, 4, 5.2), (4, 0.0, 1.0, 1, 3.6), (8, 0.01, 0.9, 4, 5.0),
+        (1, 0.0, 0.8, 4, 1.8), (4, 0.0, 0.5, 4, 1.4),
+    ],
+)  # fmt: skip
+def test_right_guesses_make_a_text_faster(n_nodes: int, link_s: float, p: float, most_rows: int, least: float) -> None:
+    stages_s = [0.01] * n_nodes
+    plain, _ = speed(stages_s, link_s, None)
+    found, scheduler = speed(stages_s, link_s, p, most_rows=most_rows)
+    assert found > least * plain
+    assert scheduler.n_confirmed > 0.4 * 2000 * p
+
+
+def test_dear_rows_are_not_sent() -> None:
+    """A row that costs as much as a frame brings nothing on one node."""
+    plain, _ = speed([0.01], p=None)
+    found, _ = speed([0.01], p=0.8, price=float)
+    assert found > 0.97 * plain
+
+
+def test_other_texts_that_fill_the_ring_are_not_disturbed() -> None:
+    stages_s = [0.01] * 4
+    plain, _ = speed(stages_s, p=None, n_places=4, n_texts=8, n_tokens=300)
+    found, scheduler = speed(stages_s, p=0.8, n_places=4, n_texts=8, n_tokens=300)
+    assert found > 0.98 * plain
+
+
+@pytest.mark.parametrize("p", [0.3, 0.5, 0.8, 0.9])
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_the_formula_is_that_of_a_simulated_ring(p: float, n_rows: int) -> None:
+    def price(n: int) -> float:
+        return 1 + 0.1 * (n - 1)
+
+    found, _ = speed([0.01] * 4, 0.002, p, most_rows=n_rows, n_tokens=6000)
+    stage_s = 0.01 * price(n_rows)
+    round_s = 4 * (stage_s + 0.002)
+    formula = tokens_per_s(p, n_rows, most_frames(round_s, stage_s), round_s, stage_s)
+    assert found == pytest.approx(formula, rel=0.15)
+
+
+def propose(source: Repetition, ids: list[int], n: int, guessed: Sequence[int] = ()) -> list[int]:
+    source.learn(ids)
+    return source.propose([*ids, *guessed], n)
+
+
+def test_a_repetition_counts_after_several_tokens_only() -> None:
+    ids = [*range(100, 120), 7, *range(100, 100 + LONG)]
+    assert propose(Repetition(), ids, 4) == [108, 109, 110, 111]
+    assert propose(Repetition(), ids, 4, [108, 109]) == [110, 111, 112, 113]
+    assert propose(Repetition(), ids[: 21 + LONG - 1], 4) == []
+    proven = Repetition()
+    proven.n_least = SHORT
+    assert propose(proven, ids[: 21 + SHORT], 4) == [103, 104, 105, 106]
+    assert propose(Repetition(), ids, 4, [999]) == [], "another source has guessed something else"
+
+
+def test_a_repetition_goes_on_behind_its_own_end() -> None:
+    ids = [1, 2, 3] * 5
+    assert propose(Repetition(), ids, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert propose(Repetition(), ids, 4, [1, 2, 3, 1]) == [2, 3, 1, 2]
+
+
+def test_a_repetition_is_followed_from_token_to_token_and_left_where_the_text_differs() -> None:
+    source, ids = Repetition(), [*range(50), *range(10, 20)]
+    assert propose(source, ids, 2) == [20, 21]
+    assert propose(source, [*ids, 20, 21], 2) == [22, 23]
+    assert propose(source, [*ids, 20, 21, 5], 2) == []
+    assert propose(source, [*ids, 20, 21, 5, 30], 2) == []
+
+
+def test_a_prediction_is_followed_from_its_beginning_and_found_again() -> None:
+    source = Repetition([Index(range(200, 260))], begun=3)
+    source.n_least = SHORT
+    assert propose(source, [1, 2, 3], 3) == [200, 201, 202]
+    assert propose(source, [1, 2, 3, 200, 9, 240, 241], 2) == []
+    assert propose(source, [1, 2, 3, 200, 9, 240, 241, 242], 2) == [243, 244]
+
+
+def test_texts_of_the_same_owner_are_looked_into_and_no_others() -> None:
+    speculation = Speculation()
+    texts = [
+        Text(i, tuple(ids), SamplingParams(), 1000, owner=owner)
+        for i, (ids, owner) in enumerate(
+            [
+                (range(60), "me"),
+                (range(10, 10 + LONG), "me"),
+                (range(10, 10 + LONG), "you"),
+                (range(10, 10 + LONG), None),
+            ]
+        )
+    ]
+    for text in texts:
+        speculation.begin(text, None)
+        if not text.seq_id:
+            speculation.forget(text)
+    assert [speculation.propose(text, 2) for text in texts[1:]] == [[18, 19], [], []]
+
+
+def test_a_source_that_is_wrong_pauses_longer_each_time() -> None:
+    """On one node further rows cost something, so that bad guesses do not pay."""
+    speculation = Speculation(kinds=frozenset({"lookup"}))
+    for n_rows in (1, 2, 3, 4):
+        speculation.rounds.note(n_rows, 1 + 0.3 * n_rows)
+    text = Text(1, tuple([5] * 20), SamplingParams(n_tokens=10**6), 10**6)
+    speculation.begin(text, None)
+    asked = []
+    for _ in range(4000):
+        text.guessed.clear()
+        if found := speculation.propose(text, 1):
+            text.guess(found)
+            asked.append(len(text.ids))
+            text.guessed.clear()
+            speculation.judge(text, 0, True)
+        text.ids.append(5)
+    gaps = [b - a for a, b in zip(asked, asked[1:], strict=False) if b - a > 1]
+    assert gaps == [65, 129, 257, 513, 1025, 1025]
+
+
+def test_the_price_of_unknown_rows_follows_from_fewer() -> None:
+    prices = Prices()
+    assert prices.of(3, 7.0) == 7.0
+    prices.note(1, 10.0)
+    assert prices.of(2) == pytest.approx(11) and prices.of(1) == 10
+    prices.note(4, 30.0)
+    assert prices.of(4) == 30 and prices.of(3) == pytest.approx(12)
