@@ -137,7 +137,8 @@ def launch(
     set_wait_policy()
     module = importlib.import_module(module_name or COMMANDS[command][0])
     parser = parser_of(module, prog)
-    args = parser.parse_args(argv)
+    # words may follow flags: `mdi run NAME --n-tokens 9 PROMPT`
+    args = parser.parse_intermixed_args(argv) if "words" in parser.declared else parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
             stream.reconfigure(errors="replace")
