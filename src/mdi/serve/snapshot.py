@@ -88,7 +88,7 @@ class _Watch:
             self._trouble_at = None
         elif self._trouble_at is None:
             self._trouble_at = time.monotonic()
-        found["trouble"] = node.trouble
+        found["trouble"], found["last_loss"] = node.trouble, node.loop.policy.last_loss
         found["trouble_s"] = 0.0 if self._trouble_at is None else time.monotonic() - self._trouble_at
         frames = {one["name"]: one["frames"] for one in nodes if one["is_here"] and one["frames"] is not None}
         found["history"] = self._history.after(time.monotonic(), node.engine.n_tokens, frames)
