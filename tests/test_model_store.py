@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -277,15 +278,35 @@ def test_archives_that_ask_for_too_much(archive: Path, tmp_path: Path, change: d
     "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.GNUTYPE_SPARSE]
 )
 def test_archives_with_something_else_than_files(archive: Path, tmp_path: Path, kind: bytes) -> None:
-    head = json.dumps({"format": 1, "name": "org/x", "files": {"x": {"size": 0, "sha256": "0" * 64}}}).encode()
-    entry, other = tarfile.TarInfo("mdi-model.json"), tarfile.TarInfo("x")
-    entry.size = len(head)
+    good = archive.read_bytes()
+    start = good.index(b"lit_model.pth", 1024)
+    other = tarfile.TarInfo.frombuf(good[start : start + 512], "utf-8", "strict")
     other.type, other.linkname = kind, "/etc/passwd"
+    header = other.tobuf(tarfile.GNU_FORMAT)
+    assert int(header[124:135], 8) in (0, other.size)  # tarfile writes no size for a link
+    size = f"{other.size:011o}".encode()
+    fixed = bytearray(header[:124] + size + header[135:148] + b" " * 8 + header[156:])
+    fixed[148:156] = f"{sum(fixed):06o}\0 ".encode()
+    _refused(archive, good[:start] + bytes(fixed) + good[start + 512 :], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x", ".mdi", "a/b"])
+def test_archives_with_a_file_elsewhere(archive: Path, tmp_path: Path, name: str) -> None:
+    """An archive that is right in all else."""
+    good = archive.read_bytes()
+    entry = tarfile.TarInfo.frombuf(good[:512], "utf-8", "strict")
+    listed = json.loads(good[512 : 512 + entry.size])
+    listed["files"][name] = {"size": 0, "sha256": hashlib.sha256().hexdigest()}
+    rest = good[512 + entry.size + -entry.size % 512 : -1024]
+    head = json.dumps(listed).encode()
+    entry.size = len(head)
     parts = (
         entry.tobuf(tarfile.GNU_FORMAT),
         head,
         bytes(-len(head) % 512),
-        other.tobuf(tarfile.GNU_FORMAT),
+        rest,
+        tarfile.TarInfo(name).tobuf(),
         bytes(1024),
     )
     _refused(archive, b"".join(parts), tmp_path)
+    assert not list(tmp_path.rglob("x"))

@@ -67,7 +67,11 @@ def compiled_library() -> Path:
 
         with reporting(lambda: state), locked(folder):
             if not is_safe(path):
-                logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
+                logger.warning(
+                    "compiling the kernels with %s, once, for a minute or two (a small board: ten), into %s",
+                    shlex.join(compiler.command),
+                    folder,
+                )
                 begin_s = time.monotonic()
                 build.remove_remains(folder)
                 state = "compiling the kernels"
