@@ -496,3 +496,17 @@ def test_a_machine_is_invited_and_the_code_is_kept_nowhere(page: Any, service: F
     page.wait_for_selector("#invitation .qr")
     page.keyboard.press("Escape")
     until(page, f"!document.documentElement.outerHTML.includes('{CODE}')")
+
+
+def test_guessed_and_confirmed_tokens_of_an_answer(page: Any, service: FakeService) -> None:
+    service.ring |= {"n_guessed": 100, "n_confirmed": 40}
+    with page.expect_response("**/api/ring"):
+        pass
+    with page.expect_response("**/api/ring"):  # this one was asked after the change
+        pass
+    say(page, service, "guess")
+    service.put("one", " two")
+    service.ring |= {"n_guessed": 112, "n_confirmed": 47}
+    page.wait_for_selector(".live >> text=7 of 12 guessed tokens confirmed")
+    service.put(None)
+    ended(page)
