@@ -97,7 +97,8 @@ class World:
             raise error
         return SimpleNamespace(
             stages=following.stages, processes={name: self.alive[name] for name in following.names[1:]}, memory=None,
-            stage=SimpleNamespace(at_starter=None), replay=SimpleNamespace(kept={}, is_by_starter=False) if self.is_replayed else None,
+            stage=SimpleNamespace(at_starter=None),
+            replay=SimpleNamespace(kept={}, is_by_starter=False) if self.is_replayed else None,
             has_fresh=True, is_exact=self.is_exact, n_frames=1, may_guess=True,
         )  # fmt: skip
 
