@@ -20,7 +20,7 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references mutants lint types check kernels sanitize wheels bench figures venv clean
+.PHONY: help demo serve test fast numerical references mutants lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -33,6 +33,7 @@ help:
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make wheels     builds the wheels for Linux, macOS and Windows, x86-64 and ARM64, into dist/"
+	@echo "make first-hour as a new user: a wheel, mdi demo, mdi run, three machines joined by code, one killed; timed (root)"
 	@echo "make sanitize   runs the kernels' own test under the compiler's sanitizers"
 	@echo "make lint | types | bench | figures | clean"
 
@@ -108,6 +109,9 @@ sanitize:
 
 wheels:
 	$(PYTHON) .ci/wheels
+
+first-hour: $(VENV)/.installed-dev
+	$(PY) .ci/first-hour
 
 bench: $(VENV)/.installed-dev
 	$(PY) benchmarks/overheads.py

@@ -28,7 +28,7 @@ BY_FIELDS = {
 }  # fmt: skip
 BY_COMMANDS = {
     "access": ("key", "join", "nodes"),
-    "ring": ("starter", "secondary", "local-ring", "sample", "chat", "serve"),
+    "ring": ("starter", "secondary", "local-ring", "demo", "sample", "chat", "serve"),
     "plan": ("plan", "doctor", "explain"),
     "models": ("run", "pull", "list", "rm", "export", "import", "prepare-model"),
     "training": ("prepare-data", "train"),

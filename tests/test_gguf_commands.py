@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from gguf_files import byte_level_tokens, write_gguf
-from mdi.checkpoint.ggufsource import gguf_directory
+from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
 from mdi.checkpoint.source import ChunkFile, open_source
 from mdi.cli import launch
 from mdi.errors import CheckpointError
-from tiny_checkpoint import reference, tiny_config, tiny_gpt, tokenizer
+from missing_libraries import without
+from tiny_checkpoint import reference, tiny_config, tiny_gpt, tokenizer, write_checkpoint
 
+ROOT = Path(__file__).parents[1]
 PROMPT = "The ring is"
 FAMILY = "Llama-3.1-8B"
 
@@ -31,6 +35,33 @@ def test_ckpt_takes_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert launch("sample", ["--ckpt", str(file), *arguments]) == 0
     assert tokenizer().decode(list(reference(PROMPT, 12))) in capsys.readouterr().out
     assert [path.name for path in file.parent.iterdir()] == [file.name]  # nothing is written beside somebody's file
+
+
+def test_a_starter_reads_it_without_torch_and_litgpt(file: Path, tmp_path: Path) -> None:
+    arguments = ["--prompt", PROMPT, "--n-tokens", "12", "--temperature", "0", "--no-stream", "--dtype", "float32"]
+    code = without(("torch", "litgpt", "lightning", "transformers", "safetensors")) + (
+        "import mdi.cli\nfrom pathlib import Path\nmdi.cli.default_ckpt_folder = lambda: Path(sys.argv[1])\n"
+        "sys.exit(mdi.cli.launch('sample', sys.argv[2:]))\n"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "home"), "--ckpt", str(file), *arguments]
+    done = subprocess.run(argv, cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert tokenizer().decode(list(reference(PROMPT, 12))) in done.stdout
+
+
+def test_a_pickle_without_torch_says_what_to_do(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    code = without(("torch",)) + "from mdi.cli import launch\nsys.exit(launch('sample', sys.argv[1:]))\n"
+    argv = [sys.executable, "-c", code, "--ckpt", str(folder), "--n-tokens", "1"]
+    done = subprocess.run(argv, cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("error:") == 1 and "lit_model.pth" in done.stderr and "mdi-llm[all]" in done.stderr
+
+
+def test_the_file_itself_is_a_source(file: Path) -> None:
+    source = open_source(file)
+    assert isinstance(source, GgufSource) and source.info("head").n_bytes > 0
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_prepare_model_cuts_it(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, standalone
 from mdi.spec.options import StarterOptions
 from missing_libraries import without
-from secondaries import cluster_of, secondaries
+from secondaries import cluster_of, secondaries, secondary, text_of
 from tiny_checkpoint import reference, tiny_gpt, tokenizer
 from tiny_models import HF_KINDS, State, hf_config, hf_state, tiny_hf, tiny_state, write_hf
 
@@ -273,6 +273,19 @@ def test_commands_accept_the_folder(
     assert sum(node["blocks"][1] - node["blocks"][0] for node in plan["nodes"]) == 5
     assert launch("prepare-model", [str(folder), "--export", "hf", "--out", str(home / "back")]) == 0
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_secondary_reads_its_own_part_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    expected = list(reference("The ring", 6))
+    source = open_source(folder)
+    with secondary(0, tmp_path / "node", weights=source) as node:
+        assert text_of(cluster_of([node]), folder) == expected
+    assert not list((tmp_path / "node").rglob("*.safetensors")), "nothing was sent"
+
+
+def test_a_ring_of_processes_and_a_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("local-ring", ["--nodes", "2", "--ckpt", str(folder), *ARGUMENTS]) == 0
+    assert tokenizer().decode(list(reference("Who are you?", 12))) in capsys.readouterr().out
 
 
 def test_the_settings_are_read_without_the_weights(folder: Path) -> None:

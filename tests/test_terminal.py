@@ -19,7 +19,8 @@ from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
 from mdi.run.display import Flow
 from mdi.spec.options import Options
-from mdi.terminal import TerminalHandler, one_line, plain, show
+from mdi.terminal import TerminalHandler, one_line, plain, reporting, show
+from waiting import until
 
 HOSTILE = "before \x1b]0;owned\x07\x1b[31m\x9b2J\x08after\n\tnext"
 HARMLESS = "before ]0;owned[31m2Jafter\n\tnext"
@@ -130,3 +131,16 @@ def test_what_a_program_reads_gets_no_line_ends(capsys: pytest.CaptureFixture[st
     Flow(1, out).show(0, "In mid")
     TerminalHandler(log).emit(logging.makeLogRecord({"msg": "lost"}))
     assert (out.getvalue(), log.getvalue()) == ("In mid", "lost\n")
+
+
+def test_what_takes_long_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    done = 0
+    with caplog.at_level(logging.INFO, "mdi"), reporting(lambda: f"{done} of 2", first_s=0.01, each_s=0.01):
+        for done in (1, 2):
+            until(lambda: any(f"{done} of 2" in record.message for record in caplog.records))  # noqa: B023
+    assert "0 of 2" not in caplog.records[-1].message
+    with caplog.at_level(logging.INFO, "mdi"):
+        caplog.clear()
+        with reporting(lambda: "short", first_s=60):
+            pass
+    assert not caplog.records

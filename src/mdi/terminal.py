@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 # Control characters, those from 128 on too: some terminals take 0x9b for the beginning of a sequence.
@@ -64,6 +66,36 @@ class LineFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         return plain(super().formatException(ei))
+
+
+FIRST_S, EACH_S = 2.0, 10.0  # until a wait is reported, and then again
+_WAITS: list[object] = []  # of this process; the one that began last knows best what happens
+
+
+@contextlib.contextmanager
+def reporting(state: Callable[[], str], first_s: float = FIRST_S, each_s: float = EACH_S) -> Iterator[None]:
+    """Within: what takes long says so on the log, after two seconds, then every ten; `state` says what it is, and how far.
+
+    Of several, one within the other, the innermost speaks.
+    """
+    ended, begin = threading.Event(), time.monotonic()
+    _WAITS.append(ended)
+
+    def report() -> None:
+        wait_s = first_s
+        while not ended.wait(wait_s):
+            wait_s = each_s
+            if _WAITS[-1] is ended:
+                logging.getLogger("mdi").info("%s (%.0f s so far)", state(), time.monotonic() - begin)
+
+    thread = threading.Thread(target=report, name="reporting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _WAITS.remove(ended)
 
 
 VARIABLE = "MDI_LOG"

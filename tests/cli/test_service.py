@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mdi.cli import join, options_of, parser_of
-from mdi.cli.service import UNIT, Service, arguments_of, by_root, unit
+from mdi.cli.service import UNIT, Service, arguments_of, by_root, find_service, unit
 from mdi.errors import UsageError
 
 
@@ -99,3 +99,10 @@ def test_systemd_reads_the_unit(is_system: bool, tmp_path: Path) -> None:
     path.write_text(unit(ODD, is_system, {"MDI_CACHE_DIR": "/x y"}))
     done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, [line for line in done.stderr.splitlines() if UNIT in line]) == (0, [])
+
+
+@pytest.mark.parametrize(("platform", "name"), [("darwin", "launchd"), ("win32", "Windows")])
+def test_other_services_are_refused_by_name(platform: str, name: str) -> None:
+    with pytest.raises(UsageError) as e:
+        find_service(platform)
+    assert name in str(e.value)

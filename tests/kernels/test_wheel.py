@@ -10,12 +10,16 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mdi.checkpoint.source import LitCheckpoint
 from mdi.kernels import build
+from mdi.text.tokenizer import read_tokenizer
 from tiny_kernels import write_tiny_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "assets" / "nano-llama"
 PAGE = ROOT / "src" / "mdi" / "serve" / "page"
 CROSS = "aarch64-linux-gnu-g++"
 
@@ -27,8 +31,9 @@ def project(tmp_path: Path) -> Path:
     """A copy of what the setup script reads, with tiny kernels."""
     project = tmp_path / "project"
     (project / "src" / "mdi").mkdir(parents=True)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project)
+    shutil.copytree(MODEL, project / "assets" / "nano-llama")
     for path in (ROOT / "src" / "mdi").glob("*.py"):
         shutil.copy(path, project / "src" / "mdi")
     kernels = project / "src" / "mdi" / "kernels"
@@ -89,9 +94,21 @@ def test_without_a_compiler_the_sources_are_installed(project: Path) -> None:
     assert not _libraries(wheel)
 
 
+def test_the_embedded_model_comes_with_all_its_weights_in_a_form_that_needs_no_torch(project: Path) -> None:
+    (wheel,) = _setup(project, "bdist_wheel", CXX="no-such-c++")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(project / "installed")
+    folder = project / "installed" / "mdi" / "nano-llama"
+    assert not list(folder.glob("*.pth"))
+    installed, original = LitCheckpoint(folder), LitCheckpoint(MODEL)
+    assert installed.specs == original.specs and installed.config_dict == original.config_dict
+    assert all(np.array_equal(installed.array(name), original.array(name)) for name in original.specs)
+    read_tokenizer(folder, {}, {})
+
+
 def test_the_source_distribution_holds_the_sources(project: Path) -> None:
     (archive,) = _setup(project, "sdist")
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     csrc = {path.relative_to(project).as_posix() for path in (project / "src" / "mdi" / "kernels" / "csrc").iterdir()}
-    assert csrc | {"setup.py", "src/mdi/kernels/build.py"} <= names
+    assert csrc | {"setup.py", "src/mdi/kernels/build.py", "assets/nano-llama/lit_model.pth"} <= names

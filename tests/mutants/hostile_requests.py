@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+OPERATE = "tests/serve/test_operate.py"
 TEMPLATES, SCHEMAS = "tests/serve/test_templates.py", "tests/serve/test_schemas.py"
 PATHS, PARTS, BODIES = "tests/serve/test_api_paths.py", "tests/serve/test_serve_parts.py", "tests/serve/test_bodies.py"
 COSTS = f"{TEMPLATES}::test_a_chat_that_costs_too_much_is_refused_and_the_next_one_is_written"
@@ -28,6 +29,16 @@ MUTANTS = [
     Mutant("a node without a key answers to any name", "check_sender", "is_open and host", "False", PAGES),
     Mutant("a node reads bodies of forms", "check_sender", 'headers.get("Content-Type", "")', '""', PAGES),
     Mutant("a name with a domain counts as local", "is_local_name", '"." not in name', "True", PAGES),
+    Mutant("who comes through a proxy is on this machine", "serve.operate:is_from_here", 'b"x-forwarded-for"', 'b"nothing"',
+           f"{OPERATE}::test_who_is_an_operator"),
+    Mutant("everybody is an operator where there are no keys", "serve.operate:is_from_here", "is_loopback", "is_private",
+           f"{OPERATE}::test_who_is_an_operator"),
+    Mutant("foreign web pages may load models", "Guard.__call__", "is_own_page(headers) and", "True and",
+           f"{OPERATE}::test_who_is_an_operator"),
+    Mutant("a code is shown without https", "serve.operate:routes", 'what == "invite" and', "False and",
+           f"{OPERATE}::test_a_code_is_shown_on_https_or_on_the_own_machine"),
+    Mutant("a revoked invitation stays open", "Machines._close", "self._server.close()", "pass",
+           f"{OPERATE}::test_an_invitation_that_is_over"),
     Mutant("a server reads bodies of forms", "Guard.__call__", 'headers.get("content-type", "")', '""',
            f"{PATHS}::test_what_a_foreign_web_page_sends_is_refused_unread"),
     Mutant("lists of a body are not counted", "_n_lists", 'piece.count(b"[")', "0",

@@ -74,6 +74,27 @@ MUTANTS = [
     Mutant("a warning looks like any other event", "files/ring.js:event", 'level === "warning"', "false", LOSS),
     Mutant("a delay within its error is shown as known", "files/units.js:delay", "error > known", "false", RING),
     Mutant(
+        "percents are rounded one by one",
+        "files/units.js:percents",
+        "whole[i] += 1",
+        "whole[i] += 0",
+        f"{PAGE}::test_shares_of_a_nodes_time_are_all_of_it",
+    ),
+    Mutant(
+        "all arcs are alike",
+        "files/arcs.js:spans",
+        "* n) / all",
+        "* 1) / nodes.length",
+        f"{PAGE}::test_arcs_are_as_long_as_blocks_and_frames_move_along_them",
+    ),
+    Mutant(
+        "reasoning is sent back",
+        "files/message.js:said",
+        'part.type !== "reasoning"',
+        "true",
+        f"{PAGE}::test_reasoning_is_folded_and_calls_are_shown",
+    ),
+    Mutant(
         "an answer that was stopped does not say how long it is",
         "files/chat.js:figures",
         "n ?? n_pieces",

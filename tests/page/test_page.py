@@ -271,7 +271,8 @@ def test_a_loss_is_told_while_an_answer_waits(page: Any, service: FakeService) -
     until(page, f"document.querySelector('#waits').textContent === '{lost}.'")
     assert [one.split(" ", 2)[-1] for one in page.locator("#events li").all_inner_texts()][-1] == "the ring is closed"
     assert page.locator("#events .bad").inner_text().endswith(f"<b>{lost}")
-    service.ring = snapshot(node("starter"), node("secondary0"))
+    moved = "secondary1 was lost; its blocks move to secondary0"
+    service.ring = {**snapshot(node("starter"), node("secondary0")), "last_loss": moved}
     until(page, "document.querySelector('#state').textContent === 'nano-llama'")
     assert page.evaluate(dot) == green
     page.click("#tab-chat")
@@ -280,7 +281,7 @@ def test_a_loss_is_told_while_an_answer_waits(page: Any, service: FakeService) -
     service.put(" three", None)
     ended(page)
     assert page.evaluate(TEXT) == "one two three"
-    assert page.inner_text(".message.assistant > .lost") == f"{lost}; 3 s", "it stays with the answer"
+    assert page.inner_text(".message.assistant > .lost") == f"{moved}; 3 s", "it stays with the answer"
 
 
 def test_the_ring_of_each_model_that_is_served(page: Any, service: FakeService) -> None:
@@ -495,3 +496,17 @@ def test_a_machine_is_invited_and_the_code_is_kept_nowhere(page: Any, service: F
     page.wait_for_selector("#invitation .qr")
     page.keyboard.press("Escape")
     until(page, f"!document.documentElement.outerHTML.includes('{CODE}')")
+
+
+def test_guessed_and_confirmed_tokens_of_an_answer(page: Any, service: FakeService) -> None:
+    service.ring |= {"n_guessed": 100, "n_confirmed": 40}
+    with page.expect_response("**/api/ring"):
+        pass
+    with page.expect_response("**/api/ring"):  # this one was asked after the change
+        pass
+    say(page, service, "guess")
+    service.put("one", " two")
+    service.ring |= {"n_guessed": 112, "n_confirmed": 47}
+    page.wait_for_selector(".live >> text=7 of 12 guessed tokens confirmed")
+    service.put(None)
+    ended(page)

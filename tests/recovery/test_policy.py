@@ -147,6 +147,7 @@ def test_why_the_texts_wait_is_said_until_they_go_on() -> None:
     world.refusals = [NodeLostError("x", "x is lost, too", "lost")]
     world.recover(world.lose("a"))
     assert world.troubles == ["a was lost; its blocks move to x", "a was lost; its blocks move to x"], "x has lived on"
+    assert world.policy.last_loss == "a was lost; its blocks move to x"
     assert world.policy.trouble == ""
     world.move(Form(world.policy.ring, is_moved=True))
     assert world.troubles[2:] == ["blocks move to other nodes; the texts wait"] and world.policy.trouble == ""

@@ -56,8 +56,8 @@ def download(
         return directory
     found = look_up(repo_id, token=token, revision=revision)
     names = choose_gguf(found.names, repo_id, tag) if tag else choose_files(found.names, repo_id)
-    if tag is None and (tag := gguf_tag(names[0])):
-        directory = _directory(ckpt_folder, repo_id, tag)
+    if own := gguf_tag(names[0]):  # as the files have it, not as it was typed
+        directory = _directory(ckpt_folder, repo_id, own)
     sizes = fetch(found, directory, names, advice=_FULL, progress=progress)
     marker = {
         "repo_id": repo_id,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import INSTALL_ALL, CheckpointError, UsageError
 from mdi.spec.cluster import nearest_existing
 from mdi.spec.settings_file import parse_json, read_yaml
 
@@ -136,7 +136,7 @@ def describe_pickles(folder: Path) -> str:
     """Why a Hugging Face folder with weights in .bin files alone is not read as it is, and what to do."""
     return (
         f"{folder} has its weights in .bin files, which are pickles and are not read as they are: convert it once with "
-        f"prepare_model.py {folder} (with `pip install mdi-llm[all]`), or take the model's safetensors files"
+        f"prepare_model.py {folder} (which needs torch: {INSTALL_ALL}), or take the model's safetensors files"
     )
 
 

@@ -22,7 +22,7 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
-from mdi.checkpoint.shapes import check_tensors, model_shapes
+from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
@@ -137,7 +137,7 @@ class HfFolder(WeightSource):
         if piece.rows is not None:
             array = array[slice(*piece.rows)]
         if piece.is_interleaved:
-            array = array[_order_of_rows(self.config_dict)]
+            array = array[interleaved_rows(self.config_dict)]
         return cast(array, file.specs[piece.tensor], code)
 
     def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -250,17 +250,6 @@ def _open_files(path: Path) -> dict[str, SafetensorsFile]:
                 raise CheckpointError(f"the tensor {name} is in both {found[name].path} and {file.path}")
             found[name] = file
     return found
-
-
-def _order_of_rows(config: Mapping[str, Any]) -> np.ndarray:
-    """Rows of query, key and value such that all queries come first, then all keys, then all values."""
-    n_groups, per_group, size = (
-        config["n_query_groups"],
-        config["n_head"] // config["n_query_groups"],
-        config["head_size"],
-    )
-    rows = np.arange(n_groups * (per_group + 2) * size).reshape(n_groups, per_group + 2, size)
-    return np.concatenate([part.reshape(-1) for part in (rows[:, :per_group], rows[:, -2], rows[:, -1])])
 
 
 def _stamp(path: Path) -> str:

@@ -378,7 +378,7 @@ class InUse:
         if self._file is None:
             return
         program = Path(sys.argv[0]).name
-        command = " ".join([program, *sys.argv[1:2]]) if program == "mdi" else program
+        command = " ".join(["mdi", *sys.argv[1:2]]) if program in ("mdi", "__main__.py") else program
         data = {
             "path": str(self._path), "pid": os.getpid(), "host": socket.gethostname(), "command": command,
             "nodes": list(nodes), "since": time.time(),

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
@@ -135,6 +137,17 @@ def _norm(config: Mapping[str, Any], path: str, size: int) -> Shapes:
     if kind != "LayerNorm":
         raise ValueError(f"norms of the class {kind!r}")
     return {} if "OLMo" in config["name"] else {f"{path}.weight": (size,), f"{path}.bias": (size,)}
+
+
+def interleaved_rows(config: Mapping[str, Any]) -> np.ndarray:
+    """Where the rows of query, key and value are in a matrix that has them group by group; all queries come first."""
+    n_groups, per_group, size = (
+        config["n_query_groups"],
+        config["n_head"] // config["n_query_groups"],
+        config["head_size"],
+    )
+    rows = np.arange(n_groups * (per_group + 2) * size).reshape(n_groups, per_group + 2, size)
+    return np.concatenate([part.reshape(-1) for part in (rows[:, :per_group], rows[:, -2], rows[:, -1])])
 
 
 def read_config(path: Path) -> dict[str, Any]:

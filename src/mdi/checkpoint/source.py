@@ -18,7 +18,7 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
-from mdi.checkpoint.shapes import check_tensors, read_config
+from mdi.checkpoint.shapes import check_tensors, interleaved_rows, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
@@ -54,22 +54,14 @@ class LitCheckpoint(WeightSource):
     def array(self, name: str) -> np.ndarray:
         stored = self._stored[name]
         array = self._file.array(stored)
-        return self._reassembled(array, self.specs[name]) if ".attn.attn." in stored else array
+        # LitGPT before 0.5 interleaved query, key and value by group
+        return array[interleaved_rows(self.config_dict)] if ".attn.attn." in stored else array
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
 
     def release(self) -> None:
         self._file.release()
-
-    def _reassembled(self, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-        """LitGPT before 0.5 interleaved query, key and value by group."""
-        from litgpt.config import Config
-        from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
-
-        from mdi.checkpoint.torch_tensors import as_array, as_tensor
-
-        return as_array(qkv_reassemble(as_tensor(array, spec), Config(**self.config_dict)))
 
 
 def open_source(path: str | Path) -> WeightSource:

@@ -39,6 +39,7 @@ COMMANDS = {
     "prepare-model": ("mdi.cli.prepare_model", "download, convert and split a checkpoint"),
     "doctor": ("mdi.cli.doctor", "examine a cluster before a run, and say what is wrong"),
     "local-ring": ("mdi.cli.local_ring", "run a whole ring on this machine"),
+    "demo": ("mdi.cli.demo", "see a ring of three nodes write, on this machine, with a small model that is included"),
     "sample": ("mdi.cli.sample", "generate text on this machine alone"),
     "chat": ("mdi.cli.chat", "chat with a model, on this machine or over a ring"),
     "serve": ("mdi.cli.serve", "serve models to programs and people, with OpenAI's API"),
@@ -57,8 +58,8 @@ COMMANDS = {
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = (
-    "starter", "secondary", "key", "join", "nodes", "local-ring", "sample", "doctor", "plan", "explain", "serve", "pull",
-    "export", "import",
+    "starter", "secondary", "key", "join", "nodes", "local-ring", "demo", "sample", "doctor", "plan", "explain", "serve",
+    "pull", "export", "import",
 )  # fmt: skip
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
@@ -136,7 +137,8 @@ def launch(
     set_wait_policy()
     module = importlib.import_module(module_name or COMMANDS[command][0])
     parser = parser_of(module, prog)
-    args = parser.parse_args(argv)
+    # words may follow flags: `mdi run NAME --n-tokens 9 PROMPT`
+    args = parser.parse_intermixed_args(argv) if "words" in parser.declared else parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model writes what no terminal of another encoding can show
             stream.reconfigure(errors="replace")

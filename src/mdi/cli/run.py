@@ -18,7 +18,7 @@ from mdi.spec.parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.options("model", *MODEL, "words", "hf_token", "revision")
+    parser.options("model", *MODEL, "words", "hf_token", "revision", quantize={"default": "auto"})
     parser.options(None, "nodes_config", *ACCESS, *DISCOVERY, *RING, "stop_nodes",
                    nodes_config={"help": "nodes file: run over the ring of these nodes"},
                    stop_nodes={"help": "end the secondaries' processes afterwards"})  # fmt: skip

@@ -113,10 +113,10 @@ class Service:
         return self.run(("systemctl", *(() if self.is_system else ("--user",)), action, *arguments))
 
 
-def find_service() -> Service:
+def find_service(platform: str = sys.platform) -> Service:
     """The service of whoever runs this. Raises UsageError on systems without systemd."""
-    if sys.platform in _OTHERS or not hasattr(os, "geteuid"):
-        kind = _OTHERS.get(sys.platform, f"services of {sys.platform}")
+    if platform in _OTHERS or not hasattr(os, "geteuid"):
+        kind = _OTHERS.get(platform, f"services of {platform}")
         raise UsageError(
             f"{kind} are not supported: only systemd's are; run `mdi join` from your system's own service manager"
         )

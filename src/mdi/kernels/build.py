@@ -9,6 +9,7 @@ machine. A macro for each of the former says that it is there: MDI_HAS_AVX512 an
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -16,10 +17,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mdi.errors import KernelError
@@ -147,9 +147,12 @@ def sources_hash(csrc: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: Compiler, output: Path, csrc: Path) -> None:
-    """Compile the library and put it to `output`, in one step. Raises KernelError."""
-    _compile(compiler, output, csrc, OPTIMIZED, ("-shared", *(() if compiler.is_apples else _LINKING)))
+def compile_library(
+    compiler: Compiler, output: Path, csrc: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Compile the library and put it to `output`, in one step; `progress` gets numbers of files. Raises KernelError."""
+    link_flags = ("-shared", *(() if compiler.is_apples else _LINKING))
+    _compile(compiler, output, csrc, OPTIMIZED, link_flags, progress=progress)
 
 
 def compile_selftest(
@@ -179,6 +182,7 @@ def _compile(
     link_flags: Sequence[str],
     sets: Sequence[InstructionSet] = INSTRUCTION_SETS,
     with_selftest: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     sets = [
         s for s in sets
@@ -193,7 +197,13 @@ def _compile(
         raise KernelError(f"there are no sources of the kernels in {csrc}: install MDI-LLM again")
     try:
         with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=output.parent) as folder:
-            work = partial(_compile_unit, compiler, Path(folder), (*COMMON, *flags))
+            done = itertools.count(1)
+
+            def work(unit: tuple[Path, Sequence[str]]) -> Path:
+                result = _compile_unit(compiler, Path(folder), (*COMMON, *flags), unit)
+                progress(next(done), len(units))
+                return result
+
             with ThreadPoolExecutor(_n_at_once()) as pool:
                 objects = list(pool.map(work, units))
             linked = Path(folder) / "linked"

@@ -23,6 +23,7 @@ from pathlib import Path
 from mdi.errors import KernelError, UsageError
 from mdi.files import default_cache_dir
 from mdi.kernels import build
+from mdi.terminal import reporting
 
 ANY_NAME = "_mdi_kernels-*.so"
 KEPT = 8  # libraries of other sources or compilers that stay in the cache
@@ -58,12 +59,23 @@ def compiled_library() -> Path:
         if is_safe(path):
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(folder):
+        state = "another process compiles the kernels"
+
+        def advance(done: int, total: int) -> None:
+            nonlocal state
+            state = f"compiling the kernels, {done} of {total} files"
+
+        with reporting(lambda: state), locked(folder):
             if not is_safe(path):
-                logger.warning("compiling the kernels with %s, once, into %s", shlex.join(compiler.command), folder)
+                logger.warning(
+                    "compiling the kernels with %s, once, for a minute or two (a small board: ten), into %s",
+                    shlex.join(compiler.command),
+                    folder,
+                )
                 begin_s = time.monotonic()
                 build.remove_remains(folder)
-                build.compile_library(compiler, path, build.CSRC)
+                state = "compiling the kernels"
+                build.compile_library(compiler, path, build.CSRC, advance)
                 logger.warning("compiled the kernels in %.0f s", time.monotonic() - begin_s)
                 _remove_old(folder, path)
     except OSError as e:

@@ -430,7 +430,7 @@ class RingLoop:
             joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
             logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
             decision: Decision = cause
-            self.policy.trouble = "blocks move to other nodes; the texts wait"
+            self.policy.trouble, self.policy.last_loss = "blocks move to other nodes; the texts wait", ""
         else:
             decision = self.policy.next(cause, self._clock())
         while not isinstance(decision, End):

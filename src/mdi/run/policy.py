@@ -366,6 +366,7 @@ class Policy:
         ring: the stages of the ring that was formed last.
         processes: of its secondaries, the numbers that their processes drew.
         trouble: why the texts wait, in words; "" while a ring is closed.
+        last_loss: nodes of the last loss and who has their blocks, in words; "" if they came back.
         refused: the last ring that was to replace a closed one without a loss and could not be formed.
     """
 
@@ -375,7 +376,7 @@ class Policy:
     ) -> None:  # fmt: skip
         self.ring = tuple(ring)
         self.processes: dict[str, str] = {}
-        self.trouble = ""
+        self.trouble = self.last_loss = self._told = ""
         self.refused: Form | None = None
         self._spares = frozenset(spares)
         self._cut = cut
@@ -465,9 +466,14 @@ class Policy:
         if isinstance(error, NodeLostError):
             self._lose(search, error, now)
             search.is_unknown = not (self._has_begun or self._is_measured or error.node in self.processes)
-        self.trouble = f"{error}; {'the texts wait' if self._has_begun else 'others may take its place'}"
+        self._note_loss(error, "the texts wait" if self._has_begun else "others may take its place")
         if not search.is_unknown:
-            logger.warning("warning: %s", self.trouble)
+            logger.warning("warning: %s", self._told)
+
+    def _note_loss(self, error: RingError, then: str) -> None:
+        """A few words for people who wait; the reason is in the log."""
+        self._told, self.last_loss = f"{error}; {then}", ""
+        self.trouble = f"{error.node} was lost; {then}" if isinstance(error, NodeLostError) else self._told
 
     def _lose(self, search: Search, error: NodeLostError, now: float) -> None:
         """A node was reported lost. It may still live, if only a connection broke."""
@@ -516,7 +522,7 @@ class Policy:
         search.n_failures += 1
         if search.n_failures > N_FAILURES:
             return End(error)
-        self.trouble = f"{error}; the texts wait"
+        self._note_loss(error, "the texts wait")
         logger.warning("warning: %s", error)
         tried = event.tried
         blocks = None if tried is None else next((stage for stage in tried.stages if stage.name == error.node), None)
@@ -550,7 +556,7 @@ class Policy:
             if not any(answer.is_free and name in self._spares for name, answer in roll.answers.items()):
                 return End(search.error)
             search.is_unknown = False
-            logger.warning("warning: %s", self.trouble)
+            logger.warning("warning: %s", self._told)
         found = self._ring_of(search, roll, now)
         return self._completed(search, found) if isinstance(found, Form) else found
 
@@ -588,7 +594,7 @@ class Policy:
         lost = [stage for stage in search.before.values() if stage.name not in form.names]
         moves = [(stage.name, ", ".join(by)) for stage in lost if (by := present_holders(stage, form.stages))]
         if moves:
-            self.trouble = "; ".join(f"{name} was lost; its blocks move to {by}" for name, by in moves)
+            self.trouble = self.last_loss = "; ".join(f"{name} was lost; its blocks move to {by}" for name, by in moves)
             logger.info("%s", self.trouble)
         return Form(form.stages, form.is_moved, fresh, outside, ended, common if len(common) > 1 else frozenset())
 

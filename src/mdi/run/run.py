@@ -49,6 +49,7 @@ from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
+from mdi.terminal import reporting
 
 N_RING_BITS = 20  # of a ring's id, the lowest ones, count the rings of its run; the others are the run's
 
@@ -124,7 +125,7 @@ class Run(StatusOnly):
         """
         outer = cancel or Cancel()
         try:
-            with outer.waking(lambda: self._cancel.cancel(outer.error)):
+            with outer.waking(lambda: self._cancel.cancel(outer.error)), reporting(self._waiting_for):
                 self._open()
         except BaseException:
             self._on_close()
@@ -132,6 +133,15 @@ class Run(StatusOnly):
             self.end_on_nodes(leave=False)
             raise
         self._is_open = self.was_open = True
+
+    def _waiting_for(self) -> str:
+        """What opening is at, for a user who waits."""
+        path = self.options.ckpt or self.options.chunk
+        if self._cluster is None:
+            return "looking for the nodes"
+        return (
+            f"{'planning' if self._state == 'PLANNING' else 'loading'} {path.name if path is not None else 'the model'}"
+        )
 
     def _open(self) -> None:
         if (path := self.options.ckpt or self.options.chunk) is not None and path.exists():

@@ -70,6 +70,7 @@ class _Watch:
             self._delays.note(look)
         nodes = self._nodes(node, looks, statuses)
         running, waiting, put_out = node.engine.texts()
+        n_guessed, n_confirmed = node.engine.guesses
         found = {
             "time_s": time.time(),
             "nodes": nodes,
@@ -77,6 +78,8 @@ class _Watch:
             "texts": {"running": running, "waiting": waiting, "put_out": put_out},
             "n_tokens": node.engine.n_tokens,
             "n_reused": node.engine.n_reused,
+            "n_guessed": n_guessed,
+            "n_confirmed": n_confirmed,
             "guessed": node.engine.guesses[0],
             "confirmed": node.engine.guesses[1],
             "n_recoveries": node.n_recoveries,
@@ -88,7 +91,7 @@ class _Watch:
             self._trouble_at = None
         elif self._trouble_at is None:
             self._trouble_at = time.monotonic()
-        found["trouble"] = node.trouble
+        found["trouble"], found["last_loss"] = node.trouble, node.loop.policy.last_loss
         found["trouble_s"] = 0.0 if self._trouble_at is None else time.monotonic() - self._trouble_at
         frames = {one["name"]: one["frames"] for one in nodes if one["is_here"] and one["frames"] is not None}
         found["history"] = self._history.after(time.monotonic(), node.engine.n_tokens, frames)

@@ -55,8 +55,14 @@ class FileTokenizer:
             self.processor.no_truncation()
             self.processor.no_padding()
         else:
-            from sentencepiece import SentencePieceProcessor
-
+            try:
+                from sentencepiece import SentencePieceProcessor
+            except ModuleNotFoundError:
+                raise CheckpointError(
+                    f"{directory} has a tokenizer.model and no tokenizer.json, which sentencepiece reads: "
+                    "pip install sentencepiece",
+                    code="library",
+                ) from None
             self.processor = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 
     def encode(self, text: str) -> Ids:
@@ -106,6 +112,8 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mappi
     try:
         tokenizer = FileTokenizer(directory, unknown)
         _find_special_ids(tokenizer, config, generation)
+    except CheckpointError:
+        raise
     except Exception as e:  # tokenizers raises bare Exception
         raise CheckpointError(f"the tokenizer {directory / name} cannot be used: {' '.join(str(e).split())}") from e
     has_own = backend == "huggingface" and "add_bos_token" not in config and tokenizer.bos_id is not None

@@ -9,6 +9,7 @@ import { count, perSecond } from "./units.js";
 
 const NEAR_END = 80; // pixels: who has scrolled up further reads, and is not to be moved
 const LONG_MS = 30; // drawing that takes longer is done less often, so that the page still answers
+const RATE_MS = 4000; // over which the tokens per second of an answer are counted
 const EXAMPLES = ["Explain in two sentences how a rainbow forms.", "Write a haiku about three small computers.", "List five uses for an old laptop."];
 
 export class ChatView {
@@ -171,9 +172,10 @@ export class ChatView {
     this.ring = ring;
     this.model = model;
     const message = this.answering?.message;
-    if (message && ring.trouble) this.answering.loss = inWords(ring);
+    if (message && ring.trouble) Object.assign(this.answering, { loss: inWords(ring), seconds: ring.trouble_s ?? 0 });
     else if (this.answering?.loss) {
-      message.losses = [...(message.losses ?? []), this.answering.loss];
+      const words = ring.last_loss ? `${ring.last_loss}; ${Math.round(this.answering.seconds)} s` : this.answering.loss;
+      message.losses = [...(message.losses ?? []), words];
       this.answering.loss = "";
       this.answering.live?.before(losses({ losses: message.losses.slice(-1) })[0]);
     }
@@ -191,8 +193,8 @@ export class ChatView {
     if (!answering?.live) return;
     answering.live.classList.toggle("lost", Boolean(answering.loss));
     const { clock } = answering;
-    const rate = clock.n_pieces > 1 ? (clock.n_pieces - 1) / ((clock.last - clock.first) / 1000) : null;
-    const found = [nodesOf(ring), rate && Number.isFinite(rate) ? `${perSecond(rate)} tokens/s` : "", clock.n_pieces ? `${count(clock.n_pieces)} tokens` : "reading the prompt"];
+    const rate = lately(clock);
+    const found = [nodesOf(ring), rate ? `${perSecond(rate)} tokens/s` : "", clock.n_pieces ? `${count(clock.n_pieces)} tokens` : "reading the prompt"];
     if (ring.n_guessed > clock.n_guessed) found.push(`${count(ring.n_confirmed - clock.n_confirmed)} of ${count(ring.n_guessed - clock.n_guessed)} guessed tokens confirmed`);
     const words = answering.loss || found.filter(Boolean).join(" · ");
     if (answering.live.textContent === words) return;
@@ -225,7 +227,7 @@ export class ChatView {
     chat.system = system;
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...chat.messages.map(({ role, content }) => ({ role, content: role === "assistant" ? said(content) : content }))];
     const message = Object.assign(this.chats.add("assistant", "", chat), { model: request.model });
-    const clock = { begin: performance.now(), first: null, last: null, usage: null, n_pieces: 0, n_guessed: this.ring.n_guessed ?? 0, n_confirmed: this.ring.n_confirmed ?? 0 };
+    const clock = { begin: performance.now(), first: null, last: null, usage: null, n_pieces: 0, steps: [], n_guessed: this.ring.n_guessed ?? 0, n_confirmed: this.ring.n_confirmed ?? 0 };
     this.answering = { chat, message, clock, controller: new AbortController(), loss: "" };
     this.keep();
     this.drawAll();
@@ -289,6 +291,15 @@ const losses = (message) => (message.losses ?? []).map((words) => el("div", { cl
 function nodesOf(ring) {
   const n = ring.nodes?.length ?? 0;
   return n ? `${n} ${n === 1 ? "node" : "nodes"}` : "";
+}
+
+// Tokens per second of the last seconds.
+function lately(clock) {
+  const now = performance.now();
+  clock.steps.push({ at: now, n: clock.n_pieces });
+  while (clock.steps.length > 2 && now - clock.steps[0].at > RATE_MS) clock.steps.shift();
+  const { at, n } = clock.steps[0];
+  return now - at > RATE_MS / 4 ? (1000 * (clock.n_pieces - n)) / (now - at) : 0;
 }
 
 // The server counts the tokens of an answer that ends by itself; else its pieces, which have about one token each, are counted.

@@ -6,7 +6,7 @@ import { byId, el, svg } from "./dom.js";
 import { minutes } from "./units.js";
 
 const LOOK_MS = 1000;
-const ENDS = { joined: "A machine has joined. It takes its place in the ring by itself.", revoked: "The invitation is revoked.", "too late": "No machine came within fifteen minutes." };
+const ENDS = { joined: "A machine has fetched the key. It joins the ring when that makes it faster: see What happened.", revoked: "The invitation is revoked.", "too late": "No machine came within fifteen minutes." };
 
 export class MachinesDialog {
   constructor() {

@@ -118,7 +118,7 @@ function card(node, ring) {
   if (values.length) {
     const most = Math.max(1, ...ring.history.total);
     const known = values.filter((value) => typeof value === "number");
-    parts.push(el("div", { class: "past" }, el("div", { class: "row" }, el("span", { text: "Tokens/s" }), el("span", { text: perSecond(known.at(-1)) })), graph(values, ring.history.n_steps, most, 28)));
+    parts.push(el("div", { class: "past" }, el("div", { class: "row" }, el("span", { text: "Tokens/s, last 5 s" }), el("span", { text: perSecond(known.at(-1)) })), graph(values, ring.history.n_steps, most, 28)));
   }
   return el("article", { class: `node ${node.is_here ? "" : "gone"}` }, ...parts);
 }

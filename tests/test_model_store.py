@@ -1,0 +1,312 @@
+"""The store of models: names, other places, locks, marks of what is loaded; and archives of one model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gguf_files import byte_level_tokens, write_gguf
+from hub_server import HubModel, HubServer
+from mdi.checkpoint.download import choose_gguf, gguf_tag
+from mdi.checkpoint.model_archive import export_model, import_model
+from mdi.checkpoint.model_store import STATE, InUse, ModelStore
+from mdi.cli import launch
+from mdi.errors import DownloadError, StoreError, UsageError
+from tiny_checkpoint import tiny_config, tiny_gpt, tokenizer, write_checkpoint
+from tiny_models import tiny_hf
+
+TINY = ["--n-tokens", "8", "--temperature", "0", "--dtype", "float32", "--prompt-style", "none"]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
+    monkeypatch.setenv("MDI_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    return ModelStore()
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    tokens = byte_level_tokens(json.loads(tokenizer().to_str()), **{"tokenizer.ggml.eos_token_id": 0})
+    return write_gguf(
+        tmp_path / "made" / "tiny.f32.gguf", "Llama-3.1-8B", tiny_config(), tiny_gpt().state_dict(), tokens=tokens
+    )
+
+
+@pytest.fixture
+def hub(tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hf, _ = tiny_hf(tmp_path / "hf")
+    files = {path.name: path.read_bytes() for path in hf.iterdir() if path.is_file()}
+    many = {"tiny-F32.gguf": gguf.read_bytes(), "tiny-Q8_0.gguf": b"not asked for", "README.md": b"x"}
+    with HubServer({"org/tiny": HubModel(files), "org/tiny-GGUF": HubModel(many)}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+    from huggingface_hub import close_session
+
+    close_session()
+
+
+def test_run_fetches_a_gguf_file_once_and_answers(
+    hub: HubServer, store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("run", [str(gguf), "The ring is", *TINY]) == 0
+    expected = capsys.readouterr().out
+    assert launch("run", ["org/tiny-GGUF:f32", "The ring", "is", *TINY]) == 0
+    assert capsys.readouterr().out == expected and expected.strip()
+    assert not [path for _, path, _ in hub.requests if "Q8_0" in path]
+    hub.requests.clear()
+    assert launch("run", ["tiny-GGUF", *TINY, "The ring is"]) == 0, "neither organisation nor tag is needed now"
+    assert capsys.readouterr().out == expected
+    assert store.last() == "org/tiny-GGUF:F32" and not hub.requests
+
+
+@pytest.mark.parametrize("command", ["sample", "local-ring"])
+def test_other_commands_fetch_a_name_as_well(
+    hub: HubServer, store: ModelStore, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ["--nodes", "1"] if command == "local-ring" else []
+    assert launch(command, ["org/tiny", *nodes, "--prompt", "a", "--n-tokens", "2", "--json"]) == 0
+    folder = store.folder / "org" / "tiny"
+    assert json.loads(capsys.readouterr().out)["n_nodes"] == 1
+    assert not (folder / "lit_model.pth").exists(), "the folder is read as it is"
+    assert launch("sample", ["--ckpt", "org/none", "--n-tokens", "2"]) == 2, "--ckpt fetches nothing"
+
+
+def test_names(store: ModelStore) -> None:
+    for name in ("org/first", "other/first", "org/second--Q4_K_M"):
+        write_checkpoint(store.folder / name)
+    assert [model.name for model in store.models()] == ["org/first", "org/second:Q4_K_M", "other/first"]
+    found = {name: store.find(name) for name in ("org/second", "SECOND", "second:q4_k_m", "org/first", "third")}
+    assert [None if model is None else model.name for model in found.values()] == [
+        *["org/second:Q4_K_M"] * 3, "org/first", None,
+    ]  # fmt: skip
+    with pytest.raises(UsageError):
+        store.find("first")  # of whom?
+    assert "org/second:Q4_K_M" in store.describe_missing("org/secnd:Q4_K_M")
+    (store.folder / "org" / "second--Q4_K_M" / "lit_model.pth").unlink()
+    assert store.find("second") is None
+
+
+def test_models_of_other_places_are_used_without_a_copy(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = tmp_path / "cache" / "models--org--cached" / "snapshots" / "abc"
+    commit.parent.mkdir(parents=True)
+    tiny_hf(tmp_path / "hf")[0].rename(commit)
+    (commit.parents[1] / "refs").mkdir()
+    (commit.parents[1] / "refs" / "main").write_text("abc")
+    (commit / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n")
+    model = store.find("cached")
+    assert model is not None and (model.folder, model.licence, model.is_own) == (commit, "apache-2.0", False)
+    before = sorted(commit.iterdir())
+    assert launch("sample", ["org/cached", "--prompt", "a", "--n-tokens", "2", "--json"]) == 0
+    assert sorted(commit.iterdir()) == before and not (store.folder / "org").exists()
+    assert launch("rm", ["org/cached", "--yes"]) == 1 and commit.is_dir()
+    weights = next(commit.glob("*.safetensors"))
+    weights.unlink()
+    assert store.find("cached") is None
+
+
+def test_what_is_loaded_is_listed_and_not_removed(store: ModelStore, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(store.folder / "org" / "name")
+    use = InUse(folder)
+    use.show(["secondary0 10.0.0.2"])
+    assert launch("rm", ["org/name", "--yes"]) == 1
+    error = capsys.readouterr().err
+    assert folder.is_dir() and f"process {os.getpid()}" in error and "10.0.0.2" in error
+    assert launch("list", []) == 0
+    assert f"process {os.getpid()}" in capsys.readouterr().out
+    use.close()
+    model = store.find("org/name")
+    assert model is not None and not store.marks(model)
+    assert launch("rm", ["org/name", "--yes"]) == 0 and not folder.exists()
+    with pytest.raises(StoreError) as caught:
+        InUse(folder)
+    assert caught.value.code == "removed" and not list((store.folder / STATE).glob("use-*"))
+
+
+def test_the_mark_of_a_process_that_was_killed_does_not_count(store: ModelStore) -> None:
+    folder = write_checkpoint(store.folder / "org" / "name")
+    code = f"import os; from pathlib import Path; from mdi.checkpoint.model_store import InUse; InUse(Path({str(folder)!r}));"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", f"{code} os._exit(0)"], check=True, timeout=60, env=environment)
+    assert len(list((store.folder / STATE).glob("use-*"))) == 1
+    model = store.find("org/name")
+    assert model is not None and store.marks(model) == []
+    store.remove(model)
+    assert not folder.exists()
+
+
+def test_two_processes_fetch_a_model_once(hub: HubServer, store: ModelStore) -> None:
+    command = [sys.executable, "-m", "mdi.cli", "pull", "org/tiny"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    both = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[1] and process.returncode for process in both] in (
+        [0, ""],
+        ["", 0],
+        [0, 0],
+        ["", ""],
+    )
+    gets = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("model.safetensors")]
+    assert len(gets) == 1 and store.find("org/tiny") is not None
+
+
+def test_an_unfinished_download_is_listed_and_can_be_removed(hub: HubServer, store: ModelStore) -> None:
+    hub.models["org/tiny"].cut_after["model.safetensors"] = 1000
+    with pytest.raises(DownloadError):
+        store.fetch("org/tiny", progress=False)
+    assert not store.models()
+    (model,) = store.all()
+    assert (model.name, model.is_whole) == ("org/tiny", False)
+    assert launch("rm", ["org/tiny", "--yes"]) == 0 and not store.all()
+
+
+def test_a_store_that_cannot_be_written(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StoreError) as caught:
+        ModelStore(tmp_path / "file" / "store").fetch("org/tiny")
+    assert caught.value.code == "store" and not hub.requests
+    InUse(write_checkpoint(tmp_path / "tiny")).close()  # a run needs no mark
+
+
+def test_gguf_files_of_a_repository() -> None:
+    names = ["a-Q4_K_M.gguf", "a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf", "mmproj-F16.gguf", "x.txt"]
+    assert choose_gguf(names, "org/a", None) == ["a-Q4_K_M.gguf"]
+    assert choose_gguf(names, "org/a", "q8_0") == names[1:3]
+    for tag in ("Q4_K_S", "F16"):
+        with pytest.raises(DownloadError) as caught:
+            choose_gguf(names, "org/a", tag)
+        assert caught.value.code == "no_files" and "Q8_0" in str(caught.value)
+    assert [gguf_tag(name) for name in ("tiny.gguf", "a.IQ2_XS.gguf", "b-bf16.gguf", "c.bin")] == [
+        "tiny", "IQ2_XS", "BF16", None,
+    ]  # fmt: skip
+
+
+# Archives
+
+
+@pytest.mark.parametrize("form", ["lit", "hf", "gguf"])
+def test_a_model_goes_to_another_machine(
+    hub: HubServer, store: ModelStore, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = {"lit": "org/lit", "hf": "org/tiny", "gguf": "org/tiny-GGUF:F32"}[form]
+    folder = write_checkpoint(store.folder / "org" / "lit") if form == "lit" else store.fetch(name, progress=False)
+    file = tmp_path / "model.mdi"
+    assert launch("export", [name, str(file)]) == 0
+    hub.requests.clear()
+    other = ModelStore(tmp_path / "other")
+    assert launch("import", [str(file), "--store", str(other.folder)]) == 0
+    for flags in ([], ["--store", str(other.folder)]):
+        assert launch("sample", [name, *flags, "--prompt", "a", "--n-tokens", "4", "--temperature", "0", "--json"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"samples"')]
+    here, there = ([sample["token_ids"] for sample in json.loads(line)["samples"]] for line in lines)
+    assert here == there and not hub.requests
+    assert launch("import", [str(file), "--store", str(other.folder)]) == 1, "it is there"
+    assert folder.is_dir() and not list((other.folder / STATE).glob("import-*"))
+
+
+@pytest.fixture
+def archive(store: ModelStore, tmp_path: Path) -> Path:
+    write_checkpoint(store.folder / "org" / "name")
+    model = store.find("org/name")
+    assert model is not None
+    export_model(model, tmp_path / "good.mdi")
+    return tmp_path / "good.mdi"
+
+
+def _refused(archive: Path, content: bytes, tmp_path: Path) -> None:
+    archive.write_bytes(content)
+    target = ModelStore(tmp_path / "target")
+    with pytest.raises(StoreError):
+        import_model(target, archive)
+    assert not target.all() and not list(target.folder.glob("[!.]*")) and not list(target.folder.glob(".mdi/import-*"))
+
+
+def test_archives_that_are_damaged(archive: Path, tmp_path: Path) -> None:
+    good = archive.read_bytes()
+    third = good.index(b"lit_model.pth", 1024)  # the header of the weights
+    flipped = bytearray(good)
+    flipped[third + 5000] ^= 1
+    for content in (
+        b"",
+        b"no archive",
+        good[:-5000],
+        good[:700],
+        bytes(flipped),
+        good.replace(b"mdi-model.json", b"mdi-other.json"),
+    ):
+        _refused(archive, content, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../etc"},
+        {"name": "/etc/x"},
+        {"name": ".mdi"},
+        {"name": "a/b/c"},
+        {"format": 2},
+        {"files": {}},
+        {"files": {"../x": {"size": 0, "sha256": "0" * 64}}},
+        {"files": {"/x": {"size": 0, "sha256": "0" * 64}}},
+        {"files": {".mdi": {"size": 0, "sha256": "0" * 64}}},
+        {"files": {"x": {"size": 1 << 49, "sha256": "0" * 64}}},
+        {"files": {"x": {"size": -1, "sha256": "0" * 64}}},
+        {"files": {f"x{i}": {"size": 0, "sha256": "0" * 64} for i in range(10_001)}},
+    ],
+)
+def test_archives_that_ask_for_too_much(archive: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    with tarfile.open(archive) as tar:
+        listed = tar.extractfile("mdi-model.json")
+        assert listed is not None
+        head = json.dumps({**json.load(listed), **change}).encode()
+    entry = tarfile.TarInfo("mdi-model.json")
+    entry.size = len(head)
+    _refused(archive, entry.tobuf(tarfile.GNU_FORMAT) + head + bytes(-len(head) % 512) + bytes(1024), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.GNUTYPE_SPARSE]
+)
+def test_archives_with_something_else_than_files(archive: Path, tmp_path: Path, kind: bytes) -> None:
+    good = archive.read_bytes()
+    start = good.index(b"lit_model.pth", 1024)
+    other = tarfile.TarInfo.frombuf(good[start : start + 512], "utf-8", "strict")
+    other.type, other.linkname = kind, "/etc/passwd"
+    header = other.tobuf(tarfile.GNU_FORMAT)
+    assert int(header[124:135], 8) in (0, other.size)  # tarfile writes no size for a link
+    size = f"{other.size:011o}".encode()
+    fixed = bytearray(header[:124] + size + header[135:148] + b" " * 8 + header[156:])
+    fixed[148:156] = f"{sum(fixed):06o}\0 ".encode()
+    _refused(archive, good[:start] + bytes(fixed) + good[start + 512 :], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x", ".mdi", "a/b"])
+def test_archives_with_a_file_elsewhere(archive: Path, tmp_path: Path, name: str) -> None:
+    """An archive that is right in all else."""
+    good = archive.read_bytes()
+    entry = tarfile.TarInfo.frombuf(good[:512], "utf-8", "strict")
+    listed = json.loads(good[512 : 512 + entry.size])
+    listed["files"][name] = {"size": 0, "sha256": hashlib.sha256().hexdigest()}
+    rest = good[512 + entry.size + -entry.size % 512 : -1024]
+    head = json.dumps(listed).encode()
+    entry.size = len(head)
+    parts = (
+        entry.tobuf(tarfile.GNU_FORMAT),
+        head,
+        bytes(-len(head) % 512),
+        rest,
+        tarfile.TarInfo(name).tobuf(),
+        bytes(1024),
+    )
+    _refused(archive, b"".join(parts), tmp_path)
+    assert not list(tmp_path.rglob("x"))
