@@ -11,6 +11,7 @@ import yaml
 
 from families import config_of
 from mdi.cli import launch
+from mdi.engine.speculation import tokens_per_s
 from mdi.errors import UsageError
 from mdi.placement.profile import boards
 from tiny_checkpoint import write_checkpoint
@@ -151,3 +152,22 @@ def test_one_sequence_goes_round_no_more_nodes_than_it_must(capsys: pytest.Captu
     assert "--placement even uses all nodes" in told
     assert launch("plan", ["--profiles", profiles, "--config", "tiny-llama-1.1b", "--placement", "even"]) == 0
     assert "--placement even" not in capsys.readouterr().out
+
+
+def test_a_rate_of_right_guesses_predicts_the_speed_of_one_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    assert launch("plan", ["--example"]) == 0
+    (tmp_path / "boards.json").write_text(capsys.readouterr().out, encoding="utf-8")
+    flags = ["--profiles", str(tmp_path / "boards.json"), "--config", "tiny-llama-1.1b", "--quantize", "int8", "--json"]
+    found = {}
+    for rate in ("0", "0.8"):
+        assert launch("plan", [*flags, "--placement", "even", "--draft-rate", rate]) == 0
+        found[rate] = json.loads(capsys.readouterr().out)
+    plain = found["0"]["tokens_per_s_one_sequence"]
+    assert found["0"]["draft"]["tokens_s"] == pytest.approx(plain)
+    told, stages = found["0.8"]["draft"], [node["stage_s"] for node in found["0.8"]["nodes"]]
+    assert told["n_frames"] > 1 and told["tokens_s"] > 1.5 * plain
+    assert told["tokens_s"] == pytest.approx(tokens_per_s(0.8, 1, told["n_frames"], 1 / plain, max(stages)))
+    assert told["beats_tensor"] is None or 0 < told["beats_tensor"] < 1

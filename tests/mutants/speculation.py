@@ -65,4 +65,30 @@ MUTANTS = [
         "rows that a frame did not give are thought sent", "Scheduler._take_drawn",
         "sequence.return_to(len(sequence.ids) - 1)", "pass", f"{TEST}::test_guesses_change_no_text",
     ),
+    Mutant(
+        "a small model with other tokens guesses", "open_draft", "codec.tokens != model.codec.tokens", "False",
+        "tests/test_guessed_runs.py::test_a_small_model_with_other_tokens_is_refused",
+    ),
+    Mutant(
+        "frames wait for each other in the slowest stage", "most_frames", "int(round_s / stage_s + DEPTH_SLACK)", "8",
+        "tests/test_speculation.py::test_guesses_that_are_always_wrong_cost_hardly_anything",
+    ),
+    Mutant(
+        "rows are sent whatever they cost", "Speculation.limits", "if speed > best:", "if True:",
+        "tests/test_speculation.py::test_dear_rows_are_not_sent",
+    ),
+    Mutant(
+        "texts of other owners are looked into", "Speculation.begin",
+        "() if text.owner is None else tuple(self._ended.get(text.owner, ()))",
+        "tuple(other for own in self._ended.values() for other in own)",
+        "tests/test_speculation.py::test_texts_of_the_same_owner_are_looked_into_and_no_others",
+    ),
+    Mutant(
+        "a source pauses as long each time", "_Rate.pause", "min(2 * self._pause, LONGEST_PAUSE)", "self._pause",
+        "tests/test_speculation.py::test_a_source_that_is_wrong_pauses_longer_each_time",
+    ),
+    Mutant(
+        "other texts are disturbed", "Speculation.limits", "n_places == 1 and n_texts > 1", "False",
+        "tests/test_speculation.py::test_other_texts_that_fill_the_ring_are_not_disturbed",
+    ),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
-        "run", "replay_memory", "n_samples", "sequence_length",
+        "run", "replay_memory", "n_samples", "sequence_length", "draft_rate",
         n_samples={"help": "sequences at once (%(default)s)", "metavar": "S", "default": 1},
         sequence_length={
             "help": "most tokens of a sequence (default: the model's context)", "metavar": "L", "flags": ("--sequence-length",),
@@ -79,6 +79,8 @@ def run(options: Options, cancel: Cancel) -> int:
         _print({"error": str(e), "missing": [{"node": name, "bytes": n} for name, n in e.missing]})
         return 1
     report = replace(report, notes=(*report.notes, *_chunks_note(options, report)))
+    if options.draft_rate is not None:
+        report = report.with_draft(options.draft_rate)
     if options.json:
         _print(report.to_json())
     else:

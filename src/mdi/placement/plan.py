@@ -14,6 +14,7 @@ from typing import Any
 
 from mdi.block_ranges import span
 from mdi.columns import table
+from mdi.engine.speculation import most_frames, tokens_per_s
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel, MemoryUse, Prediction
 from mdi.placement.methods import by_hand, place
@@ -187,6 +188,22 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
+class DraftPlan:
+    """One text with guesses, one row in a frame (mdi.engine.speculation).
+
+    Attributes:
+        rate: of its guesses that are right; n_frames: of it under way.
+        beats_tensor: the rate from which on it is faster than all nodes computing every block together; None: at none, or that
+            is not known.
+    """
+
+    rate: float
+    n_frames: int
+    tokens_s: float
+    beats_tensor: float | None
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The plan of a run.
 
@@ -199,6 +216,8 @@ class PlanReport:
         parallel: what --parallel auto would take for all texts; None of one node.
         groups: stages whose nodes compute their blocks together; `nodes` has them by the names of the groups.
         notes: where the numbers are less sure than they look.
+        stage_s_one: of the slowest node, for one row.
+        draft: the speed of one text whose next tokens are guessed; None: no rate of right guesses was given.
     """
 
     model: str
@@ -218,6 +237,21 @@ class PlanReport:
     tensor: TensorPlan | None = None
     parallel: ParallelChoice | None = None
     groups: tuple[GroupPlan, ...] = ()
+    stage_s_one: float = 0.0
+    draft: DraftPlan | None = None
+
+    def with_draft(self, rate: float) -> PlanReport:
+        """The report with the speed of one text whose guesses are right with this probability; `stage_s_one` is known."""
+        round_s = 1 / self.tokens_s_one
+        n_frames = most_frames(round_s, self.stage_s_one)
+
+        def speed(p: float) -> float:
+            return tokens_per_s(p, 1, n_frames, round_s, self.stage_s_one)
+
+        beats = None
+        if self.tensor is not None:
+            beats = next((n / 100 for n in range(100) if speed(n / 100) > self.tensor.tokens_s), None)
+        return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, speed(rate), beats))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds, sizes in bytes, ranges half-open."""
@@ -253,6 +287,7 @@ class PlanReport:
             "tensor": None if self.tensor is None else self.tensor.to_json(),
             "parallel": None if self.parallel is None else self.parallel.to_json(),
             "groups": [dataclasses.asdict(group) for group in self.groups],
+            "draft": None if self.draft is None else dataclasses.asdict(self.draft),
         }
 
 
@@ -342,6 +377,7 @@ def report(
         limit=limit_of(placement, prediction),
         advice=tuple(advice(cost, placement, prediction, smaller)),
         notes=(*notes, *_refused_caches(cost.shape.kv_dtype, nodes)),
+        stage_s_one=max(one.stage_s),
     )
 
 
@@ -417,6 +453,8 @@ def format_plan(report: PlanReport) -> str:
             f"tensor:   {_rate(shared.tokens_s)} tokens/s for one sequence with every block on all nodes (--parallel tensor); "
             f"of {duration(shared.token_s)} a token, sums ({shared.algorithm}) take {duration(shared.sums_s)}"
         )
+    if report.draft is not None:
+        lines.append(_draft_line(report.draft, report.tensor))
     lines += [_group_line(group) for group in report.groups]
     if report.parallel is not None:
         lines.append(f"auto:     --parallel auto takes {report.parallel.mode}: {report.parallel.reason}")
@@ -433,6 +471,18 @@ def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
         if path == "torch":
             names.setdefault(reason, []).append(node.name)
     return [f"torch:    {', '.join(who)}: {reason}" for reason, who in names.items()]
+
+
+def _draft_line(draft: DraftPlan, tensor: TensorPlan | None) -> str:
+    line = (
+        f"guesses:  {_rate(draft.tokens_s)} tokens/s for one sequence, if {draft.rate:.0%} of its guessed tokens are right "
+        f"(--draft): {draft.n_frames} frame{'s' * (draft.n_frames > 1)} of it under way"
+    )
+    if tensor is None:
+        return line
+    if draft.beats_tensor is None:
+        return f"{line}; --parallel tensor is faster at any rate"
+    return f"{line}; faster than --parallel tensor from {draft.beats_tensor:.0%} on"
 
 
 def _group_line(group: GroupPlan) -> str:

@@ -34,14 +34,16 @@ def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> 
     if codec.tokens != model.codec.tokens:
         raise UsageError(
             f"--draft {folder}: its tokenizer has other tokens than that of {model.directory}, so it cannot guess them",
-            "draft",
+            code="draft",
         )
     form = None if asked.quantize == AUTO else asked.quantize
     weights = family.open_weights(folder, None, 1, None, form, False)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
-            raise UsageError(f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", "draft")
+            raise UsageError(
+                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code="draft"
+            )
         packing, placer = computing.packing, WeightPlacer(WeightMemory())
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, cancel))

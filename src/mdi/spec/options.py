@@ -445,6 +445,10 @@ class Options(StarterOptions):
         "measured with)", metavar="NAME",
     )] = None
 
+    draft_rate: Annotated[Annotated[float, Meta(ge=0, lt=1)] | None, Option(
+        "also predict the speed of one text with --draft, if this part of its guesses is right", metavar="P"
+    )] = None
+
     # Other commands
     file: Annotated[Path, Option("the key file", ("file",), metavar="FILE")] = Path()
     invite: Annotated[bool, Option("print a code with which one board can fetch the key (`mdi join`)")] = False

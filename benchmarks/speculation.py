@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""One text with guesses and without, in turns, over rings whose stages wait: the real engine, kernels and sources.
+
+    speculation.py                              all cases, three rounds of each
+    speculation.py --short                      does it work? a few cases, short texts
+    speculation.py --case oracle --nodes 4 --p 0.8 --links-ms 0
+
+A ring of N nodes is one process: the whole model computes a frame when it leaves, and the frame is back when stages that take
+t for one row and t * price(rows) for more would have it, each after the other, with links between them. The real work has to
+be a small part of t. So eight nodes can be measured on two cores; nodes that share a memory bus cannot.
+
+cases:
+  oracle      guesses that are right with probability p, of a text that was generated before
+  draft       nano-llama with its small model, three nodes with stages of 8 ms, temperature 0 and 0.8; and without the wait
+  schema      JSON bound by a schema (needs llguidance)
+  never       a sampled text, with all sources of --draft auto: what looking for repetitions costs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from mdi.cancel import Cancel  # noqa: E402
+from mdi.checkpoint.packing import Packing  # noqa: E402
+from mdi.checkpoint.parts import stage_parts  # noqa: E402
+from mdi.engine.guesses import DraftModel  # noqa: E402
+from mdi.engine.rows import ArrayRows  # noqa: E402
+from mdi.engine.scheduler import Scheduler  # noqa: E402
+from mdi.engine.sequence import Constraint, SamplingParams  # noqa: E402
+from mdi.engine.speculation import Speculation, most_frames, tokens_per_s  # noqa: E402
+from mdi.engine.starter import StarterEngine  # noqa: E402
+from mdi.net.ring import LoopbackRing  # noqa: E402
+from mdi.net.wire import Frame  # noqa: E402
+from mdi.spec.cluster import WeightMemory  # noqa: E402
+from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
+from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
+from mdi.stages.model_family import ModelFamily  # noqa: E402
+
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "string", "maxLength": 12} for name in ("first_name", "family_name", "birthplace", "title")},
+    "required": ["first_name", "family_name", "birthplace", "title"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+class WaitingRing(LoopbackRing):
+    """Frames come back when a ring of waiting stages would have them.
+
+    Args:
+        stage_s, link_s: of each node; price: of so many rows, 1 for one.
+    """
+
+    def __init__(self, n_nodes: int, stage_s: float, link_s: float, price: Callable[[int], float]) -> None:
+        super().__init__(max(2 * n_nodes, 2) if n_nodes > 1 else 1)
+        self.n_ring = n_nodes
+        self._stage_s, self._link_s, self._price = stage_s, link_s, price
+        self._free = [0.0] * n_nodes
+        self._due: deque[float] = deque()
+
+    def send(self, frame: Frame) -> None:
+        now = time.perf_counter()
+        n_rows = frame.slices.n_rows
+        for node in range(self.n_ring):
+            work_s = self._stage_s * self._price(n_rows) if n_rows else 0.0
+            now = self._free[node] = max(now, self._free[node]) + work_s
+            now += self._link_s
+        self._due.append(now)
+        super().send(frame)
+
+    def recv(self, timeout_s: float | None = None) -> Frame | None:
+        frame = super().recv(timeout_s)
+        if frame is not None:
+            time.sleep(max(0.0, self._due.popleft() - time.perf_counter()))
+        return frame
+
+
+class Oracle:
+    """The tokens of a known text, each right with a probability."""
+
+    def __init__(self, truth: Sequence[int], n_prompt: int, p: float) -> None:
+        self._truth, self._n_prompt, self._p, self._rng = truth, n_prompt, p, random.Random(1)
+
+    def learn(self, ids: list[int]) -> None:
+        """Nothing is learned."""
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        begin = len(ids) - self._n_prompt
+        return [t if self._rng.random() < self._p else t ^ 1 for t in self._truth[begin : begin + n]]
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class OracleSpeculation(Speculation):
+    """Has one source, which knows the text."""
+
+    def __init__(self, truth: Sequence[int], p: float, most_rows: int) -> None:
+        super().__init__(most_rows, kinds=frozenset({"lookup"}))
+        self._truth, self._p = truth, p
+
+    def begin(self, text: Any, constraint: Constraint | None) -> None:
+        super().begin(text, constraint)
+        self._texts[text.seq_id].sources["lookup"] = Oracle(self._truth, text.n_prompt, self._p)
+
+
+class Model:
+    """A checkpoint in the kernels of this machine."""
+
+    def __init__(self, folder: Path, form: str) -> None:
+        family = ModelFamily()
+        weights = family.open_weights(folder, None, 1, None, None, False)
+        self.weights, packing, placer = weights, Packing(form, form), WeightPlacer(WeightMemory())
+        self.config = weights.config
+        names = stage_parts(0, weights.n_layer, starter=True)
+        held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, Cancel()))
+        self.stage = KernelStage(weights.config, 0, weights.n_layer, held, 1, "float32")
+        self.length = int(weights.config["block_size"])
+        self.stage.prepare(self.length)
+        self.codec = family.open_codec(folder, "none")
+
+
+def generate(
+    model: Model, params: SamplingParams, ring: LoopbackRing, speculation: Speculation | None, n_ring: int,
+    constraint: Constraint | None = None,
+) -> tuple[float, list[int], tuple[int, int]]:  # fmt: skip
+    """Tokens per second, the text, and the guesses."""
+    engine = StarterEngine(model.stage, Scheduler(), model.length, ArrayRows())
+    if speculation is not None:
+        begin_ring = speculation.begin_ring
+        speculation.begin_ring = lambda _: begin_ring(n_ring)  # type: ignore[method-assign]
+    engine.n_frames = n_ring
+    engine.speculation = speculation
+    request = engine.submit(model.codec.encode("ROMEO:"), params, constraint=constraint)
+    engine.run(ring)
+    events = list(request)
+    tokens = [token for event in events for token in event.tokens]
+    times = [event.time_s for event in events if event.tokens]
+    return (len(tokens) - 1) / (times[-1] - times[0]), tokens, engine.guesses
+
+
+def compare(
+    name: str, model: Model, params: SamplingParams, n_ring: int, make_ring: Callable[[], LoopbackRing], n_rounds: int,
+    make: Callable[[Sequence[int]], Speculation], constraint: Callable[[], Constraint | None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Both in turns; the median of the rounds' ratios."""
+    ratios, plain_s, guesses = [], [], (0, 0)
+    for _ in range(n_rounds):
+        plain, text, _ = generate(model, params, make_ring(), None, n_ring, constraint())
+        found, same, guesses = generate(model, params, make_ring(), make(text), n_ring, constraint())
+        assert same == text, f"{name}: another text"
+        ratios.append(found / plain)
+        plain_s.append(plain)
+    row = {
+        "case": name, "plain_tokens_s": statistics.median(plain_s), "ratio": statistics.median(ratios),
+        "lowest": min(ratios), "guessed": guesses[0], "confirmed": guesses[1],
+    }  # fmt: skip
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    formula = f", formula {row['formula']:.2f}" if "formula" in row else ""
+    print(
+        f"{row['case']}: {row['plain_tokens_s']:.1f} tokens/s without, {row['ratio']:.2f} times with (lowest "
+        f"{row['lowest']:.2f}{formula}); {row['confirmed']} of {row['guessed']} right",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama")
+    parser.add_argument("--draft", type=Path, default=ROOT / "assets" / "nano-llama-draft")
+    parser.add_argument("--format", default="float32")
+    parser.add_argument("--case", nargs="+", default=["oracle", "draft", "schema", "never"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--links-ms", type=float, nargs="+", default=[0, 2, 10])
+    parser.add_argument("--p", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
+    parser.add_argument("--rows", type=int, default=4, help="rows of a frame, at most")
+    parser.add_argument("--stage-ms", type=float, default=16.0)
+    parser.add_argument("--row-price", type=float, default=0.1, help="of each further row, as a part of one")
+    parser.add_argument("--n-tokens", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    if args.short:
+        args.nodes, args.links_ms, args.p, args.n_tokens, args.rounds = [1, 4], [0], [0.8], 150, 1
+    model = Model(args.ckpt, args.format)
+    rows: list[dict[str, Any]] = []
+
+    def price(n: int) -> float:
+        return 1 + args.row_price * (n - 1)
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        show(row)
+
+    sampled = SamplingParams(args.n_tokens, temperature=0.8, top_k=200, seed=3)
+    for n_nodes in args.nodes if "oracle" in args.case else ():
+        for link_ms in args.links_ms if n_nodes > 1 else (0,):
+            for p in args.p:
+                stage_s, link_s = args.stage_ms / 1000, link_ms / 1000
+
+                def ring(n: int = n_nodes, t: float = stage_s, c: float = link_s) -> LoopbackRing:
+                    return WaitingRing(n, t, c, price)
+
+                def guessing(text: Sequence[int], p: float = p) -> Speculation:
+                    return OracleSpeculation(text, p, args.rows)
+
+                name = f"oracle, {n_nodes} nodes, links {link_ms:g} ms, p {p}"
+                row = compare(name, model, sampled, n_nodes, ring, args.rounds, guessing)
+                plain = 1 / (n_nodes * (stage_s + link_s))
+                speeds = []
+                for r in range(1, args.rows + 1):
+                    t = stage_s * price(r)
+                    round_s = n_nodes * (t + link_s)
+                    n_frames = most_frames(round_s, t) if n_nodes > 1 else 1
+                    speeds.append(tokens_per_s(p, r, n_frames, round_s, t))
+                add({**row, "formula": max(speeds) / plain})
+    if "draft" in args.case:
+        draft = Model(args.draft, args.format)
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(args.n_tokens, temperature=temperature, top_k=200, seed=3)
+            for name, n_nodes, t in (("3 nodes, stages of 8 ms", 3, 0.008), ("1 node, no wait", 1, 0.0)):
+                add(
+                    compare(
+                        f"draft, {name}, temperature {temperature:g}", model, params, n_nodes,
+                        lambda n=n_nodes, t=t: WaitingRing(n, t, 0.0, price), args.rounds,  # type: ignore[misc]
+                        lambda _: Speculation(args.rows, DraftModel(draft.stage, ArrayRows(), draft.length)),
+                    )
+                )  # fmt: skip
+    if "schema" in args.case:
+        from mdi.serve.grammar import GrammarSource
+
+        source = GrammarSource(args.ckpt, model.codec.eos_ids, int(model.config["padded_vocab_size"]))
+        for n_nodes in (1, 4):
+            add(
+                compare(
+                    f"schema, {n_nodes} nodes", model, sampled, n_nodes,
+                    lambda n=n_nodes: WaitingRing(n, args.stage_ms / 1000, 0.0, price), args.rounds,  # type: ignore[misc]
+                    lambda _: Speculation(args.rows), lambda: source.constraint({"schema": SCHEMA}),
+                )
+            )  # fmt: skip
+    if "never" in args.case:
+        n_rounds = 1 if args.short else 10
+        add(
+            compare(
+                "never, 1 node, no wait", model, sampled, 1, lambda: LoopbackRing(1), n_rounds, lambda _: Speculation()
+            )
+        )
+    if args.out is not None:
+        args.out.write_text(
+            json.dumps({"rows": rows, "arguments": {k: str(v) for k, v in vars(args).items()}}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

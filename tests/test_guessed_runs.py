@@ -1,0 +1,161 @@
+"""Real nodes: texts with guesses equal those without, for all formats, caches, families and ways to share the work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from litgpt.model import GPT
+
+from families import CONTEXT, FAMILIES, model_of, prompt
+from mdi.engine.guesses import DraftModel
+from mdi.engine.rows import ArrayRows
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import SamplingParams
+from mdi.engine.sequence import Sequence as Text
+from mdi.engine.speculation import Speculation
+from mdi.engine.starter import StarterEngine
+from mdi.errors import UsageError
+from mdi.kernels import library
+from mdi.kernels.blocks import why_not_in_kernels
+from mdi.kernels.layout import Matrix, pack
+from mdi.kernels.weight_formats import EMBEDDING
+from mdi.net.ring import LoopbackRing
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import ParallelOptions, StarterOptions
+from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.window_budget import WindowMemory, WindowOptions
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode, write_checkpoint
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+PROMPTS = ("The ring", "Every node keeps a cache for each sequence. " * 3)
+SAMPLED = SamplingParams(40, temperature=0.8, top_k=20, seed=5)
+KNOWN = [f for f in FAMILIES if why_not_in_kernels(asdict(model_of(f).config)) is None]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("plain") / "tiny", with_end=False)
+
+
+def texts_of(
+    n_nodes: int, checkpoint: Path, folder: Path, draft: str, **options: Any
+) -> tuple[list[list[int]], tuple[int, int]]:
+    """A greedy and a sampled text, one after the other, then both together; and the guesses."""
+    with secondaries(n_nodes - 1, folder) as nodes:
+        cluster = cluster_of(nodes) if nodes else standalone()
+        fields = {
+            "placement": "even",
+            "prompt_style": "none",
+            "device": "cpu",
+            "dtype": "float32",
+            "wait_s": 5,
+            **options,
+        }
+        made = StarterOptions(ckpt=checkpoint, cache_dir=folder, draft=draft, **fields)
+        with Run(GivenNodes(cluster), made, 180, n_texts=2) as run:
+            for first, second in [(0, None), (None, 0), (1, 0)]:
+                if first is not None:
+                    run.submit(PROMPTS[first], encode(PROMPTS[first]), SamplingParams(40, temperature=0))
+                if second is not None:
+                    run.submit(PROMPTS[second], encode(PROMPTS[second]), SAMPLED)
+                run.read()
+        return [list(sample.token_ids) for sample in run.samples], run.metrics().guesses
+
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "two": (2, {}),
+    "four": (4, {}),
+    "alone, int8": (1, {"quantize": "int8", "quantize_head": "int8"}),
+    "three, int4, caches int8": (3, {"quantize": "int4", "quantize_head": "int4", "kv_dtype": "int8"}),
+    "two, bf16, caches bf16": (2, {"quantize": "bf16", "quantize_head": "bf16", "kv_dtype": "bf16"}),
+    "two, fp16, caches fp16, links int8": (
+        2, {"quantize": "fp16", "quantize_head": "fp16", "kv_dtype": "fp16", "wire_dtype": "int8"}
+    ),
+    "a group": (2, {"parallel": ParallelOptions("tensor")}),
+    "a window": (1, {"weight_memory": WindowMemory(window=WindowOptions(2))}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("has_draft", [False, True], ids=["lookup", "draft"])
+def test_a_run_with_guesses_gives_the_same_texts(name: str, has_draft: bool, checkpoint: Path, tmp_path: Path) -> None:
+    n_nodes, options = RUNS[name]
+    plain, none = texts_of(n_nodes, checkpoint, tmp_path / "plain", "none", **options)
+    found, (n_guessed, n_confirmed) = texts_of(
+        n_nodes, checkpoint, tmp_path / "guessed", str(checkpoint) if has_draft else "auto", **options
+    )
+    assert found == plain and none == (0, 0)
+    assert 0 <= n_confirmed <= n_guessed
+    assert not has_draft or n_guessed > 10
+
+
+def test_a_small_model_with_other_tokens_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other")
+    fields = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = fields["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
+    made = StarterOptions(ckpt=checkpoint, draft=str(other), prompt_style="none", device="cpu", cache_dir=tmp_path)
+    with pytest.raises(UsageError) as refused, Run(GivenNodes(standalone()), made, 20):
+        pass
+    assert refused.value.code == "draft"
+
+
+def stage_of(gpt: GPT, form: str, cache_type: str) -> KernelStage:
+    """A whole model in the kernels."""
+    weights: dict[str, dict[str, Matrix | np.ndarray]] = {}
+    for name, tensor in gpt.state_dict().items():
+        parts = name.split(".")
+        value = tensor.float().numpy()
+        is_linear = name.endswith(".weight") and "norm" not in name and "ln_f" not in name and name != EMBEDDING
+        packed = pack("float32" if "mlp.gate." in name else form, value) if is_linear and value.ndim == 2 else value
+        part = f"block.{parts[2]}" if parts[1] == "h" else "embedding" if name == EMBEDDING else "head"
+        weights.setdefault(part, {})[name] = packed
+    config = asdict(gpt.config)
+    names = ["embedding", *(f"block.{i}" for i in range(gpt.config.n_layer)), "head"]
+    stage = KernelStage(config, 0, gpt.config.n_layer, Resident(names, lambda part: weights[part]), 1, cache_type)
+    stage.prepare(CONTEXT)
+    return stage
+
+
+class Bold(Speculation):
+    """Guesses from the first token on, whatever it costs."""
+
+    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+        return n_places, 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", KNOWN)
+def test_every_family_gives_the_same_texts_with_guesses_under_way(family: str) -> None:
+    gpt = model_of(family)
+    asked = [
+        (prompt(70, 1), SamplingParams(40, temperature=0, n_logprobs=2)),
+        (prompt(6, 2) * 3, SamplingParams(40, temperature=0.9, top_k=9, seed=3, presence_penalty=0.4)),
+    ]
+    results = []
+    for form, cache_type in [("float32", "float32"), ("int8", "int8")]:
+        stage = stage_of(gpt, form, cache_type)
+        draft = DraftModel(stage_of(gpt, "float32", "float32"), ArrayRows(), CONTEXT)
+        for speculation in (None, Bold(draft=draft)):
+            engine = StarterEngine(stage, Scheduler(5), CONTEXT, ArrayRows())
+            engine.speculation = speculation
+            requests = [engine.submit(ids, params) for ids, params in asked]
+            engine.run(LoopbackRing(5))
+            results.append([[event for event in request] for request in requests])
+            if speculation is not None:
+                assert engine.scheduler.n_confirmed > 20
+            assert not len(stage.caches) and not len(draft.stage.caches)
+    assert results[0] == results[1] and results[2] == results[3]
