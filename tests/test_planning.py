@@ -353,13 +353,13 @@ def test_what_takes_long_is_told(
 
 
 def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:
-    """One ring port cannot be reached: no placement is to count on it."""
-    with secondaries(1, tmp_path) as nodes, open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
-        wrong = entry_of(nodes[0], port_in=nodes[0].control_port)
-        _, links = measurement_of(ClusterConfig(NodeConfig("starter", "127.0.0.1", port, port_in), (wrong,))).run()
+    """One ring port cannot be reached, the starter's: a node's is needed to ask it anything. No placement is to count on it."""
+    with secondaries(1, tmp_path) as nodes, open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, _):
+        wrong = NodeConfig("starter", "127.0.0.1", port, port)
+        _, links = measurement_of(ClusterConfig(wrong, (entry_of(nodes[0]),))).run()
     found = {(link.source, link.target): link for link in links}
-    assert found["starter", "secondary0"].round_trip_s == BROKEN_S
-    assert found["secondary0", "starter"].round_trip_s < BROKEN_S
+    assert found["secondary0", "starter"].round_trip_s == BROKEN_S
+    assert found["starter", "secondary0"].round_trip_s < BROKEN_S
 
 
 def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

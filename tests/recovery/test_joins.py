@@ -27,7 +27,8 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
-from mdi.spec.options import StarterOptions
+from mdi.spec.options import ParallelOptions, StarterOptions
+from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 
@@ -216,11 +217,21 @@ def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
     assert ids == generate(standalone(), options, n_tokens=len(ids))
 
 
-def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ring", "window", "memory", "tensor", "tensor with a window", "hybrid"])
+def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path, kind: str) -> None:
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
-    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
+    plain = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", dtype="float32", placement="even")
+    options, groups = plain, (None, "b", "b") if kind == "hybrid" else (None, None, None)
+    if "window" in kind:
+        options = replace(options, weight_memory=WindowMemory(window=WindowOptions(1)))
+    if kind == "memory":
+        options = replace(options, weight_memory=WindowMemory(window=WindowOptions(memory=1 << 30)))
+    if "tensor" in kind:
+        options = replace(options, parallel=ParallelOptions("tensor"))
     with secondaries(2, tmp_path) as nodes:
         leaving, other = nodes
+        entries = tuple(entry_of(node, group=group) for node, group in zip(nodes, groups[1:], strict=True))
+        cluster = replace(cluster_of(nodes), secondaries=entries)
         gate = Gate(other.store)
         gate.is_open.set()  # for its first blocks
 
@@ -239,8 +250,12 @@ def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path) ->
             wait_for(lambda: n_tokens() > n_then + 20)
             assert not leaving.runs.active
 
-        ids = generate(cluster_of(nodes), options, {}, look=look, joins=False)
-    assert ids == generate(standalone(), options, n_tokens=len(ids))
+        ids = generate(cluster, options, {}, look=look, joins=False)
+        wait_for(lambda: not is_loading())
+        wait_for(lambda: not other.runs.active)
+        again = generate(cluster_of([other]), options, n_tokens=12)
+    alone = generate(standalone(), plain, n_tokens=len(ids))
+    assert ids == alone and again == alone[:12]
 
 
 def is_loading() -> bool:

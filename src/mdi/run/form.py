@@ -296,7 +296,9 @@ class Former:
             replace(basis, weights=weights), cluster, clients, self.held, self._n_rings, REACH_S, frozenset(ring.processes),
             self._holders(outside), None, frozenset(zip(ring.stages, self._shares(ring.stages), strict=True)),
         )  # fmt: skip
-        return LoadAhead(plan, work, cancel.child(timeout_s), put)
+        pairs = zip(cluster.nodes, weights.blocks, strict=True)
+        stages = tuple(Stage(node.name, start, stop) for node, (start, stop) in pairs)  # groups have an order of their own
+        return LoadAhead(replace(plan, stages=stages), work, cancel.child(timeout_s), put)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""

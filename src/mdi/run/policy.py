@@ -558,7 +558,14 @@ class Policy:
             search.is_unknown = False
             logger.warning("warning: %s", self._told)
         found = self._ring_of(search, roll, now)
-        return self._completed(search, found) if isinstance(found, Form) else found
+        if not isinstance(found, Form):
+            return found
+        lost = [stage for stage in search.before.values() if stage.name not in found.names]
+        moves = [(stage.name, ", ".join(by)) for stage in lost if (by := present_holders(stage, found.stages))]
+        if moves:
+            self.trouble = self.last_loss = "; ".join(f"{name} was lost; its blocks move to {by}" for name, by in moves)
+            logger.info("%s", self.trouble)
+        return self._completed(search, found)
 
     def _ring_of(self, search: Search, roll: Roll, now: float) -> Decision:
         ring = self.ring
@@ -591,11 +598,6 @@ class Policy:
                 common = self._suspects.add(search.loss.in_flight, search.loss.n_known)
         ended = next(iter(common)) if len(common) == 1 else None
         outside = search.answering.difference(form.names)
-        lost = [stage for stage in search.before.values() if stage.name not in form.names]
-        moves = [(stage.name, ", ".join(by)) for stage in lost if (by := present_holders(stage, form.stages))]
-        if moves:
-            self.trouble = self.last_loss = "; ".join(f"{name} was lost; its blocks move to {by}" for name, by in moves)
-            logger.info("%s", self.trouble)
         return Form(form.stages, form.is_moved, fresh, outside, ended, common if len(common) > 1 else frozenset())
 
     def _is_present(self, stage: Stage, roll: Roll, search: Search, now: float) -> bool:
