@@ -376,7 +376,7 @@ def test_the_sources_change_no_text(n_frames: int, n_constrained: int | None) ->
 
 def test_rows_that_gave_no_token_are_sent_again() -> None:
     scheduler = Scheduler(1)
-    scheduler.guesser = Source({7: [11, 12, 13, 14, 15, 16]}, MODES["right"], (1, 3))  # type: ignore[assignment]
+    scheduler.guesser = Source({7: [11, 12, 13, 14, 15, 16]}, MODES["right"], (1, 3))
     scheduler.submit(Text(7, (1, 2), SamplingParams(n_tokens=9), 100))
     plan = scheduler.schedule()
     assert plan is not None

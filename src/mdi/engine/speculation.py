@@ -32,6 +32,7 @@ PAYS = 1.02  # times as fast as without guesses, at least
 SURE = 0.99  # more is not believed
 N_ROUNDS = 3  # that are measured before anything is guessed
 MEASURED_EACH = 512  # tokens, the round is measured again without guesses: it grows with the text
+N_KNOWN = 16  # times that limits count before they are worked out again
 N_OWN = 16  # frames in which this node's own time is measured
 N_TRIAL = 32  # tokens after which the times with and without guesses are compared
 PROVEN = 0.6  # with this rate, shorter repetitions count
@@ -126,6 +127,7 @@ class Speculation:
         self._n_sent, self._busy_s = 0, 0.0  # frames since `_own_s` was noted, and the busy time then; 0 is not known
         self._trial = _Trial()
         self._n_texts = 0
+        self._known = (0.0, 0), (1, 1), 0  # rate and places, the limits for them, and how often they count again
         self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
 
     def begin_ring(self, n_nodes: int) -> None:
@@ -167,12 +169,16 @@ class Speculation:
         if n_places == 1 and n_texts > 1:
             return 1, 1  # other texts fill the ring
         p = guessed.rates[guessed.last].rate if guessed.last else max(ASSUMED.values())
+        if self._known[0] == (p, n_places) and self._known[2]:  # times change slowly
+            self._known = self._known[0], self._known[1], self._known[2] - 1
+            return self._known[1]
         best, found = PAYS * self._speed(0.0, 1, 1), (1, 1)
         for n_rows in range(1, self.most_rows + 1):
             n_frames = min(n_places, self._most_frames(n_rows))
             speed = self._speed(p, n_rows, n_frames)
             if speed > best:
                 best, found = speed, (n_frames, n_rows)
+        self._known = (p, n_places), found, N_KNOWN
         return found
 
     def _speed(self, p: float, n_rows: int, n_frames: int) -> float:
