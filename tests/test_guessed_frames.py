@@ -296,7 +296,7 @@ def test_right_guesses_save_rounds_where_a_frame_has_several(
     plain = generate([ONE], None)[0]
     found, engine, _ = generate([ONE], Source(truth_of(plain), MODES["right"], at_once), n_frames)
     assert found == plain
-    assert engine.scheduler._number == n_rounds + 1, "and one that frees the cache"
+    assert engine.scheduler.n_plans == n_rounds + 1, "and one that frees the cache"
 
 
 def test_an_end_by_the_reader_in_the_middle_of_a_frame_ends_that_text_alone() -> None:

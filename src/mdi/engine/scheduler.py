@@ -105,7 +105,7 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
         self._has_replayed = False  # in the last frame: replays and other rows take turns
-        self._number = 0
+        self.n_plans = 0
         self.guesser: Guesser | None = None
         self.n_guessed = self.n_confirmed = 0  # guesses that were sent, and those that were drawn
         self.n_reused = 0  # tokens of prompts that did not have to be computed
@@ -271,9 +271,9 @@ class Scheduler:
             if part.n_logits:
                 self._running[part.seq_id].n_flying += 1
         plan = Plan(
-            self._number, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay, is_guessed and bool(slices)
+            self.n_plans, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay, is_guessed and bool(slices)
         )
-        self._number += 1
+        self.n_plans += 1
         self._freed, self._copies = [], []
         self._in_flight.append(plan)
         return plan

@@ -117,7 +117,7 @@ class Speculation:
         self._draft = draft
         self._kinds = kinds
         self._n_vocabulary = n_vocabulary
-        self._texts: dict[int, _Guessed] = {}
+        self.texts: dict[int, _Guessed] = {}
         self._ended: dict[str, deque[Index]] = {}
         self.rounds, self.stages = Prices(), Prices()
         self._n_nodes = 1
@@ -156,14 +156,14 @@ class Speculation:
         if self._draft is not None and "draft" in self._kinds:
             sources["draft"] = self._draft.of(text)
         rates = {kind: _Rate(ASSUMED[kind]) for kind in sources}
-        self._texts[text.seq_id] = _Guessed(sources, rates, constraint)
+        self.texts[text.seq_id] = _Guessed(sources, rates, constraint)
 
     # Of the scheduler
 
     def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
         if n_texts != self._n_texts:
             self._n_texts, self._n_to_measure, self._trial = n_texts, N_ROUNDS, _Trial()
-        guessed = self._texts.get(sequence.seq_id)
+        guessed = self.texts.get(sequence.seq_id)
         if guessed is None or self._n_to_measure or self._trial.is_paused:
             return 1, 1
         if n_places == 1 and n_texts > 1:
@@ -193,7 +193,7 @@ class Speculation:
         return most_frames(self.rounds.of(n_rows), self._stage_s(n_rows))
 
     def propose(self, sequence: Text, n: int) -> list[int]:
-        guessed = self._texts[sequence.seq_id]
+        guessed = self.texts[sequence.seq_id]
         stream = [*sequence.ids, *sequence.guessed]
         for kind, source in guessed.sources.items():
             rate = guessed.rates[kind]
@@ -230,7 +230,7 @@ class Speculation:
         return found[: max(0, constraint.n_valid([*sequence.guessed, *found]) - n_pending)]
 
     def judge(self, sequence: Text, n_right: int, is_wrong: bool) -> None:
-        guessed = self._texts.get(sequence.seq_id)
+        guessed = self.texts.get(sequence.seq_id)
         if guessed is None:
             return
         for _ in range(n_right):
@@ -242,7 +242,7 @@ class Speculation:
 
     def forget(self, sequence: Text) -> None:
         """A text has ended; its tokens are looked for repetitions in later texts of its owner."""
-        guessed = self._texts.pop(sequence.seq_id, None)
+        guessed = self.texts.pop(sequence.seq_id, None)
         if guessed is None:
             return
         if (rate := guessed.rates.get("prediction")) is not None:
