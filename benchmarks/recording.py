@@ -188,7 +188,9 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw the recording that there is")
     args = parser.parse_args()
     if not args.draw:
-        RAW.write_text(json.dumps(record(), indent=0) + "\n")
+        from records import save
+
+        save(RAW, record())
     PICTURE.write_text(draw(json.loads(RAW.read_text())))
     print(f"{PICTURE}: {PICTURE.stat().st_size / 1000:.0f} kB")
 

@@ -113,6 +113,7 @@ class Source:
         return min(self.at_once[0], n_places), self.at_once[1]
 
     def propose(self, sequence: Text, n: int) -> list[int]:
+        assert len(sequence.ids) + len(sequence.guessed) + n <= sequence.n_positions
         self.most = max(self.most, n + len(sequence.guessed))
         begin = len(sequence.ids) - sequence.n_prompt + len(sequence.guessed)
         true = self.truth.get(sequence.seq_id, [])[begin : begin + n]
@@ -295,7 +296,7 @@ def test_right_guesses_save_rounds_where_a_frame_has_several(
     plain = generate([ONE], None)[0]
     found, engine, _ = generate([ONE], Source(truth_of(plain), MODES["right"], at_once), n_frames)
     assert found == plain
-    assert engine.scheduler._number == n_rounds + 1, "and one that frees the cache"
+    assert engine.scheduler.n_plans == n_rounds + 1, "and one that frees the cache"
 
 
 def test_an_end_by_the_reader_in_the_middle_of_a_frame_ends_that_text_alone() -> None:
@@ -371,3 +372,17 @@ def test_the_sources_change_no_text(n_frames: int, n_constrained: int | None) ->
             assert [token for got, _, _ in outcome(again) for token in got] == truth_of(plain)[2]
             assert engine.scheduler.n_confirmed > n_before + 30
             assert not prediction or again.sequence.n_accepted > 30
+
+
+def test_rows_that_gave_no_token_are_sent_again() -> None:
+    scheduler = Scheduler(1)
+    scheduler.guesser = Source({7: [11, 12, 13, 14, 15, 16]}, MODES["right"], (1, 3))
+    scheduler.submit(Text(7, (1, 2), SamplingParams(n_tokens=9), 100))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.update(plan.number, {7: [11]})
+    plan = scheduler.schedule()
+    assert plan is not None and plan.slices[0][1:5] == (2, 3, 3, (11, 12, 13))
+    scheduler.update(plan.number, {7: [12]})
+    plan = scheduler.schedule()
+    assert plan is not None and plan.slices[0][1:5] == (3, 3, 3, (12, 13, 14))

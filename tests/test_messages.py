@@ -304,8 +304,8 @@ def met(entry: NodeConfig, keys: KeyFile | None) -> Message:
 
 
 def say(message: Message, frame_type: FrameType, data: bytes, number: int | None = None) -> None:
-    number = message._id if number is None else number
-    send_frame(message.sock, Frame.message(frame_type, number, data), message._codec)
+    number = message.number if number is None else number
+    send_frame(message.sock, Frame.message(frame_type, number, data), message.codec)
 
 
 @pytest.mark.parametrize(("opening", "status", "code"), OPENINGS, ids=[str(one[0][:60]) for one in OPENINGS])
@@ -395,8 +395,8 @@ def test_a_data_frame_that_is_too_long_takes_no_memory(
     monkeypatch.setattr(message_module, "PIECE_S", 10 * DEADLINE_S)
     with opened(entry, "part", 1 << 40, keys, run=RUN, sha256=PART.sha256, offset=0) as message:
         message.read(DEADLINE_S)
-        head, _ = message._codec.parts(
-            Frame(FrameType.DATA, message._id, n_rows=1, n_cols=PIECE_BYTES + 1, payload=bytes(PIECE_BYTES + 1))
+        head, _ = message.codec.parts(
+            Frame(FrameType.DATA, message.number, n_rows=1, n_cols=PIECE_BYTES + 1, payload=bytes(PIECE_BYTES + 1))
         )
         message.sock.sendall(head[:HEADER_BYTES])
         assert message.read(DEADLINE_S)["status"] == 400
@@ -414,7 +414,7 @@ def test_who_trickles_is_given_up(
 
         def trickle() -> None:
             with contextlib.suppress(OSError):
-                for byte in message._codec.parts(Frame.message(FrameType.DATA, message._id, bytes(1000)))[0] * 9:
+                for byte in message.codec.parts(Frame.message(FrameType.DATA, message.number, bytes(1000)))[0] * 9:
                     message.sock.sendall(bytes([byte]))
                     if over.wait(0.02):
                         return

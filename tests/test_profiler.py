@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 import mdi.placement.profiler
@@ -287,6 +286,8 @@ def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatc
      {**REQUEST.to_json(), "config": {**CONFIG, "n_head": 7}}],
 )  # fmt: skip
 def test_a_subject_that_makes_no_sense_is_refused(node: SecondaryNode, body: Any) -> None:
-    with requests.post(f"http://127.0.0.1:{node.control_port}/profile", json=body, timeout=30) as answer:
-        assert answer.status_code in (400, 500) and "Traceback" not in answer.json()["error"]
+    data = json.dumps(body).encode()
+    with pytest.raises(ControlError) as caught:
+        ControlClient(entry_of(node)).ask("profile", {}, 30.0, [data], len(data))
+    assert caught.value.status in (400, 500) and "Traceback" not in str(caught.value)
     assert node.status(None)["state"] == "IDLE"

@@ -655,7 +655,7 @@ def test_who_connects_to_a_port_that_does_not_answer_ends_with_its_cancel() -> N
     with deaf_port() as port:
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
-        until(lambda: bool(cancel._wakers))  # it has begun to connect
+        until(lambda: bool(cancel.wakers))  # it has begun to connect
         cancel.cancel(CancelledError("not wanted"))
         assert type(failed.get(timeout=DEADLINE_S)) is CancelledError
         thread.join(DEADLINE_S)

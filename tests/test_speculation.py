@@ -51,7 +51,7 @@ def speed(
         scheduler.submit(text)
         if p is not None:
             speculation.begin(text, None)
-            speculation._texts[text.seq_id].sources["lookup"] = Oracle(truth, 1, p, text.seq_id)
+            speculation.texts[text.seq_id].sources["lookup"] = Oracle(truth, 1, p, text.seq_id)
     now, busy, count, n_drawn = 0.0, 0.0, 0, 0
     free = [0.0] * len(stages_s)
     events: list[tuple[float, int, int, Plan]] = []

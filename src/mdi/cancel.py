@@ -36,14 +36,14 @@ class Cancel:
         self._late = late or (lambda: CancelledError(f"not done after {timeout_s:g} s"))
         self._changed = threading.Condition(threading.RLock())  # a signal handler may cancel
         self._error: BaseException | None = None
-        self._wakers: list[Callable[[], None]] = []
+        self.wakers: list[Callable[[], None]] = []
         if parent is not None:
             parent._adopt(self)
 
     def _adopt(self, child: Cancel) -> None:
         with self._changed:
             if self._error is None:
-                self._wakers.append(child._end_with_parent)
+                self.wakers.append(child._end_with_parent)
                 return
         child._end_with_parent()
 
@@ -61,7 +61,7 @@ class Cancel:
         """Forget it at its parent; harmless if repeated."""
         if self._parent is not None:
             with self._parent._changed, contextlib.suppress(ValueError):
-                self._parent._wakers.remove(self._end_with_parent)
+                self._parent.wakers.remove(self._end_with_parent)
 
     def __enter__(self) -> Cancel:
         return self
@@ -75,7 +75,7 @@ class Cancel:
             if self._error is not None:
                 return
             self._error = error or CancelledError("cancelled")
-            wakers, self._wakers = self._wakers, []
+            wakers, self.wakers = self.wakers, []
             self._changed.notify_all()
         for wake in wakers:
             wake()
@@ -124,14 +124,14 @@ class Cancel:
         with self._changed:
             is_late = self._error is not None
             if not is_late:
-                self._wakers.append(wake)
+                self.wakers.append(wake)
         if is_late:
             wake()
         try:
             yield
         finally:
             with self._changed, contextlib.suppress(ValueError):
-                self._wakers.remove(wake)
+                self.wakers.remove(wake)
 
 
 REPORT_S = 2.0

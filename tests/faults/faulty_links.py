@@ -16,8 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mdi.net.wire import FrameType
+
 FRONT, BACK = "127.0.0.2", "127.0.0.1"
 DEADLINE_S = 60.0
+TYPE_BYTE = 5  # of a frame: its type
 CHUNK = 1 << 16
 
 T = TypeVar("T")
@@ -37,6 +40,7 @@ class FaultyLink:
     Attributes:
         n_bytes: that have passed towards the node.
         n_connections: that were made.
+        n_rings: those of them that began with a HELLO, the frame of a ring's link, and not with a message.
     """
 
     def __init__(self, network: Network, port: int, pace: Pace) -> None:
@@ -51,6 +55,7 @@ class FaultyLink:
         self._busy_until = [0.0, 0.0]
         self.n_bytes = 0
         self.n_connections = 0
+        self.n_rings = 0
 
     def reset(self) -> None:
         """Break all connections by force: both sides see a reset."""
@@ -131,7 +136,10 @@ class FaultyLink:
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
         sending = asyncio.create_task(self._deliver(queue, writer, pair, way))
         try:
+            is_first = way == 0
             while data := await reader.read(CHUNK):
+                self.n_rings += is_first and data[TYPE_BYTE : TYPE_BYTE + 1] == bytes([FrameType.HELLO])
+                is_first = False
                 await queue.put((self._due(len(data), way), data))
             await queue.put((self._due(0, way), b""))
             await sending

@@ -109,10 +109,10 @@ def test_links_that_break_at_random(nodes: FaultRing, checkpoint: Path, seed: in
 
 
 def test_a_link_without_a_fault_is_not_broken(nodes: FaultRing, checkpoint: Path) -> None:
-    before = [link.n_connections for link in nodes.links[:3]]
+    before = [link.n_rings for link in nodes.links[:3]]
     outcome, _ = broken_run(nodes, checkpoint, "float32", [], texts(2, N_TOKENS, 1), 3)
     assert outcome.ids == undisturbed(checkpoint, "float32", 2, 1)
-    assert [link.n_connections - n for link, n in zip(nodes.links, before, strict=False)] == [1, 1, 1]
+    assert [link.n_rings - n for link, n in zip(nodes.links, before, strict=False)] == [1, 1, 1]
 
 
 def test_a_node_that_is_frozen_behind_its_link_is_lost(nodes: FaultRing, checkpoint: Path) -> None:
@@ -143,7 +143,7 @@ def test_slow_links_lose_nobody(tmp_path: Path, checkpoint: Path, form: str) -> 
         slow.start_all()
         outcome = run(slow.cluster(), options(checkpoint, form), texts(2, 6, 3))
         assert outcome.error is None and outcome.ids == undisturbed(checkpoint, form, 2, 3, 6)
-        assert not outcome.recoveries and [link.n_connections for link in slow.links] == [1, 1, 1]
+        assert not outcome.recoveries and [link.n_rings for link in slow.links] == [1, 1, 1]
 
 
 class Loading(Saboteur):

@@ -10,12 +10,12 @@ OPENINGS = f"{MESSAGES}::test_an_opening_that_makes_no_sense_is_answered"
 ANSWERS = f"{MESSAGES}::test_an_answer_that_is_none_is_told"
 
 MUTANTS = [
-    Mutant("bytes of another message count as those of a part", "Asked.read", "frame.epoch != self._id", "False", BROKEN_OFF),
+    Mutant("bytes of another message count as a part", "Asked.read", "frame.epoch != self.number", "False", BROKEN_OFF),
     Mutant("a part may have more bytes than were announced", "Asked.read", "0 < n <= self.n_bytes - self._n_read", "0 < n",
            BROKEN_OFF),
     Mutant("frames of bytes have the limits of answers", "Asked.__init__", "DATA_LIMITS", "ANSWER_LIMITS",
            f"{MESSAGES}::test_a_data_frame_that_is_too_long_takes_no_memory"),
-    Mutant("an answer to another message is believed", "Message.read", "frame.epoch != self._id", "False", ANSWERS),
+    Mutant("an answer to another message is believed", "Message.read", "frame.epoch != self.number", "False", ANSWERS),
     Mutant("a refusal in the middle of a part is not looked for", "Message.send", "self.sock.is_readable()", "False",
            f"{MESSAGES}::test_a_part_that_is_refused_in_the_middle_is_answered"),
     Mutant("a node of another version is answered", "MessageServer._answer_to", "opening.version != CONTROL_VERSION", "False",

@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "more frames leave than there are nodes",
         "Scheduler.schedule",
-        "self.n_in_flight >= self.n_frames",
-        "self.n_in_flight > self.n_frames",
+        "n_known >= (self.n_frames if self.guesser is None else self.n_places)",
+        "n_known > self.n_frames",
         f"{TEST}::test_one_sequence_from_prompt_to_end {TEST}::test_a_chunk_is_shared_by_prompts_and_joined_by_decoding_rows",
     ),
     Mutant(

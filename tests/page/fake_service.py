@@ -61,7 +61,7 @@ class FakeOperator(Operator):
     """Pulls nothing, and is half done with it."""
 
     def pull(self, name: str) -> None:
-        self._pulls[name] = Pull(name, text="12 MB of 24 MB", done=0.5)
+        self.pulls[name] = Pull(name, text="12 MB of 24 MB", done=0.5)
 
 
 class FakeService:

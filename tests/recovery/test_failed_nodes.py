@@ -73,7 +73,7 @@ def test_each_node_is_asked_once(
 ) -> None:
     asked: list[tuple[str, str]] = []
     is_recovering = False
-    request, message, next_ring = ControlClient._request, ControlClient._message, RingLoop.next_ring
+    request, message, next_ring = ControlClient.request, ControlClient.open_message, RingLoop.next_ring
 
     def note(self: ControlClient, method: str, path: str, *args: Any, **options: Any) -> Any:
         if is_recovering:
@@ -93,8 +93,8 @@ def test_each_node_is_asked_once(
         finally:
             is_recovering = False
 
-    monkeypatch.setattr(ControlClient, "_request", note)
-    monkeypatch.setattr(ControlClient, "_message", note_message)
+    monkeypatch.setattr(ControlClient, "request", note)
+    monkeypatch.setattr(ControlClient, "open_message", note_message)
     monkeypatch.setattr(RingLoop, "next_ring", recover)
     with ring(tmp_path, replay_memory) as (nodes, starter):
         ids = generate(starter, {8: lambda: fail(nodes[failed])})

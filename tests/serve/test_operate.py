@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hub_server import HubServer
-from mdi.cli.serve_settings import _key
+from mdi.cli.serve_settings import read_key
 from mdi.control.client import ask_to_join
 from mdi.control.discovery import Guests
 from mdi.errors import ControlError, UsageError
@@ -25,7 +25,7 @@ from mdi.serve.machines import Machines
 from mdi.serve.operate import Pull
 from mdi.serve.process import ServeSettings
 
-USER, OPERATOR = _key(1, "user-secret anna"), _key(2, "operator-secret otto 3 operator")
+USER, OPERATOR = read_key(1, "user-secret anna"), read_key(2, "operator-secret otto 3 operator")
 LOCAL, AWAY = "127.0.0.1", "192.168.1.77"
 
 
@@ -104,13 +104,13 @@ def test_what_an_operator_may_not_ask(body: Any, status: int) -> None:
     ],
 )
 def test_roles_of_keys(line: str, wanted: tuple[str, int, str]) -> None:
-    key = _key(1, line)
+    key = read_key(1, line)
     assert (key.name, key.priority, key.role) == wanted
 
 
 def test_a_role_that_there_is_not() -> None:
     with pytest.raises(UsageError):
-        _key(1, "long-secret anna 5 root")
+        read_key(1, "long-secret anna 5 root")
 
 
 class Clock:
@@ -187,7 +187,7 @@ def test_a_pull_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_pull_is_stopped_and_reads_its_progress(tmp_path: Path) -> None:
     pull = Pull("org/name")
-    pull._note("", "Fetching 5 files:  40%|####      | 2/5", "\x1b[A")
+    pull.note("", "Fetching 5 files:  40%|####      | 2/5", "\x1b[A")
     assert pull.done == 0.4
 
     async def scenario() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from own_server import right, run, server
 
+from mdi.cancel import Cancel
 from mdi.errors import EngineError
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
@@ -35,10 +36,10 @@ def test_a_model_that_cannot_be_used_is_told_and_the_others_continue(
 ) -> None:
     open_session = Run.open
 
-    def fail(self: Run) -> None:
+    def fail(self: Run, cancel: Cancel) -> None:
         if self.options.ckpt == folder / "two":
             raise ValueError("as only a defect would")
-        open_session(self)
+        open_session(self, cancel)
 
     monkeypatch.setattr(Run, "open", fail)
     tokenizer = folder / "three" / "tokenizer.json"
@@ -157,7 +158,7 @@ def test_a_model_that_is_not_there_any_more_cannot_be_had(folder: Path, nodes: l
         async with server(folder, nodes) as made:
             assert (await made.client.ask("load", {"model": "four"}))["code"] == "usage"
             with pytest.raises(EngineError):
-                made.host.submit("four", 1, [1], {}, "", None)
+                made.host.submit("four", 1, {"ids": [1], "sampling": {}}, None)
             assert await made.write("one", 5) == right("one", 5)
 
     run(scenario())

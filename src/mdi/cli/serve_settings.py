@@ -63,10 +63,10 @@ def _keys(options: Options) -> tuple[ApiKey, ...]:
         lines += [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
         if not lines:
             raise UsageError(f"--api-key-file {options.api_key_file} has no key")
-    return tuple(_key(number, line) for number, line in enumerate(lines, 1))
+    return tuple(read_key(number, line) for number, line in enumerate(lines, 1))
 
 
-def _key(number: int, line: str) -> ApiKey:
+def read_key(number: int, line: str) -> ApiKey:
     from mdi.serve.process import ROLES, ApiKey, digest_of
 
     parts = line.split()

@@ -62,7 +62,7 @@ class ControlClient:
     def status(self, run: str | None = None, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """`GET /`; with `run`, also a sign of life to the node that waits for it."""
         query = {"run": run} if run else {}
-        answer = self._request("GET", "/", timeout_s, query=query)
+        answer = self.request("GET", "/", timeout_s, query=query)
         if not isinstance(answer.get("state"), str):
             raise ControlError(f"{self.where} is not a node of MDI-LLM: its status has no state", problem="stranger")
         return answer
@@ -82,24 +82,24 @@ class ControlClient:
     ) -> None:  # fmt: skip
         """Send the bytes of a part from `offset` on; returns when the node has it."""
         args = {"run": run, "sha256": part.sha256, "offset": offset}
-        self._tell("part", args, timeout_s, pieces, part.n_bytes - offset)
+        self.ask("part", args, timeout_s, pieces, part.n_bytes - offset)
 
     def forward(self, request: ForwardRequest) -> None:
         """Have the node send a part to another one."""
-        self._tell("forward", request.to_json(), PART_ANSWER_S)
+        self.ask("forward", request.to_json(), PART_ANSWER_S)
 
     def profile(self, request: ProfileRequest) -> dict[str, Any]:
         """Have the node measure itself; returns when that is done."""
         body = json.dumps(request.to_json()).encode()
-        return self._tell("profile", {}, PROFILE_ANSWER_S, [body], len(body))
+        return self.ask("profile", {}, PROFILE_ANSWER_S, [body], len(body))
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         """How the node reaches another one."""
-        return self._tell("probe", request.to_json(), PROBE_ANSWER_S)
+        return self.ask("probe", request.to_json(), PROBE_ANSWER_S)
 
     def echo(self, n_bytes: int) -> None:
         """So many bytes on their way there, and a short answer."""
-        self._tell("echo", {}, ECHO_S, [bytes(n_bytes)], n_bytes)
+        self.ask("echo", {}, ECHO_S, [bytes(n_bytes)], n_bytes)
 
     def watch(self, run: str, epoch: str | None, cancel: Cancel) -> Iterator[dict[str, Any]]:
         """Each status of a ring of a run, as it changes, until the ring has ended; says meanwhile that the starter lives.
@@ -109,7 +109,7 @@ class ControlClient:
             cancel: ends the waiting, with its error.
         """
         with (
-            self._message("watch", {"run": run, "epoch": epoch}, 0, ANSWER_S) as message,
+            self.open_message("watch", {"run": run, "epoch": epoch}, 0, ANSWER_S) as message,
             self._problems(self.port_where),
         ):
             heard = signed = time.monotonic()
@@ -141,18 +141,18 @@ class ControlClient:
     def port_where(self) -> str:
         return f"{self.node.name} at {self.node.addr}:{self.node.port_in}"
 
-    def _tell(
+    def ask(
         self, ask: str, args: dict[str, Any], timeout_s: float, pieces: Iterable[bytes | memoryview] = (), n_bytes: int = 0
     ) -> dict[str, Any]:  # fmt: skip
         """The answer to a message with `n_bytes` of `pieces`."""
-        with self._message(ask, args, n_bytes, timeout_s) as message, self._problems(self.port_where):
+        with self.open_message(ask, args, n_bytes, timeout_s) as message, self._problems(self.port_where):
             found = message.read(timeout_s)
             if "go" in found:
                 message.send(pieces, timeout_s)
                 found = message.read(timeout_s)
             return self._last(found)
 
-    def _message(self, ask: str, args: dict[str, Any], n_bytes: int, timeout_s: float) -> Message:
+    def open_message(self, ask: str, args: dict[str, Any], n_bytes: int, timeout_s: float) -> Message:
         opening = {"ask": ask, "version": CONTROL_VERSION, "n_bytes": n_bytes, "args": args}
         node, wait_s = self.node, min(ANSWER_S, timeout_s)
         with self._problems(self.port_where):
@@ -191,9 +191,9 @@ class ControlClient:
     # HTTP on the control port
 
     def _ask(self, method: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return self._request(method, path, timeout_s, json.dumps(body).encode())
+        return self.request(method, path, timeout_s, json.dumps(body).encode())
 
-    def _request(
+    def request(
         self, method: str, path: str, timeout_s: float, body: bytes = b"", query: dict[str, str] | None = None
     ) -> dict[str, Any]:  # fmt: skip
         target = f"{path}?{urlencode(query)}" if query else path

@@ -12,6 +12,7 @@ sequence has its token after max((N + 1) t', N (t' + T)): this pays if fewer row
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
@@ -104,7 +105,7 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
         self._has_replayed = False  # in the last frame: replays and other rows take turns
-        self._number = 0
+        self.n_plans = 0
         self.guesser: Guesser | None = None
         self.n_guessed = self.n_confirmed = 0  # guesses that were sent, and those that were drawn
         self.n_reused = 0  # tokens of prompts that did not have to be computed
@@ -244,7 +245,8 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next frame, or None if enough are in flight or nothing is ready."""
-        if self.n_in_flight >= self.n_frames and not self._has_place():
+        n_known = len(self._in_flight)
+        if n_known >= (self.n_frames if self.guesser is None else self.n_places):
             return None
         if self._has_grown:
             while not self._holds(self._use.total):
@@ -254,7 +256,8 @@ class Scheduler:
             self._admit()
         slices: list[PlannedSlice] = []
         is_replay = False
-        n_known = self.n_in_flight if self.guesser is None else sum(not plan.is_guessed for plan in self._in_flight)
+        if self.guesser is not None:
+            n_known -= sum(plan.is_guessed for plan in self._in_flight)
         if n_known < self.n_frames:
             slices = self._decode_slices() + self._prefill_slices() if self._has_replayed or not self._replays else []
             self._has_replayed = is_replay = not slices and bool(self._replays)
@@ -268,9 +271,9 @@ class Scheduler:
             if part.n_logits:
                 self._running[part.seq_id].n_flying += 1
         plan = Plan(
-            self._number, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay, is_guessed and bool(slices)
+            self.n_plans, tuple(slices), tuple(self._freed), tuple(self._copies), is_replay, is_guessed and bool(slices)
         )
-        self._number += 1
+        self.n_plans += 1
         self._freed, self._copies = [], []
         self._in_flight.append(plan)
         return plan
@@ -289,7 +292,14 @@ class Scheduler:
         if due is None or due.number != number:
             words = f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none")
             raise EngineError(words, "wire")
-        return due, [part.n_logits > 0 and self._is_current(part) for part in due.slices]
+        running = self._running.get
+        return due, [
+            part.n_logits > 0
+            and (one := running(part.seq_id)) is not None
+            and one.life == part.life
+            and one.turn == part.turn
+            for part in due.slices
+        ]
 
     def update(self, number: int, tokens: Mapping[int, Iterable[int]]) -> list[Event]:
         """Take the tokens that were sampled from a returned frame.
@@ -306,7 +316,7 @@ class Scheduler:
             EngineError: it is not the frame that is due, or not with the tokens that it went out for.
         """
         plan, are_live = self.due(number)
-        live = [part for part, is_live in zip(plan.slices, are_live, strict=True) if is_live]
+        live = list(itertools.compress(plan.slices, are_live))
         if not {part.seq_id for part in live} <= tokens.keys() <= {p.seq_id for p in plan.slices if p.n_logits}:
             raise EngineError(f"frame {number} came back with other sequences than it was sent with")
         self._in_flight.popleft()
@@ -341,10 +351,6 @@ class Scheduler:
             if sequence.in_prefill:  # else the row of its last token is under way: it was guessed
                 self._ready.append(sequence)
         return events
-
-    def _has_place(self) -> bool:
-        """Whether the ring takes one more frame, though it has as many as without guesses."""
-        return self.guesser is not None and self.n_in_flight < self.n_places
 
     def _take_ring(self, n_frames: int, memory: CacheMemory | None, n_places: int = 0) -> None:
         self.n_frames, self.n_places = n_frames, max(n_frames, n_places)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mdi.errors import UsageError
 
@@ -181,7 +181,10 @@ class Sequence:
     def take_drawn(self, token: int) -> tuple[int, ...]:
         """Take the next drawn token as `append` does. If it is the first guess, the rows behind it count, else they do not."""
         new = self.append(token)
-        if self.guessed and self.guessed[0] == token:
+        if not self.guessed:
+            self.n_sent = min(self.n_sent, len(self.ids) - 1)
+            return new
+        if self.guessed[0] == token:
             self.n_confirmed += 1
             if self.finish_reason is None:
                 self.guessed.popleft()
@@ -234,8 +237,7 @@ class Sequence:
         return longest
 
 
-@dataclass(frozen=True)
-class PlannedSlice:
+class PlannedSlice(NamedTuple):
     """Rows of one sequence that go into a frame: a `slices.Slice`, which all nodes see, with what only the starter needs: the
     ids, the `life` and the `turn` of the sequence, how many of the rows, the last ones, are guesses, and whether the others
     belong to a prompt.

@@ -32,6 +32,7 @@ PAYS = 1.02  # times as fast as without guesses, at least
 SURE = 0.99  # more is not believed
 N_ROUNDS = 3  # that are measured before anything is guessed
 MEASURED_EACH = 512  # tokens, the round is measured again without guesses: it grows with the text
+N_KNOWN = 16  # times that limits count before they are worked out again
 N_OWN = 16  # frames in which this node's own time is measured
 N_TRIAL = 32  # tokens after which the times with and without guesses are compared
 PROVEN = 0.6  # with this rate, shorter repetitions count
@@ -116,7 +117,7 @@ class Speculation:
         self._draft = draft
         self._kinds = kinds
         self._n_vocabulary = n_vocabulary
-        self._texts: dict[int, _Guessed] = {}
+        self.texts: dict[int, _Guessed] = {}
         self._ended: dict[str, deque[Index]] = {}
         self.rounds, self.stages = Prices(), Prices()
         self._n_nodes = 1
@@ -126,6 +127,7 @@ class Speculation:
         self._n_sent, self._busy_s = 0, 0.0  # frames since `_own_s` was noted, and the busy time then; 0 is not known
         self._trial = _Trial()
         self._n_texts = 0
+        self._known = (0.0, 0), (1, 1), 0  # rate and places, the limits for them, and how often they count again
         self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
 
     def begin_ring(self, n_nodes: int) -> None:
@@ -154,25 +156,29 @@ class Speculation:
         if self._draft is not None and "draft" in self._kinds:
             sources["draft"] = self._draft.of(text)
         rates = {kind: _Rate(ASSUMED[kind]) for kind in sources}
-        self._texts[text.seq_id] = _Guessed(sources, rates, constraint)
+        self.texts[text.seq_id] = _Guessed(sources, rates, constraint)
 
     # Of the scheduler
 
     def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
         if n_texts != self._n_texts:
             self._n_texts, self._n_to_measure, self._trial = n_texts, N_ROUNDS, _Trial()
-        guessed = self._texts.get(sequence.seq_id)
+        guessed = self.texts.get(sequence.seq_id)
         if guessed is None or self._n_to_measure or self._trial.is_paused:
             return 1, 1
         if n_places == 1 and n_texts > 1:
             return 1, 1  # other texts fill the ring
         p = guessed.rates[guessed.last].rate if guessed.last else max(ASSUMED.values())
+        if self._known[0] == (p, n_places) and self._known[2]:  # times change slowly
+            self._known = self._known[0], self._known[1], self._known[2] - 1
+            return self._known[1]
         best, found = PAYS * self._speed(0.0, 1, 1), (1, 1)
         for n_rows in range(1, self.most_rows + 1):
             n_frames = min(n_places, self._most_frames(n_rows))
             speed = self._speed(p, n_rows, n_frames)
             if speed > best:
                 best, found = speed, (n_frames, n_rows)
+        self._known = (p, n_places), found, N_KNOWN
         return found
 
     def _speed(self, p: float, n_rows: int, n_frames: int) -> float:
@@ -187,7 +193,7 @@ class Speculation:
         return most_frames(self.rounds.of(n_rows), self._stage_s(n_rows))
 
     def propose(self, sequence: Text, n: int) -> list[int]:
-        guessed = self._texts[sequence.seq_id]
+        guessed = self.texts[sequence.seq_id]
         stream = [*sequence.ids, *sequence.guessed]
         for kind, source in guessed.sources.items():
             rate = guessed.rates[kind]
@@ -224,7 +230,7 @@ class Speculation:
         return found[: max(0, constraint.n_valid([*sequence.guessed, *found]) - n_pending)]
 
     def judge(self, sequence: Text, n_right: int, is_wrong: bool) -> None:
-        guessed = self._texts.get(sequence.seq_id)
+        guessed = self.texts.get(sequence.seq_id)
         if guessed is None:
             return
         for _ in range(n_right):
@@ -236,7 +242,7 @@ class Speculation:
 
     def forget(self, sequence: Text) -> None:
         """A text has ended; its tokens are looked for repetitions in later texts of its owner."""
-        guessed = self._texts.pop(sequence.seq_id, None)
+        guessed = self.texts.pop(sequence.seq_id, None)
         if guessed is None:
             return
         if (rate := guessed.rates.get("prediction")) is not None:

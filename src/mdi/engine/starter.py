@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import SentRows
@@ -38,17 +38,9 @@ from mdi.net.wire import Frame, FrameType
 logger = logging.getLogger(__name__)
 
 
-class _Wanted(NamedTuple):
-    """A row from which a token is drawn.
-
-    Attributes:
-        place: among those of its slice; all but the first count only if `token`, whose row it is, was drawn before.
-    """
-
-    seq_id: int
-    place: int
-    token: int
-    row: Row
+# A row from which a token is drawn: its sequence, its place among the rows of its slice, the token whose row it is, and how it
+# is drawn. All places but the first count only if that token was drawn from the row before.
+_Wanted = tuple[int, int, int, Row]
 
 
 class StarterEngine:
@@ -324,7 +316,7 @@ class StarterEngine:
         tokens: dict[int, list[int]] = {}
         if n_wanting := frame.slices.n_logits:
             x = self._rows.read(frame, self.stage.returned_width)
-            if len(x) != n_wanting or n_wanting != sum([part.n_logits for part in plan.slices]):
+            if len(x) != n_wanting:
                 raise EngineError(f"{len(x)} rows came back for {n_wanting} tokens")
             wanted: list[_Wanted] = []
             places: list[int] = []
@@ -335,6 +327,8 @@ class StarterEngine:
                     wanted += found
                     places += range(at, at + len(found))
                 at += part.n_logits
+            if at != n_wanting:
+                raise EngineError(f"{n_wanting} rows came back for {at} tokens")
             if wanted:
                 x, wanted = self._finite(
                     x if len(wanted) == len(x) else x[places], wanted, "the blocks returned numbers"
@@ -351,7 +345,7 @@ class StarterEngine:
         request = self._live[part.seq_id]
         sequence, constraint = request.sequence, request.constraint
         ids: list[int] = sequence.ids
-        wanted = []
+        wanted: list[_Wanted] = []
         for i, token in enumerate(part.ids[part.n_rows - part.n_logits :]):
             allowed = None
             if i and sequence.params.changes_logits:
@@ -369,9 +363,7 @@ class StarterEngine:
                         self._end(part.seq_id, UNMATCHED)
                     break
             n_drawn = part.start + part.n_rows - part.n_logits + i + 1 - sequence.n_prompt
-            wanted.append(
-                _Wanted(part.seq_id, i, token, Row(sequence.params, n_drawn, ids, sequence.n_prompt, allowed))
-            )
+            wanted.append((part.seq_id, i, token, Row(sequence.params, n_drawn, ids, sequence.n_prompt, allowed)))
         return wanted
 
     def _finite(self, x: Any, wanted: list[_Wanted], what: str) -> tuple[Any, list[_Wanted]]:
@@ -386,11 +378,11 @@ class StarterEngine:
         if self._rows.are_finite(x):
             return x, wanted
         kept, damaged = [], set()
-        for at, one in enumerate(wanted):
-            if one.seq_id not in damaged and self._rows.are_finite(x[at : at + 1]):
+        for at, (seq_id, place, _, _) in enumerate(wanted):
+            if seq_id not in damaged and self._rows.are_finite(x[at : at + 1]):
                 kept.append(at)
-            elif one.place:
-                damaged.add(one.seq_id)
+            elif place:
+                damaged.add(seq_id)
             else:
                 raise EngineError(
                     f"{what} that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 "
@@ -400,18 +392,17 @@ class StarterEngine:
 
     def _sampled(self, logits: Any, wanted: list[_Wanted]) -> dict[int, list[int]]:
         """New tokens by seq_id: one for each row of a slice, up to the first one behind which another token was guessed."""
-        rows = [one.row for one in wanted]
+        rows = [row for _, _, _, row in wanted]
         if any([row.params.n_logprobs is not None for row in rows]):
             logits = on_host(logits)  # once for both
         tokens: dict[int, list[int]] = {}
-        for at, (one, token) in enumerate(zip(wanted, sample(logits, rows), strict=True)):
-            own = tokens.setdefault(one.seq_id, [])
-            if one.place and (len(own) < one.place or own[-1] != one.token):
+        for at, ((seq_id, place, guess, row), token) in enumerate(zip(wanted, sample(logits, rows), strict=True)):
+            own = tokens.setdefault(seq_id, [])
+            if place and (len(own) < place or own[-1] != guess):
                 continue  # behind a wrong guess
             own.append(token)
-            if one.row.params.n_logprobs is not None:
-                found = log_probs(logits[at], token, one.row.params.n_logprobs)
-                self._live[one.seq_id].keep_logprobs(one.row.n_drawn, found)
+            if row.params.n_logprobs is not None:
+                self._live[seq_id].keep_logprobs(row.n_drawn, log_probs(logits[at], token, row.params.n_logprobs))
         return tokens
 
     # Commands

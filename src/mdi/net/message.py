@@ -144,14 +144,14 @@ class Message:
     def __init__(
         self, addr: str, port: int, opening: dict[str, Any], keys: KeyFile | None, connect_s: float, answer_s: float
     ) -> None:  # fmt: skip
-        self._id = secrets.randbits(64)
+        self.number = secrets.randbits(64)
         self.sock = connect(addr, port, connect_s)
         try:
             with _explained():
                 self.sock.read_within(answer_s)
-                self._codec = meet(self.sock, keys)
+                self.codec = meet(self.sock, keys)
                 self._send(FrameType.MESSAGE, json.dumps(opening).encode(), answer_s)
-            self._codec.limits = ANSWER_LIMITS
+            self.codec.limits = ANSWER_LIMITS
         except BaseException:
             self.sock.close()
             raise
@@ -185,13 +185,13 @@ class Message:
     def sign(self) -> None:
         """Say that the caller is still there. A connection that is broken is left to `read`."""
         with contextlib.suppress(OSError):
-            send_frame(self.sock, Frame(FrameType.PING, self._id), self._codec)
+            send_frame(self.sock, Frame(FrameType.PING, self.number), self.codec)
 
     def read(self, timeout_s: float) -> dict[str, Any]:
         """The next answer; {} for a sign of life."""
         self.sock.read_within(timeout_s)
         with _explained():
-            frame = read_frame(self.sock, self._codec)
+            frame = read_frame(self.sock, self.codec)
             if frame is None:
                 raise ExchangeError("closed", "it closed the connection without an answer")
             if frame.type is FrameType.ERROR:
@@ -199,7 +199,7 @@ class Message:
                 if fault.code == AccessError.code:
                     raise AccessError(f"it has a cluster key, and this node has none: {SAME_KEY}")
                 raise ExchangeError("stranger", fault.message)
-            if frame.type not in (FrameType.MESSAGE, FrameType.PING) or frame.epoch != self._id:
+            if frame.type not in (FrameType.MESSAGE, FrameType.PING) or frame.epoch != self.number:
                 raise WireError(f"a {frame.type.name} frame of {frame.epoch:016x}")
         if frame.type is FrameType.PING:
             return {}
@@ -213,7 +213,7 @@ class Message:
 
     def _send(self, frame_type: FrameType, data: bytes | memoryview, timeout_s: float) -> None:
         self.sock.settimeout(timeout_s)
-        send_frame(self.sock, Frame(frame_type, self._id, n_rows=1, n_cols=len(data), payload=data), self._codec)
+        send_frame(self.sock, Frame(frame_type, self.number, n_rows=1, n_cols=len(data), payload=data), self.codec)
 
 
 @contextlib.contextmanager
@@ -246,8 +246,8 @@ class Asked:
     def __init__(self, sock: socket.socket, codec: FrameCodec, number: int, addr: str) -> None:
         self.sock = DeadlineSocket.around(sock)
         self.addr, self.n_bytes = addr, 0
-        self._codec, self._id = codec, number
-        self._codec.limits = DATA_LIMITS
+        self.codec, self.number = codec, number
+        self.codec.limits = DATA_LIMITS
         self.sock.read_each_within(PIECE_S)
         self._n_read, self._rest = 0, memoryview(b"")
         self._has_asked = False
@@ -263,11 +263,11 @@ class Asked:
                 if not self._has_asked:
                     self._has_asked = True
                     self.push(go=True)
-                frame = read_frame(self.sock, self._codec)
+                frame = read_frame(self.sock, self.codec)
             except (OSError, WireError) as e:
                 raise BrokenOffError(str(e)) from None
             n = 0 if frame is None else len(frame.payload)
-            if frame is None or frame.type is not FrameType.DATA or frame.epoch != self._id:
+            if frame is None or frame.type is not FrameType.DATA or frame.epoch != self.number:
                 raise BrokenOffError("something else came than the bytes of this message")
             if not 0 < n <= self.n_bytes - self._n_read:
                 raise BrokenOffError(f"{n} bytes, where {self.n_bytes - self._n_read} were to come")
@@ -281,7 +281,7 @@ class Asked:
         data = json.dumps(content).encode() if content else b""
         self.sock.settimeout(PIECE_S)
         send_frame(
-            self.sock, Frame.message(FrameType.MESSAGE if content else FrameType.PING, self._id, data), self._codec
+            self.sock, Frame.message(FrameType.MESSAGE if content else FrameType.PING, self.number, data), self.codec
         )
 
     def is_signed(self) -> bool | None:
@@ -289,10 +289,10 @@ class Asked:
         found = False
         while self.sock.is_readable():
             try:
-                frame = read_frame(self.sock, self._codec)
+                frame = read_frame(self.sock, self.codec)
             except (OSError, WireError):
                 return None
-            if frame is None or frame.type is not FrameType.PING or frame.epoch != self._id:
+            if frame is None or frame.type is not FrameType.PING or frame.epoch != self.number:
                 return None
             found = True
         return found

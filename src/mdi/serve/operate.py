@@ -90,14 +90,14 @@ class Pull:
         rest = ""
         while data := await self.process.stdout.read(1 << 12):
             *lines, rest = re.split(r"[\r\n]+", (rest + data.decode(errors="replace"))[-(1 << 13) :])
-            self._note(*lines)
-        self._note(rest)
+            self.note(*lines)
+        self.note(rest)
         status = await self.process.wait()
         if self.state == "running":
             self.state = "failed" if status else "done"
         logger.info("pull of %s: %s", self.name, self.state)
 
-    def _note(self, *lines: str) -> None:
+    def note(self, *lines: str) -> None:
         for line in filter(None, map(str.strip, lines)):
             self.text = "".join(c for c in line if c.isprintable())[:TEXT_LIMIT]
             if found := _SHARE.search(line):
@@ -116,7 +116,7 @@ class Operator:
 
     def __init__(self, api: ApiState) -> None:
         self._api = api
-        self._pulls: dict[str, Pull] = {}
+        self.pulls: dict[str, Pull] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def models(self) -> dict[str, Any]:
@@ -131,21 +131,21 @@ class Operator:
             told = "unloading" if name in api.models.leaving else status["state"]
             told = "idle" if told == "serving" and not state.is_serving(name) else told
             models.append({"name": name, "bytes": sizes[name], "state": told, "text": status["text"]})
-        return {"models": models, "pulls": [pull.to_json() for pull in self._pulls.values()]}
+        return {"models": models, "pulls": [pull.to_json() for pull in self.pulls.values()]}
 
     def pull(self, name: str) -> None:
         """Begin to download a model. Raises ApiError."""
         if not is_model_name(name):
             raise invalid("model", "expected the name of a model on the hub: org/name, or org/name:TAG")
-        running = [pull for pull in self._pulls.values() if pull.state == "running"]
+        running = [pull for pull in self.pulls.values() if pull.state == "running"]
         if any(pull.name == name for pull in running):
             return
         if len(running) >= MOST_PULLS:
             raise ApiError(409, f"{MOST_PULLS} models are being pulled: wait until one is here", "busy")
-        self._pulls.pop(name, None)
-        for old in [pull.name for pull in self._pulls.values() if pull.state != "running"][: -N_KEPT + 1]:
-            del self._pulls[old]
-        pull = self._pulls[name] = Pull(name)
+        self.pulls.pop(name, None)
+        for old in [pull.name for pull in self.pulls.values() if pull.state != "running"][: -N_KEPT + 1]:
+            del self.pulls[old]
+        pull = self.pulls[name] = Pull(name)
         logger.info("pull of %s begins", name)
         task = asyncio.create_task(pull.run(self._api.catalog.home))
         self._tasks.add(task)
@@ -158,8 +158,8 @@ class Operator:
         if what == "pull":
             self.pull(name)
         elif what == "stop":
-            if name in self._pulls:
-                self._pulls[name].stop()
+            if name in self.pulls:
+                self.pulls[name].stop()
         elif what == "load":
             self._api.models.load(name)
         elif what == "unload":
@@ -168,7 +168,7 @@ class Operator:
             raise invalid("do", "expected load, unload, pull or stop")
 
     def close(self) -> None:
-        for pull in self._pulls.values():
+        for pull in self.pulls.values():
             pull.stop()
 
 
