@@ -297,7 +297,9 @@ class Former:
             self._holders(outside), None, frozenset(zip(ring.stages, self._shares(ring.stages), strict=True)),
         )  # fmt: skip
         pairs = zip(cluster.nodes, weights.blocks, strict=True)
-        stages = tuple(Stage(node.name, start, stop) for node, (start, stop) in pairs)  # groups have an order of their own
+        stages = tuple(
+            Stage(node.name, start, stop) for node, (start, stop) in pairs
+        )  # groups have an order of their own
         return LoadAhead(replace(plan, stages=stages), work, cancel.child(timeout_s), put)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
