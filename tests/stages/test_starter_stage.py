@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +13,18 @@ from typing import Any
 import pytest
 
 from mdi.cancel import Cancel
-from mdi.errors import NoMemoryError
+from mdi.engine.sequence import SamplingParams
+from mdi.errors import EngineError, NoMemoryError
 from mdi.run.choice import starter_computing
+from mdi.run.nodes import GivenNodes, StarterPorts
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
+from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterSupply, StarterWeights
 from mdi.stages.store import Claim, HeldStage, StageStore
-from tiny_checkpoint import write_checkpoint
+from tiny_checkpoint import encode, reference, write_checkpoint
 
 
 class Counted(StarterWeights):
@@ -92,3 +101,50 @@ def test_the_stage_of_the_next_ring_is_loaded_while_the_present_one_is_used(star
     assert second.stage is not None and store.listed == [second]
     store.close()
     assert not store.listed
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_stage_that_raises_is_dropped_and_the_next_run_builds_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """In a process with several runs, as a server: another run keeps its own stage, and goes on."""
+    ckpt = write_checkpoint(tmp_path / "tiny")
+    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", dtype="float32")
+    ports, failing = StarterPorts(), threading.Event()
+    forward: Any = KernelStage.__call__
+    dropped: list[weakref.ref[KernelStage]] = []
+
+    def fail(self: KernelStage, *args: Any) -> Any:
+        if failing.is_set():
+            failing.clear()
+            dropped.append(weakref.ref(self))
+            raise error("no more of it")
+        return forward(self, *args)
+
+    monkeypatch.setattr(KernelStage, "__call__", fail)
+
+    def text(run: Run) -> list[int]:
+        sample = run.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))
+        run.read()
+        return list(sample.token_ids)
+
+    def another() -> Run:
+        return Run(GivenNodes(standalone()), options, 60, n_texts=1, ports=ports)
+
+    files = sorted((path, path.stat().st_size) for path in ckpt.iterdir())
+    with contextlib.closing(ports), another() as kept:
+        wanted = list(reference("The ring", 6))
+        assert text(kept) == wanted
+        (held,) = ports.caches.listed
+        with pytest.raises(EngineError), another() as broken:
+            failing.set()
+            text(broken)
+        assert ports.caches.listed == [held]
+        del broken
+        gc.collect()
+        assert len(dropped) == 1 and dropped[0]() is None
+        assert sorted((path, path.stat().st_size) for path in ckpt.iterdir()) == files
+        assert text(kept) == wanted
+        with another() as last:
+            assert text(last) == wanted
+    assert not ports.caches.listed

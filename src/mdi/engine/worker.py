@@ -101,7 +101,7 @@ class Backend(FrameStage, Protocol):
 
     @property
     def caches(self) -> CachePages:
-        """Those of the run that it is prepared for."""
+        """The caches of the run that it is prepared for."""
 
     @property
     def max_length(self) -> int:

@@ -180,7 +180,7 @@ class NodeWeights:
             ) from None
 
     def computing(self, request: InitRequest | ProfileRequest) -> Computing:
-        """What this node computes with: what it was started with overrides the starter's request.
+        """The device and formats that this node computes in: what it was started with overrides the starter's request.
 
         Raises:
             UsageError: the device does not exist here or does not support the request, or torch is needed and missing.

@@ -125,7 +125,7 @@ class Resident:
 
 
 class NoCaches:
-    """Those of a stage without blocks."""
+    """The caches of a stage without blocks."""
 
     def free(self, seq_id: int) -> None:
         """Nothing."""

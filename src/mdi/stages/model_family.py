@@ -1,4 +1,4 @@
-"""What the nodes of a ring must know about a model: which node gets which parts, and how weights become stages.
+"""Facts about a model that the nodes of a ring share: which node gets which parts, and how weights become stages.
 
 The family here is that of all models that litgpt describes. Others derive from it and are given to Run and
 SecondaryNode; everything else, from the control plane to the frames, is the same for all families.
@@ -44,7 +44,7 @@ class ModelFamily:
         self, ckpt: Path | None, chunk: Path | None, n_nodes: int, layers: str | None, quantize: str | None,
         will_be_cut: bool,
     ) -> StarterWeights:  # fmt: skip
-        """What the starter can load and send, and the cut; see StarterWeights."""
+        """The weights that the starter can load and send, and the cut; see StarterWeights."""
         from mdi.stages.starter_weights import StarterWeights
 
         return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
@@ -119,5 +119,5 @@ class ModelFamily:
         return int(config.block_size)
 
     def scheduler(self, config: Any, n_nodes: int) -> Scheduler | None:
-        """What decides about frames; None is the engine's own."""
+        """The scheduler of frames; None is the engine's own."""
         return None

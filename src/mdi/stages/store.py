@@ -42,7 +42,7 @@ _SHARE = "cache_share"
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a node tells of its caches once its stage is loaded.
+    """A report of a node about its caches once its stage is loaded.
 
     Attributes:
         limit_bytes: limit for the caches.
@@ -108,7 +108,7 @@ def check_capacity(name: str, stage: Backend, max_length: int, device: str, prom
 
 
 def report_caches(stage: Backend, device: str, by_hand: int | None, promised: int = 0) -> CacheReport:
-    """What the caches of a stage may take, that is loaded and prepared.
+    """The most that the caches of a stage may take, that is loaded and prepared.
 
     Unless the limit was set by hand, the temporary memory of attention is subtracted from it. No limit is larger
     than what the system has reserved.
@@ -128,7 +128,7 @@ def report_caches(stage: Backend, device: str, by_hand: int | None, promised: in
 
 
 def share_out(reports: Sequence[tuple[str, str, CacheReport]]) -> tuple[NodeCaches, ...]:
-    """What each node can hold, when nodes on one machine or GPU share its memory.
+    """The caches that each node can hold, when nodes on one machine or GPU share its memory.
 
     Args:
         reports: name, address and report of each node.

@@ -62,12 +62,12 @@ def window_of(memory: WeightMemory, asked: Mapping[str, Any] | None = None) -> W
 
 
 def extensions_of(memory: WeightMemory) -> dict[str, Any]:
-    """What tells a node with its part of a run that it is to have a window as well."""
+    """The extension of `/init` that tells a node with its part of a run that it is to have a window as well."""
     return {_FIELD: memory.window.to_json()} if isinstance(memory, WindowMemory) else {}
 
 
 def window_options(units: int | None, retain: int | None, memory: int | None) -> WindowOptions | None:
-    """What flags say; None without a window. Raises UsageError."""
+    """The options that flags give; None without a window. Raises UsageError."""
     if units is None and memory is None:
         if retain is not None:
             raise UsageError("--retain needs a window: give --window or --memory as well")
@@ -76,7 +76,7 @@ def window_options(units: int | None, retain: int | None, memory: int | None) ->
 
 
 def options_from_json(data: Any) -> WindowOptions | None:
-    """What another node asks for. Raises ControlError (400)."""
+    """The options that another node asks for. Raises ControlError (400)."""
     if data is None:
         return None
     return decode(WindowOptions, data, "window", lambda message: ControlError(message, 400))
@@ -87,7 +87,7 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Which units stay in memory, and which share slots.
+    """Units that stay in memory, and units that share slots.
 
     Attributes:
         units: of one pass, in order; None is a position of the window that holds nothing, see window.unit_reader.
@@ -175,13 +175,13 @@ class RunMemory:
 
     @property
     def cache_bytes(self) -> int:
-        """What caches take: those of all sequences, or as much as was set by hand; never less than one sequence."""
+        """Bytes of caches: those of all sequences, or as much as was set by hand; never less than one sequence."""
         wanted = self.sequence * self.n_sequences
         return max(self.sequence, wanted if self.caches is None else self.caches)
 
 
 def work_bytes(config: Mapping[str, Any], n_rows: int, n_logits: int) -> int:
-    """What the kernels compute on while a frame of `n_rows` goes through: see csrc/stage.h, Scratch."""
+    """Bytes that the kernels compute on while a frame of `n_rows` goes through: see csrc/stage.h, Scratch."""
     n_embd, wide = config["n_embd"], config["n_head"] * config["head_size"]
     heads = wide + 2 * config["n_query_groups"] * config["head_size"]
     width = config["intermediate_size"] or 0

@@ -188,7 +188,7 @@ class LogitSender(Protocol):
 
 
 class MemberRing:
-    """What SecondaryLoop sees on a node of a group.
+    """The ring that SecondaryLoop sees on a node of a group.
 
     Args:
         stage: the node's share.
@@ -225,7 +225,7 @@ class MemberRing:
 
 
 class LeaderRing:
-    """What the starter's engine sees where its node computes a share: frames that it sends hold embedded rows.
+    """The ring that the starter's engine sees where its node computes a share: frames that it sends hold embedded rows.
 
     Args:
         stage: the starter's share of the blocks.

@@ -256,7 +256,7 @@ BUSY_S = 0.002  # how long a node looks for a message before it sleeps, where co
 
 
 class Tally:
-    """What a node's sums took: how many, in all, and the last ones."""
+    """Time and bytes of a node's sums: how many, in all, and the last ones."""
 
     def __init__(self) -> None:
         self.n_sums, self.reduce_s, self.bytes_sent = 0, 0.0, 0
@@ -355,7 +355,7 @@ class Mesh:
         return found
 
     def _lasting(self, sends: Sequence[tuple[int, Buffer]]) -> Sequence[tuple[int, Buffer]]:
-        """What is sent, copied once where it may have to be sent again: the caller then changes the array."""
+        """The bytes to send, copied once where it may have to be sent again: the caller then changes the array."""
         if not sends or self.peer(sends[0][0]).again is None:
             return sends
         if len(sends) == 1:

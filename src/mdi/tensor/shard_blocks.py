@@ -165,7 +165,7 @@ class ShardBlocks(Blocks):
         del kept
 
     def _attention(self, block: int, frame: MdiFrame, n_rows: int, y: np.ndarray, group: Sum) -> None:
-        """What this node's heads add, in `y`."""
+        """The part that this node's heads add, in `y`."""
         if self._norms_over_all_heads:
             heads = self._normed_heads(block, frame, n_rows, group)
             if self._share.n_heads:

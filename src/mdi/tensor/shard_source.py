@@ -27,7 +27,7 @@ SHARD_KEY = "shard"
 
 
 def shard_name(share: Share) -> str:
-    """What a shard's file says of itself."""
+    """The name that a shard's file says of itself."""
     heads, columns, vocabulary = share.heads, share.shares.columns[share.rank : share.rank + 2], share.vocabulary
     first = ", with biases" if share.adds_attention_bias or share.rank == 0 else ""
     rows = "" if vocabulary is None else f", tokens {vocabulary[0]} to {vocabulary[1]}"

@@ -1,4 +1,4 @@
-"""Which node computes what of every block: query heads and MLP columns, shared over the nodes of a group.
+"""The division of every block among nodes: query heads and MLP columns, shared over the nodes of a group.
 
 Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group.
 """
@@ -51,7 +51,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Share:
-    """What node `rank` has.
+    """The heads and columns of node `rank`.
 
     Args:
         config: litgpt's Config of the whole model, as a plain dict.
