@@ -157,11 +157,11 @@ class ModelStore:
     # Models
 
     def models(self) -> list[StoredModel]:
-        """Those that are ready, of the store first; of several with one name, the first."""
+        """Models that are ready, those of the store first; of several with one name, the first."""
         return [model for model in self.all() if model.is_whole]
 
     def all(self) -> list[StoredModel]:
-        """Those, and what has not been downloaded to its end."""
+        """All models, also those that are not downloaded to their end."""
         found: dict[str, StoredModel] = {}
         for home in (self.folder, *self.others):
             unfinished = [path.parents[2] for path in home.glob("*/*/.cache/huggingface/download")]

@@ -135,7 +135,7 @@ class Run(StatusOnly):
         self._is_open = self.was_open = True
 
     def _waiting_for(self) -> str:
-        """What opening is at, for a user who waits."""
+        """The step of opening, for a user who waits."""
         path = self.options.ckpt or self.options.chunk
         if self._cluster is None:
             return "looking for the nodes"
