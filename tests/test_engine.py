@@ -105,6 +105,7 @@ class Formula:
     """A starter's stage whose logits follow from the last token alone, by a formula: the same on every machine."""
 
     n_embd = returned_width = 1
+    is_head_shared = False
 
     def __init__(self) -> None:
         self.caches = self

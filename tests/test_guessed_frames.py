@@ -34,6 +34,7 @@ class Remembering:
     """A stage whose rows follow from the last ids in its caches: a wrong one there gives other tokens."""
 
     n_embd = returned_width = 2
+    is_head_shared = False
 
     def __init__(self, window: int | None = None) -> None:
         self.caches = self

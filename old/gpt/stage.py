@@ -108,6 +108,8 @@ class GPTStarterStage(WholeTextStage, StarterStage):
 class HeadlessStarterStage(GPTStarterStage):
     """Embedding and first blocks; logits come back from the finisher, and only have to be sampled."""
 
+    is_head_shared = False
+
     def __init__(self, config: GPTConfig, stop: int) -> None:
         super().__init__(config, stop)
         del self.lm_head, self.transformer["ln_f"]

@@ -44,7 +44,7 @@ def test_the_json_object(ring: Cluster, checkpoint: Path, starter: Starter) -> N
     result = starter(checkpoint, ring.path, "--n-tokens", 9, *prompt_flags(["A", "Who are you?", LONG]))
     found = result.json
     assert set(found) == {
-        "samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed", "parallel", "recoveries",
+        "samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed", "parallel", "recoveries", "guessed", "confirmed",
     }  # fmt: skip
     assert result.out.count("\n") == 1
     assert all(set(sample) == SAMPLE_FIELDS for sample in found["samples"])

@@ -222,7 +222,7 @@ class StarterEngine:
         if ring is not self._ring:
             self._ring = ring
             self.first_token_s = None
-            n_frames = self.n_frames or ring.capacity
+            n_frames = min(self.n_frames or ring.capacity, ring.capacity)  # a group that is the whole ring holds one
             if self._speculation is not None:
                 self._speculation.begin_ring(ring.n_nodes)
                 self.scheduler.guesser = self._speculation if self.may_guess else None
@@ -329,7 +329,10 @@ class StarterEngine:
                 at += part.n_logits
             if at != n_wanting:
                 raise EngineError(f"{n_wanting} rows came back for {at} tokens")
-            if wanted:
+            if self.stage.is_head_shared:  # the group's other nodes compute all of these rows, too
+                logits = self.stage.head(x)
+                tokens = self._sampled(*self._finite(logits[places], wanted, "the head gave logits")) if wanted else {}
+            elif wanted:
                 x, wanted = self._finite(
                     x if len(wanted) == len(x) else x[places], wanted, "the blocks returned numbers"
                 )

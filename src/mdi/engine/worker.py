@@ -73,6 +73,10 @@ class StarterFrameStage(FrameStage, Protocol):
     @property
     def returned_width(self) -> int: ...
 
+    @property
+    def is_head_shared(self) -> bool:
+        """Whether `head` needs all rows that came back, because the other nodes of a group compute their part of them."""
+
     def embed(self, ids: Any) -> Any:
         """(N,) token ids -> (N, n_embd)"""
 

@@ -157,6 +157,7 @@ class Ends:
         self._scale = weights["embedding"].get(EMBEDDING_SCALE)
         self._factor = np.float32(self.n_embd**0.5) if config["scale_embeddings"] else None
         self.head = head
+        self.is_head_shared = isinstance(head, SharedHead)
         self.caches = NoCaches()
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
@@ -221,11 +222,12 @@ class KernelStage:
             self._forward = self._forward_shared
         head = self._made_head() if "head" in weights else None
         self.ends: Ends | None = None
+        self.is_head_shared = False
         self._own_logits: HeadFunction | None = None  # of a node of a group that only has rows of the head
         if "embedding" in weights:
             assert head is not None
             self.ends = Ends(config, weights, head)
-            self.embed, self.head = self.ends.embed, self.ends.head
+            self.embed, self.head, self.is_head_shared = self.ends.embed, self.ends.head, self.ends.is_head_shared
         else:
             self._own_logits = head
 

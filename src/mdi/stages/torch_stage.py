@@ -214,6 +214,8 @@ def module_bytes(config: Config, start: int, stop: int) -> int:
 class StarterStage(Stage):
     """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
 
+    is_head_shared = False
+
     def __init__(self, config: Config, stop: int) -> None:
         super().__init__(config, 0, stop)
         with torch.device("meta"):
