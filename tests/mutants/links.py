@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "damaged frames are taken",
         "FrameCodec.frame",
-        "_check_of(header.fields, tables, payload) != header.check",
+        "_check_of(header.fields, tables, payload) != header.crc",
         "False",
         f"{LINK}::test_garbage_loses_the_peer_with_the_reason",
     ),
