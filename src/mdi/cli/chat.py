@@ -87,6 +87,9 @@ def converse(options: Options, question: str = "", is_distributed: bool = False)
         session = stack.enter_context(
             Run(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
         )
+        if options.prompt_style == "auto" and session.model.codec.prompt_style is None:
+            logger.info("no chat template is known for %s: it continues your text (--prompt-style NAME wraps it in one)",
+                        session.model.weights.model)  # fmt: skip
         if question:
             answer(session, [], question, params, options.stop, name="")
         else:
