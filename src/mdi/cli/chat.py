@@ -96,6 +96,9 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
                 cancel=cancel,
             )  # fmt: skip
         )
+        if options.prompt_style == "auto" and session.model.codec.prompt_style is None:
+            logger.info("no chat template is known for %s: it continues your text (--prompt-style NAME wraps it in one)",
+                        session.model.weights.model)  # fmt: skip
         if question:
             answer(session, [], question, params, options.stop, name="")
         else:
