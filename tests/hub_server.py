@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -18,12 +19,14 @@ class HubModel:
     files: name -> content.
     gated: whether the token `hf_good` is needed.
     cut_after: name -> bytes after which the connection breaks.
+    at_half: name -> called when half of the file has been sent.
     revisions: names that this commit goes by.
     """
 
     files: dict[str, bytes]
     gated: bool = False
     cut_after: dict[str, int] = field(default_factory=dict)
+    at_half: dict[str, Callable[[], None]] = field(default_factory=dict)
     revisions: tuple[str, ...] = ("main",)
 
     @property
@@ -112,7 +115,9 @@ class HubServer:
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or ""):
             status, start = 206, int(match[1])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        _send(request, status, data[start:], headers, cut_after=model.cut_after.get(name))
+        _send(
+            request, status, data[start:], headers, cut_after=model.cut_after.get(name), at_half=model.at_half.get(name)
+        )
 
 
 def _send(
@@ -122,6 +127,7 @@ def _send(
     headers: dict[str, str] | None = None,
     error: str | None = None,
     cut_after: int | None = None,
+    at_half: Callable[[], None] | None = None,
 ) -> None:
     request.send_response(status)
     if error is not None:
@@ -133,4 +139,8 @@ def _send(
     request.send_header("Connection", "close")
     request.end_headers()
     if request.command != "HEAD":
-        request.wfile.write(body[:cut_after])
+        half = len(body) // 2 if at_half is not None else 0
+        request.wfile.write(body[:half])
+        if at_half is not None:
+            at_half()
+        request.wfile.write(body[half:cut_after])
