@@ -436,7 +436,7 @@ class ControlServer:
         vars(self._pages).clear()  # its handlers know it: without this the node would wait for the garbage collector
 
 
-class _BeforeRun(StatusOnly):
+class _BeforeRun(StatusOnly, EchoOnly):
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -455,9 +455,10 @@ def open_ports(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tup
     """Listen on the starter's control and ring port; gives both ports. UsageError if one cannot be listened on."""
     sock = open_socket(starter.listen_addr, starter.port_in, "starter's inference port_in")
     listener = RingListener(sock, starter.name, keys)
-    messages = MessageServer(EchoOnly(), listener)
+    node = _BeforeRun(starter.name)
+    messages = MessageServer(node, listener)
     try:
-        control = ControlServer(_BeforeRun(starter.name), starter.listen_addr, starter.port, starter.name, keys)
+        control = ControlServer(node, starter.listen_addr, starter.port, starter.name, keys)
         try:
             yield control.port, listener.port
         finally:
