@@ -48,7 +48,7 @@ from tiny_models import State, tiny_lit, tiny_state, write_lit
 
 HEAD = "lm_head.weight"
 # Of a weight's largest number in its group; what int4's search does with a few is judged by tests/kernels.
-NEAR = {"float32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.006, "int4": 0.16, "mxfp4": 0.18}
+NEAR = {"float32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.006, "int4": 0.16, "mxfp4": 0.26}
 
 
 @pytest.fixture

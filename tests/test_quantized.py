@@ -285,7 +285,7 @@ def test_what_is_no_number_is_refused_by_the_tensors_name(tmp_path: Path, kind: 
         ("fp8", lambda w: w.update({f"{UP}.weight_scale_inv": torch.ones(2, 2)}), f"{UP}.weight_scale_inv"),
         ("fp8", lambda w: w.update({f"{UP}.weight": torch.ones(288, 192)}), f"{UP}.weight"),
         ("mxfp4", lambda w: w.pop(f"{UP}.weight_scales"), f"{UP}.weight_scales"),
-        ("mxfp4", lambda w: w.pop(f"{UP}.weight_blocks"), "scales"),
+        ("mxfp4", lambda w: w.pop(f"{UP}.weight_blocks"), "mlp.up_proj"),
         (
             "mxfp4",
             lambda w: w.update({f"{UP}.weight_scales": torch.ones(288, 7, dtype=torch.uint8)}),

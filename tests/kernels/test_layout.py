@@ -86,7 +86,7 @@ def test_mxfp4_keeps_its_own_numbers_and_rounds_others_to_the_nearest() -> None:
     by_code = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = np.empty((20, 224))
     for o, i in np.ndindex(20, 224):
-        code = halves[o, i // 2] >> 4 * (i % 2) & 15
+        code = int(halves[o, i // 2]) >> 4 * (i % 2) & 15
         numbers[o, i] = (-1) ** (code >> 3) * by_code[code & 7] * 2.0 ** (int(scales[o, i // 32]) - 127)
     assert np.array_equal(unpack(matrix), numbers.astype(np.float32)) and (numbers.astype(np.float32) == numbers).all()
     numbers[1, :32] = 0

@@ -222,6 +222,8 @@ def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
     spec = spec_of(tensor)
     if tensor.type_name in PLAIN:
         return rows.view(TYPES[spec.dtype].numpy).reshape(tensor.shape)
+    if tensor.type_name == _MXFP4:
+        _check_powers(rows.reshape(-1, 1 + _BLOCK // 2)[:, 0], f"{tensor.path}: {name}")
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -232,7 +234,6 @@ def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
             f"{tensor.path}: weights of the type {tensor.type_name} cannot be read; use a file in Q8_0, a K format, or F16"
         ) from None
     if tensor.type_name == _MXFP4:
-        _check_powers(rows.reshape(-1, 1 + _BLOCK // 2)[:, 0], f"{tensor.path}: {name}")
         return bf16_from_float32(plain).reshape(tensor.shape)
     check_range("fp16", largest_of(plain), f"{tensor.path}: {name}", clips=False)
     return plain.astype(np.float16).reshape(tensor.shape)

@@ -157,7 +157,7 @@ def unpacked(numbers: torch.Tensor, scales: torch.Tensor, form: str, dtype: torc
     else:
         whole = numbers.view(n_out, -1, group).float()
     if form == "mxfp4":
-        scales = torch.ldexp(torch.ones((), device=scales.device), scales.int() - 127)
+        scales = (scales.int() << 23).view(torch.float32)  # the bits of 2^(s - 127), zero for s = 0
     return (whole * scales[..., None]).to(dtype).view(n_out, -1)[:, :n_in]
 
 
