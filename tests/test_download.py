@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hub_server import HubModel, HubServer
+from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.download import MARKER, choose_files, download
 from mdi.checkpoint.folder import checkpoints_in, is_repo_id
 from mdi.checkpoint.source import open_source
@@ -132,6 +134,29 @@ def test_a_file_that_was_cut_off_is_gone_on_with(
     assert (directory / name).read_bytes() == model.files[name]
     ranges = [range_ for method, path, range_ in hub.requests if method == "GET" and path.endswith(name)]
     assert ranges == ["bytes=20000-"]
+
+
+def test_a_cancelled_download_ends_within_its_file(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 5000)
+    model, cancel, has_ended = hub.models["org/plain"], Cancel(), threading.Event()
+    name = "model-00001-of-00002.safetensors"
+
+    def cancel_it() -> None:  # the rest follows when nobody waits for it any more
+        cancel.cancel()
+        assert has_ended.wait(30)
+
+    model.at_half[name] = cancel_it
+    with pytest.raises(CancelledError):
+        download("org/plain", tmp_path, progress=False, cancel=cancel)
+    has_ended.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("download", "ThreadPoolExecutor")):
+            thread.join(30)
+    assert not (tmp_path / "org" / "plain" / name).exists()
+    model.at_half.clear()
+    assert (download("org/plain", tmp_path, progress=False) / name).read_bytes() == model.files[name]
 
 
 def test_gated(hub: HubServer, tmp_path: Path) -> None:

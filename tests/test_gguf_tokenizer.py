@@ -114,25 +114,26 @@ def _byte_letter(character: str) -> str:
     return {" ": "Ġ", "\n": "Ċ"}.get(character, character)
 
 
-@pytest.mark.parametrize(
-    "template, style",
-    [
-        ("{{'<|start_header_id|>' + role}}", "Llama3"),
-        ("<start_of_turn>{{role}}", "Gemma"),
-        ("{% for m in messages %}<|im_start|>{{m.role}}", "ChatML"),
-        ("<<SYS>> [INST] {{x}} [/INST]", "Llama2"),
-        ("[INST] {{x}} [/INST]", "CodeLlama"),
-        ("<|user|>\n{{x}}<|end|>", "Phi3"),
-        ("<|user|>\n{{x}}</s>", "TinyLlama"),
-        ("{{x}}", None),
-    ],
-)
-def test_the_chat_template_is_kept_and_its_style_is_found(
-    tmp_path: Path, spm: sentencepiece.SentencePieceProcessor, template: str, style: str | None
-) -> None:
+def test_the_chat_template_is_kept(tmp_path: Path, spm: sentencepiece.SentencePieceProcessor) -> None:
+    template = "{{'<|start_header_id|>' + role}}"
     codec = _codec(tmp_path, sentencepiece_tokens(spm, **{"tokenizer.chat_template": template}))
-    assert (None if codec.prompt_style is None else codec.prompt_style.class_name) == style
+    assert codec.prompt_style is not None
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == template
+
+
+@pytest.mark.parametrize(
+    "template, is_end",
+    [(f"{{{{x}}}}{END}", True), (f"{{{{x}}}}{END}<|return|>", False), ("{{x}}", False), (None, False)],
+)
+def test_the_token_that_ends_a_turn_in_the_template_ends_a_text(
+    tmp_path: Path, template: str | None, is_end: bool
+) -> None:
+    written = tokenizer()
+    fields: dict[str, Any] = {"tokenizer.ggml.eos_token_id": 5}
+    if template is not None:
+        fields["tokenizer.chat_template"] = template
+    codec = _codec(tmp_path, byte_level_tokens(json.loads(written.to_str()), **fields))
+    assert codec.eos_ids == {5} | ({written.token_to_id(END)} if is_end else set())
 
 
 @pytest.mark.parametrize(

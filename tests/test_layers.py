@@ -39,7 +39,7 @@ LIGHT = [
     "mdi.node.local",
     "mdi.serve.api",
     "mdi.serve.process",
-    "mdi.serve.limited",
+    "mdi.text.limited",
 ]
 
 

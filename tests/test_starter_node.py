@@ -153,8 +153,8 @@ def test_a_stop_string_ends_a_sample_where_the_engine_stops_computing(ring: Ring
 
 
 def test_measurements_that_cannot_be_read_cost_nothing_else(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    status = SecondaryNode._status_of  # of requests, and of what is pushed
-    monkeypatch.setattr(SecondaryNode, "_status_of", lambda *args: {**status(*args), "metrics": {"frames": "many"}})
+    status = SecondaryNode.status_of  # of requests, and of what is pushed
+    monkeypatch.setattr(SecondaryNode, "status_of", lambda *args: {**status(*args), "metrics": {"frames": "many"}})
     starter, _ = ring()
     starter.open()
     sample = starter.submit("The ring", encode("The ring"), SamplingParams(6, temperature=0))

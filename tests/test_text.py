@@ -415,9 +415,13 @@ def test_a_prompt_in_its_style(tmp_path):
     assert "model_config.yaml" in str(e.value)
 
 
-def test_a_chat_template_is_not_executed(tmp_path):
+def test_a_chat_template_is_not_executed_by_this_process(tmp_path):
     byte_level(tmp_path, config={"chat_template": "{{ 1/0 }}"})
-    assert TextCodec.from_checkpoint(tmp_path).encode_prompt("hi") == TextCodec.from_checkpoint(tmp_path).encode("hi")
+    codec = TextCodec.from_checkpoint(tmp_path)
+    with pytest.raises(UsageError) as e:
+        codec.encode_prompt("hi")
+    codec.close()
+    assert e.value.code == "template" and "--prompt-style none" in str(e.value)
 
 
 def test_stop_tokens_that_the_tokenizer_lacks_are_left_out(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and the folder of what can be made again."""
+"""Files that are whole or absent, the folder of what can be made again, and how another process finds this package."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def _sweep(path: Path) -> None:
         if number.isascii() and number.isdigit() and not psutil.pid_exists(int(number)):
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def module_environment() -> dict[str, str]:
+    """The environment in which another interpreter finds this package. A library that panics prints no backtrace."""
+    package = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "RUST_BACKTRACE": "0"}
 
 
 def default_cache_dir() -> Path:

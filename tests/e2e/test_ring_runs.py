@@ -19,6 +19,7 @@ NODE_FIELDS = {
 }  # fmt: skip
 SAMPLE_FIELDS = {
     "prompt", "text", "token_ids", "prompt_ids", "finish_reason", "ttft_s", "tokens_per_s", "may_differ_from",
+    "guessed", "confirmed",
 }  # fmt: skip
 
 

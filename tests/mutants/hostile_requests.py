@@ -3,7 +3,7 @@
 from mutants.mutant import Mutant
 
 OPERATE = "tests/serve/test_operate.py"
-TEMPLATES, SCHEMAS = "tests/serve/test_templates.py", "tests/serve/test_schemas.py"
+TEMPLATES, SCHEMAS = "tests/test_templates.py", "tests/serve/test_schemas.py"
 PATHS, PARTS, BODIES = "tests/serve/test_api_paths.py", "tests/serve/test_serve_parts.py", "tests/serve/test_bodies.py"
 COSTS = f"{TEMPLATES}::test_a_chat_that_costs_too_much_is_refused_and_the_next_one_is_written"
 PAGES = "tests/test_control.py::test_what_a_web_page_sends_is_refused_unread"
@@ -12,6 +12,14 @@ CUT = f"{PARTS}::test_a_call_that_is_cut_off_is_no_content"
 MUTANTS = [
     Mutant("the memory of a rendering process has no limit", "limit_process", "(most, most)", "(-1, -1)", f"{COSTS}[width]"),
     Mutant("a process that has ended gets the next chat", "ChatTemplate._rendered", "not is_usable", "False", f"{COSTS}[loop]"),
+    Mutant("the API calls every refusal of a template alike", "serve.chat:_rendered", '"costly"', '"none"',
+           f"{PARTS}::test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api"),
+    Mutant("a template is rendered without its special tokens", "TextCodec.encode_prompt", "self.prompt_style.is_complete",
+           "False", f"{TEMPLATES}::test_a_codec_writes_chats_in_the_models_own_template[hf]"),
+    Mutant("a run leaves the process of its template behind", "TextCodec.close", "self.prompt_style is not None", "False",
+           f"{TEMPLATES}::test_a_codec_writes_chats_in_the_models_own_template[hf]"),
+    Mutant("a name comes before the model's own template", "resolve_prompt_style", "(folder / CONFIG_FILE).is_file()", "True",
+           f"{TEMPLATES}::test_a_template_comes_before_a_name_but_not_in_litgpts_form"),
     Mutant("an unloaded model's template starts a process", "ChatTemplate._check_open", "self._is_closed", "False",
            f"{TEMPLATES}::test_an_unloaded_model_renders_no_chat"),
     Mutant("a process whose client went away checks the next schema", "SchemaChecks.check", "BaseException", "ValueError",

@@ -15,7 +15,7 @@ MUTANTS = [
     ),
     Mutant(
         "a node that compiles says that it is idle",
-        "SecondaryNode._status_of",
+        "SecondaryNode.status_of",
         "self.runs.latest is None",
         "False",
         f"{SETUP}::test_a_node_answers_while_its_kernels_are_compiled",

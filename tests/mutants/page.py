@@ -269,8 +269,8 @@ MUTANTS = [
     Mutant(
         "a chat says nothing while it loads",
         "cli.chat:converse",
-        "logger.info",
-        "logger.debug",
+        'logger.info("loading',
+        'logger.debug("loading',
         "tests/test_chat.py::test_it_greets_a_person_and_knows_its_commands",
     ),
 ]

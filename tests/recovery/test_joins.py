@@ -28,7 +28,7 @@ from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions
+from mdi.stages.window_budget import WindowMemory, WindowOptions, taken_bytes
 from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 
@@ -225,7 +225,7 @@ def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path, ki
     if "window" in kind:
         options = replace(options, weight_memory=WindowMemory(window=WindowOptions(1)))
     if kind == "memory":
-        options = replace(options, weight_memory=WindowMemory(window=WindowOptions(memory=1 << 30)))
+        options = replace(options, weight_memory=WindowMemory(window=WindowOptions(memory=taken_bytes() + (1 << 28))))
     if "tensor" in kind:
         options = replace(options, parallel=ParallelOptions("tensor"))
     with secondaries(2, tmp_path) as nodes:

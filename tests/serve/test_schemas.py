@@ -16,7 +16,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.backend import Backend
 from mdi.serve.host import ModelHost
 from mdi.serve.process import Lines
-from mdi.serve.templates import SchemaChecks
+from mdi.serve.schemas import SchemaChecks
 from waiting import until
 
 DEADLINE_S = 120.0

@@ -14,14 +14,15 @@ import pytest
 
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, WireError
+from mdi.files import module_environment
 from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
 from mdi.serve.chat import Chat, ChatAnswer, parse_tools
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, ServedTokenizer
-from mdi.serve.process import module_environment
 from mdi.serve.request import RequestFields, TextPiece, common_fields, encoded, read_fields
+from mdi.text.templates import ChatTemplate
 from mdi.text.tokenizer import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
@@ -257,6 +258,31 @@ def test_a_call_that_is_cut_off_is_no_content(choice: str) -> None:
 def test_other_text_that_is_cut_off_is_content(text: str) -> None:
     reason = "stop" if "look" in text else "length"
     assert answered(text, "auto", reason) == (text, [])
+
+
+@pytest.mark.parametrize(
+    "source, status, code",
+    [
+        ("{{ messages|tojson }}", 400, "invalid_value"),  # half a surrogate pair, which is no text
+        ("{{ raise_exception('no') }}", 400, ""),
+        ("{% for i in range(99999) %}{{ '%200d' % i }}{% endfor %}", 400, "context_length_exceeded"),
+        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", 400, "chat_template"),
+        ("{% for", 500, CheckpointError.code),
+    ],
+)
+def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(source: str, status: int, code: str) -> None:
+    chat = Chat({"messages": [{"role": "user", "content": "Who?", "name": "\ud800"}]})
+
+    async def scenario() -> None:
+        template = ChatTemplate(source, {})
+        with pytest.raises(ApiError) as caught:
+            try:
+                await chat.prompts(cast(LoadedModel, SimpleNamespace(template=template)))
+            finally:
+                template.close()
+        assert (caught.value.status, caught.value.code) == (status, code)
+
+    asyncio.run(scenario())
 
 
 def test_a_tokenizer_that_panics_is_told_in_one_line(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ example:
 
 from __future__ import annotations
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -23,9 +24,9 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from gpt.commands.families import gpt2
     from gpt.rings import GPT2Ring
     from mdi.cli.local_ring import run_ring
 
-    return run_ring(options, GPT2Ring, gpt2)
+    return run_ring(options, GPT2Ring, cancel, gpt2)

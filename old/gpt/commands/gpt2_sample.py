@@ -6,6 +6,7 @@ example:
 
 from __future__ import annotations
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -20,9 +21,9 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from gpt.commands.families import gpt2
     from mdi.cli.starter import run_on
     from mdi.spec.cluster import standalone
 
-    return run_on(options, standalone, family=gpt2)
+    return run_on(options, standalone, cancel, family=gpt2)

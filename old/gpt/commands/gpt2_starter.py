@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -28,9 +29,9 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from gpt.commands.families import gpt2
     from mdi.cli.starter import run_on
     from mdi.spec.cluster import load_cluster
 
-    return run_on(options, lambda: load_cluster(options.nodes_config or SETTINGS / "3nodes.json"), family=gpt2)
+    return run_on(options, lambda: load_cluster(options.nodes_config or SETTINGS / "3nodes.json"), cancel, family=gpt2)

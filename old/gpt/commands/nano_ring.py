@@ -8,6 +8,7 @@ example:
 
 from __future__ import annotations
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -23,10 +24,10 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from gpt.commands.families import nano
     from gpt.commands.nano_starter import filled_in
     from gpt.rings import NanoRing
     from mdi.cli.local_ring import run_ring
 
-    return run_ring(filled_in(options, options.nodes or 1), NanoRing, nano)
+    return run_ring(filled_in(options, options.nodes or 1), NanoRing, cancel, nano)

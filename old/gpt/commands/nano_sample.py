@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -22,10 +23,10 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(n_tokens=N_TOKENS)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from gpt.commands.families import nano
     from mdi.cli.starter import run_on
     from mdi.spec.cluster import standalone
 
     options = replace(options, prompt=options.prompt or ("\n",))
-    return run_on(options, standalone, family=nano)
+    return run_on(options, standalone, cancel, family=nano)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -29,13 +30,13 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(nodes_config=SETTINGS / "3nodes.json", n_tokens=N_TOKENS)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from gpt.commands.families import nano
     from gpt.nodes_file import load_nano_cluster
     from mdi.cli.starter import run_on
 
     cluster = load_nano_cluster(options.nodes_config or SETTINGS / "3nodes.json")
-    return run_on(filled_in(options, cluster.n_nodes), lambda: cluster, family=nano)
+    return run_on(filled_in(options, cluster.n_nodes), lambda: cluster, cancel, family=nano)
 
 
 def filled_in(options: Options, n_nodes: int) -> Options:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.folder import CHAT_TEMPLATE, is_hf_dir, is_lit_dir, is_repo_id, weight_files
 from mdi.checkpoint.hub_files import fetch, has_file, look_up
 from mdi.errors import DownloadError
@@ -33,13 +34,14 @@ def download(
     revision: str | None = None,
     progress: bool = True,
     tag: str | None = None,
+    cancel: Cancel | None = None,
 ) -> Path:
     """Download a model's configuration, tokenizer and weights. Existing files are not downloaded again.
 
     Args:
         repo_id: "org/name".
         ckpt_folder: the model goes into <ckpt_folder>/<org>/<name>, a GGUF file into <name>--<its tag>.
-        token, progress: see `hub_files`.
+        token, progress, cancel: see `hub_files`.
         revision: a branch, tag or commit; None takes the existing one, else the main branch.
         tag: of the GGUF file that is wanted, like "Q4_K_M"; None takes safetensors, or if there are none, the usual GGUF file.
 
@@ -58,7 +60,7 @@ def download(
     names = choose_gguf(found.names, repo_id, tag) if tag else choose_files(found.names, repo_id)
     if own := gguf_tag(names[0]):  # as the files have it, not as it was typed
         directory = _directory(ckpt_folder, repo_id, own)
-    sizes = fetch(found, directory, names, advice=_FULL, progress=progress)
+    sizes = fetch(found, directory, names, advice=_FULL, progress=progress, cancel=cancel)
     marker = {
         "repo_id": repo_id,
         "revision": revision,

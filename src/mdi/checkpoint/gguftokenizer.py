@@ -1,6 +1,6 @@
 """Writes the tokenizer in a GGUF file's metadata as Hugging Face tokenizer files.
 
-Reads no weights. The chat template is kept as data; its markers show which of litgpt's prompt styles it is.
+Reads no weights. The chat template is kept as data.
 """
 
 from __future__ import annotations
@@ -38,21 +38,12 @@ _CUTS |= {"llama3": _CUTS["llama-bpe"], "llama-v3": _CUTS["llama-bpe"], "dbrx": 
 _LIKE_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "mpt", "jina-en")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
-# A mark in the template, and the prompt style of litgpt that writes it; the first that is found.
-_STYLES = (
-    ("<|start_header_id|>", "Llama3"),
-    ("<start_of_turn>", "Gemma"),
-    ("<|im_sep|>", "Phi4"),
-    ("<|im_start|>", "ChatML"),
-    ("<<SYS>>", "Llama2"),
-    ("[INST]", "CodeLlama"),
-    ("<|end|>", "Phi3"),
-    ("<|user|>", "TinyLlama"),
-)
+# Tokens that end a turn where the template has them, which older files do not say.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json, generation_config.json and prompt_style.yaml.
+    """Write tokenizer.json, tokenizer_config.json (with the chat template) and generation_config.json.
 
     Args:
         fields: the file's metadata; `where` is its path, for messages.
@@ -65,13 +56,10 @@ def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> Non
         settings, ends = _settings(fields), _ends(fields)
     except Exception as e:  # the tokenizers library raises bare Exception for merges that do not fit the vocabulary
         raise CheckpointError(f"{where}: its tokenizer cannot be used: {' '.join(str(e).split())[:200]}") from None
-    template = settings.get("chat_template", "")
-    style = next((style for mark, style in _STYLES if mark in template), "Default")
     for name, text in (
         ("tokenizer.json", tokenizer.to_str()),
         ("tokenizer_config.json", json.dumps(settings, ensure_ascii=True)),
         ("generation_config.json", json.dumps({"eos_token_id": ends})),
-        ("prompt_style.yaml", f"class_path: litgpt.prompts.{style}\n"),
     ):
         with replacing(directory / name) as file:
             file.write(text.encode())
@@ -161,7 +149,11 @@ def _wants_bos(fields: dict[str, Any]) -> bool:
 def _ends(fields: dict[str, Any]) -> list[int]:
     """Every id that ends a text or a turn."""
     found = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return sorted({int(number) for number in found if number is not None})
+    tokens, template = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.chat_template")
+    ends = {int(number) for number in found if number is not None}
+    if isinstance(template, str) and "<|return|>" not in template:  # there <|end|> ends a part of an answer only
+        ends |= {tokens.index(token) for token in _TURN_ENDS if token in template and token in tokens}
+    return sorted(ends)
 
 
 def _settings(fields: dict[str, Any]) -> dict[str, Any]:

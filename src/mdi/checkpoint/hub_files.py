@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mdi.cancel import Cancel
 from mdi.checkpoint.disk_space import check_disk
 from mdi.errors import DownloadError
 
@@ -63,13 +66,15 @@ def look_up(
 
 
 def fetch(
-    found: Repository, folder: Path, names: Sequence[str], *, advice: str, progress: bool = True
-) -> dict[str, int]:
+    found: Repository, folder: Path, names: Sequence[str], *, advice: str, progress: bool = True,
+    cancel: Cancel | None = None,
+) -> dict[str, int]:  # fmt: skip
     """Download files of a repository. Existing files are not downloaded again, and an unfinished one is continued.
 
     Args:
         advice: what to do where the disk is full.
         progress: draw bars on stderr.
+        cancel: ends it after the present piece, with its error; so does an exception in the thread that waits here.
 
     Returns:
         How many bytes each file has.
@@ -83,10 +88,14 @@ def fetch(
     with _explained(repo_id, found.revision, found.token, NOUNS[found.repo_type]) as endpoint:
         from huggingface_hub import snapshot_download
 
-        snapshot_download(
-            repo_id, repo_type=found.repo_type, revision=found.commit, local_dir=folder, token=found.token,
-            endpoint=endpoint, allow_patterns=[_literal(name) for name in wanted], tqdm_class=_bar(progress), max_workers=4,
-        )  # fmt: skip
+        def get(ending: Cancel) -> None:
+            snapshot_download(
+                repo_id, repo_type=found.repo_type, revision=found.commit, local_dir=folder, token=found.token,
+                endpoint=endpoint, allow_patterns=[_literal(name) for name in wanted], tqdm_class=_bar(progress, ending),
+                max_workers=4,
+            )  # fmt: skip
+
+        _in_a_thread(get, cancel or Cancel())
     cut = [name for name, size in wanted.items() if not has_file(folder, name, size)]
     if cut:
         raise DownloadError(f"{repo_id}: {cut[0]} is incomplete: run the command again to continue", code="incomplete")
@@ -105,13 +114,38 @@ def has_file(folder: Path, name: str, n_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == n_bytes
 
 
-def _bar(is_shown: bool) -> Any:
+def _in_a_thread(work: Callable[[Cancel], None], cancel: Cancel) -> None:
+    """Do the work in a thread of its own, with a child of `cancel` that ends when this wait does, as by Ctrl-C.
+
+    The hub's client waits for its own threads, for whole files, before it lets an interrupt through.
+    """
+    pool, ended = ThreadPoolExecutor(1, "download"), threading.Event()
+    with cancel.child() as ending:
+        try:
+            done = pool.submit(work, ending)
+            done.add_done_callback(lambda _: ended.set())
+            with ending.waking(ended.set):
+                ended.wait()
+            ending.check()
+            done.result()
+        except BaseException:
+            ending.cancel()
+            raise
+        finally:
+            pool.shutdown(wait=False)
+
+
+def _bar(is_shown: bool, cancel: Cancel) -> Any:
     from tqdm import tqdm
 
-    class Bar(tqdm):
+    class Bar(tqdm):  # its `update` is called for each piece
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)  # huggingface_hub's own class takes it
             super().__init__(*args, **{**kwargs, "disable": not is_shown})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            cancel.check()
+            return super().update(n)
 
     return Bar
 

@@ -209,8 +209,8 @@ class ModelStore:
         short = {_without_org(known): known for known in names}
         near = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name, short, 1)
         if near:
-            return f"there is no model {name}: is {short.get(near[0], near[0])} meant?"
-        return f"there is no model {name}; {self.describe()}"
+            return f"there is no model {name} here: is {short.get(near[0], near[0])} meant?"
+        return f"there is no model {name} here; {self.describe()}"
 
     def describe(self) -> str:
         """The names of the models, in one line."""
@@ -222,13 +222,14 @@ class ModelStore:
 
     def fetch(
         self, name: str, token: str | None = None, revision: str | None = None, progress: bool = True,
-        say: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] = lambda line: None, cancel: Cancel | None = None,
     ) -> Path:  # fmt: skip
         """The folder of a model on the hub, downloaded unless it is there. One process at a time fetches one model.
 
         Args:
             name: "org/name", or "org/name:Q4_K_M" for one GGUF file of many.
             say: called with a line while it waits.
+            cancel: ends it, with its error.
 
         Raises:
             DownloadError: see `download`.
@@ -237,8 +238,9 @@ class ModelStore:
         from mdi.checkpoint.ggufsource import gguf_directory
 
         repo, tag = split_name(name)
-        with self._locked(quote(repo, safe=""), lambda: say(f"another process fetches {repo}; waiting for it")):
-            folder = download(repo, self.folder, token, revision, progress, tag)
+        cancel = cancel or Cancel()
+        with self._locked(quote(repo, safe=""), cancel, lambda: say(f"another process fetches {repo}; waiting for it")):
+            folder = download(repo, self.folder, token, revision, progress, tag, cancel)
             files = sorted(folder.rglob("*.gguf"))
             if files and not (folder / GGUF_NOTE).is_file():
                 gguf_directory(files[0], self.folder, folder)
@@ -247,7 +249,7 @@ class ModelStore:
     def remove(self, model: StoredModel) -> None:
         """Raises StoreError: it is loaded, or cannot be removed."""
         state = model.home / STATE
-        with self._locked("store", state=state):
+        with self._locked("store", Cancel(), state=state):
             for mark in self.marks(model):
                 raise StoreError(f"{model.name} is loaded: {mark}; end that first", code="loaded")
             condemned = state / f"removed-{secrets.token_hex(4)}"
@@ -313,11 +315,11 @@ class ModelStore:
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
         """Within: no other process adds or removes a model, or marks one. Raises StoreError: the store cannot be written."""
-        return self._locked("store")
+        return self._locked("store", Cancel())
 
     @contextlib.contextmanager
     def _locked(
-        self, what: str, on_wait: Callable[[], None] = lambda: None, state: Path | None = None
+        self, what: str, cancel: Cancel, on_wait: Callable[[], None] = lambda: None, state: Path | None = None
     ) -> Iterator[None]:  # fmt: skip
         """One process at a time; the lock ends with its process. Raises StoreError: the store cannot be written."""
         state = state or self.folder / STATE
@@ -330,7 +332,6 @@ class ModelStore:
                 code="store",
             ) from None
         try:
-            cancel = Cancel()
             if not lock_file(file):
                 on_wait()
                 while not lock_file(file):
@@ -365,7 +366,7 @@ class InUse:
         state = next(stores, homes[0]) / STATE
         self._file: int | None = None
         self._mark = state / f"use-{os.getpid()}-{secrets.token_hex(4)}"
-        with contextlib.suppress(OSError, StoreError), ModelStore()._locked("store", state=state):
+        with contextlib.suppress(OSError, StoreError), ModelStore()._locked("store", Cancel(), state=state):
             self._file = os.open(self._mark, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             lock_file(self._file)
             self.show(())

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show, show_error
@@ -48,11 +49,11 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, *COMMON)
 
 
-def run(options: Options) -> int:
-    return converse(options)
+def run(options: Options, cancel: Cancel) -> int:
+    return converse(options, cancel)
 
 
-def converse(options: Options, question: str = "", is_distributed: bool = False) -> int:
+def converse(options: Options, cancel: Cancel, question: str = "", is_distributed: bool = False) -> int:
     """Answer one question, or without one talk until the user ends it; returns the exit status.
 
     Args:
@@ -78,15 +79,26 @@ def converse(options: Options, question: str = "", is_distributed: bool = False)
         logger.info("loading %s ...", (options.ckpt or options.chunk or Path()).name)
         return cluster
 
-    options = with_model(with_machines(options))
+    options = with_model(with_machines(options), cancel)
     params = sampling_params(with_seed(options))
     limit = options.sequence_length or CONTEXT_LIMIT
     with ExitStack() as stack:
-        discovery = stack.enter_context(Discovery(options))
+        discovery = stack.enter_context(Discovery(options, cancel))
         nodes = stack.enter_context(nodes_of(options, find, discovery))
         session = stack.enter_context(
-            Run(nodes, run_options(options), limit, n_texts=1, leave=options.stop_nodes, on_close=ignore_interrupts)
+            Run(
+                nodes,
+                run_options(options),
+                limit,
+                n_texts=1,
+                leave=options.stop_nodes,
+                on_close=ignore_interrupts,
+                cancel=cancel,
+            )  # fmt: skip
         )
+        if options.prompt_style == "auto" and session.model.codec.prompt_style is None:
+            logger.info("no chat template is known for %s: it continues your text (--prompt-style NAME wraps it in one)",
+                        session.model.weights.model)  # fmt: skip
         if question:
             answer(session, [], question, params, options.stop, name="")
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import mdi
+from mdi.cancel import Cancel
 from mdi.errors import UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
@@ -24,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, "nodes", "n_tokens", *COMMON, nodes=nodes, n_tokens=200)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli import local_ring, options_of, parser_of
 
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
@@ -38,7 +39,7 @@ def run(options: Options) -> int:
         "--compare",
     ]
     parser = parser_of(local_ring)
-    return local_ring.run(options_of(parser, parser.parse_args(argv + prompts)))
+    return local_ring.run(options_of(parser, parser.parse_args(argv + prompts)), cancel)
 
 
 def model_folder() -> Path:

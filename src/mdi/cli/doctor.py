@@ -39,7 +39,7 @@ def run(options: Options, cancel: Cancel) -> int:
     if options.ckpt is not None:
         from mdi.cli.session import check_cut, with_model
 
-        options = with_model(options)
+        options = with_model(options, cancel)
         check_cut(options, cluster.n_stages)
 
     from mdi.files import default_cache_dir

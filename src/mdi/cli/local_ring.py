@@ -15,6 +15,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -37,13 +38,15 @@ def add_arguments(parser: Parser) -> None:
     starter.add_arguments(parser, is_resumable=False)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.node.local import LocalRing
 
-    return run_ring(options, LocalRing)
+    return run_ring(options, LocalRing, cancel)
 
 
-def run_ring(options: Options, make_ring: type[LocalRing], family: Callable[[], ModelFamily] | None = None) -> int:
+def run_ring(
+    options: Options, make_ring: type[LocalRing], cancel: Cancel, family: Callable[[], ModelFamily] | None = None
+) -> int:
     """One run on a ring of child processes; `family` makes that of the model, None is litgpt's."""
     from mdi.cli.session import check_cut, on_processes, processes_of, with_model, with_seed
     from mdi.cli.starter import generate_on
@@ -56,13 +59,13 @@ def run_ring(options: Options, make_ring: type[LocalRing], family: Callable[[], 
     options, n_nodes = with_seed(options), options.nodes or 1
 
     def nodes() -> NodeSource:
-        found = with_model(options, is_litgpt=family is None)
+        found = with_model(options, cancel, is_litgpt=family is None)
         check_cut(found, n_nodes)
         return processes_of(found, n_nodes, make_ring, _cores(found), _show_processes)
 
-    metrics = generate_on(on_processes(options), nodes, family)
+    metrics = generate_on(on_processes(options), nodes, cancel, family)
     if options.compare:
-        _compare(options, metrics, family)
+        _compare(options, metrics, cancel, family)
     return 0
 
 
@@ -78,7 +81,7 @@ def _show_processes(ring: LocalRing) -> None:
         logger.info("  %-12s control port %d, ring port %d, %s", node.name, node.port, node.port_in, what)
 
 
-def _compare(options: Options, ring: RunMetrics, family: Callable[[], ModelFamily] | None) -> None:
+def _compare(options: Options, ring: RunMetrics, cancel: Cancel, family: Callable[[], ModelFamily] | None) -> None:
     """The same texts on one node with all cores, and the difference in words."""
     from mdi.cli import heed_interrupts
     from mdi.cli.session import nodes_of
@@ -91,7 +94,7 @@ def _compare(options: Options, ring: RunMetrics, family: Callable[[], ModelFamil
     options = replace(options, layers=None, placement=None, chunk=None, n_frames=None)
     print("\nthe same on one node ...", flush=True)
     heed_interrupts()
-    alone = generate_on(options, lambda: nodes_of(options, standalone), family, is_reported=False)
+    alone = generate_on(options, lambda: nodes_of(options, standalone), cancel, family, is_reported=False)
     print(format_comparison(ring, alone, fair_threads([])))
 
 

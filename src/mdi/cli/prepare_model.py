@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.cli import called
 from mdi.errors import UsageError
 from mdi.kernels.weight_formats import PACKED
@@ -68,9 +69,9 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, "verb", "debug", debug={"help": "write a debug log, and show tracebacks of errors"})
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     options = _checked(options)
-    directory = _find(options)
+    directory = _find(options, cancel)
     _check_cut(directory, options)
     _check_files(directory, options)
 
@@ -165,7 +166,7 @@ def _check_files(directory: Path, options: Options) -> None:
         read_header(path)
 
 
-def _find(options: Options) -> Path:
+def _find(options: Options, cancel: Cancel) -> Path:
     """The model's directory; downloaded, if MODEL is a name on the hub."""
     from mdi.checkpoint.model_store import ModelStore, is_model_name
     from mdi.spec.cluster import nearest_existing
@@ -187,7 +188,7 @@ def _find(options: Options) -> Path:
             "is named org/name"
         )
     logger.info("looking for %s in %s", options.model, store.folder)
-    return store.fetch(options.model, options.hf_token, options.revision, say=logger.info)
+    return store.fetch(options.model, options.hf_token, options.revision, say=logger.info, cancel=cancel)
 
 
 def _convert(directory: Path, options: Options) -> tuple[Path, Path]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
@@ -29,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     parser.description, parser.epilog = __doc__, None
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.checkpoint.folder import is_usable
     from mdi.checkpoint.model_store import ModelStore, is_model_name
     from mdi.cli import prepare_model
@@ -37,9 +38,9 @@ def run(options: Options) -> int:
     store = ModelStore(options.ckpt_folder)
     is_prepared = any(getattr(options, name) not in (None, "") for name in PREPARING)
     if is_prepared or Path(options.model).expanduser().exists() or not is_model_name(options.model):
-        return prepare_model.run(options)
-    folder = store.fetch(options.model, options.hf_token, options.revision, say=logger.info)
+        return prepare_model.run(options, cancel)
+    folder = store.fetch(options.model, options.hf_token, options.revision, say=logger.info, cancel=cancel)
     if not is_usable(folder):
-        return prepare_model.run(options)
+        return prepare_model.run(options, cancel)
     print(f"{options.model} is in {folder}: mdi run {options.model}")
     return 0

@@ -13,6 +13,7 @@ machine, or on the nodes of --nodes-config or --key.
 
 from __future__ import annotations
 
+from mdi.cancel import Cancel
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
 
@@ -27,8 +28,8 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, *COMMON)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli.access import open_keys
     from mdi.cli.chat import converse
 
-    return converse(options, " ".join(options.words), is_distributed=open_keys(options) is not None)
+    return converse(options, cancel, " ".join(options.words), is_distributed=open_keys(options) is not None)

@@ -6,6 +6,7 @@ example:
 
 from __future__ import annotations
 
+from mdi.cancel import Cancel
 from mdi.spec.options import COMMON, GENERATION, MODEL, OUTPUT, Options
 from mdi.spec.parser import Parser
 
@@ -20,8 +21,8 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, *COMMON)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli.starter import run_on
     from mdi.spec.cluster import standalone
 
-    return run_on(options, standalone)
+    return run_on(options, standalone, cancel)

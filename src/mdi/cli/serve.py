@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdi.cancel import Cancel
 from mdi.spec.options import ACCESS, COMMON, DRAFT, MODEL, PARALLEL, RING, SERVER, Options
 from mdi.spec.parser import Parser
 
@@ -52,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(None, *COMMON)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.checkpoint.model_store import default_store
     from mdi.cli import Obeyed, ignore_interrupts
     from mdi.cli.access import with_machines
@@ -64,7 +65,7 @@ def run(options: Options) -> int:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
     options = replace(options, key=with_machines(options).key)
     settings = serve_settings(options)
-    options = with_model(options)
+    options = with_model(options, cancel)
     check_cut(options, 1 if options.nodes is None else options.nodes)
     options = run_options(options if options.nodes is None else on_processes(options))
     models, ckpt = options.ckpt_folder or default_store(), options.ckpt
@@ -75,7 +76,7 @@ def run(options: Options) -> int:
     api = ApiProcess(settings, models, ckpt)
     try:
         logger.info("loading %s; %s answers then", ckpt.name, api.url)
-        _serve(options, api, models, ckpt)
+        _serve(options, api, models, ckpt, cancel)
     except KeyboardInterrupt:
         pass
     finally:
@@ -85,7 +86,7 @@ def run(options: Options) -> int:
     return Obeyed(0)
 
 
-def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
+def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path, cancel: Cancel) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import with_machines
@@ -101,14 +102,14 @@ def _serve(options: Options, api: ApiProcess, models: Path, ckpt: Path) -> None:
         is_first = name == catalog.first_name
         logger.info("ready: %s (Ctrl-C ends)" if is_first else "%s is ready, too", api.url if is_first else name)
 
-    discovery, catalog = Discovery(with_machines(options)), Catalog(models, ckpt)
+    discovery, catalog = Discovery(with_machines(options), cancel), Catalog(models, ckpt)
     nodes = _nodes(options, discovery)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)
     with nodes:
         host = ModelHost(
             nodes, options, catalog, options.sequence_length or CONTEXT_LIMIT, api.lines,
-            _after(options), ready,
+            _after(options), ready, cancel,
         )  # fmt: skip
         snapshots = Snapshots(host)
         machines = _machines(options, discovery)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi.cancel import Cancel
 from mdi.errors import DownloadError, UsageError
 from mdi.spec.options import Options
 
@@ -27,10 +28,11 @@ logger = logging.getLogger("mdi")
 # Checks of what is typed, before anything heavy is imported
 
 
-def with_model(options: Options, is_litgpt: bool = True) -> Options:
+def with_model(options: Options, cancel: Cancel, is_litgpt: bool = True) -> Options:
     """The options with the folder that --ckpt means.
 
     Args:
+        cancel: ends the wait for a download.
         is_litgpt: whether the checkpoint must be a LitGPT one.
 
     Raises:
@@ -43,13 +45,13 @@ def with_model(options: Options, is_litgpt: bool = True) -> Options:
         raise UsageError(f"the model is {options.model} or --ckpt {options.ckpt}: give one of both")
     if options.chunk is not None and options.ckpt is None and not options.model:
         return options
-    folder = _named_model(options) if options.ckpt is None else found_ckpt(options.ckpt, options.ckpt_folder)
+    folder = _named_model(options, cancel) if options.ckpt is None else found_ckpt(options.ckpt, options.ckpt_folder)
     if is_litgpt and options.chunk is None:
         check_folder(folder)
     return replace(options, ckpt=folder, model="")
 
 
-def _named_model(options: Options) -> Path:
+def _named_model(options: Options, cancel: Cancel) -> Path:
     """The folder of the model that is named, fetched if it is not here; without a name, of the last one. Raises MdiError."""
     from mdi.checkpoint.model_store import ModelStore, is_model_name
 
@@ -67,7 +69,7 @@ def _named_model(options: Options) -> Path:
     elif is_model_name(name):
         try:
             logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
-            folder = store.fetch(name, options.hf_token, options.revision, say=logger.info)
+            folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
         except DownloadError as e:
             if e.code != "unknown":
                 raise

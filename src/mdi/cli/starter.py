@@ -15,6 +15,7 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mdi.cancel import Cancel
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, GENERATION, MODEL, OUTPUT, PARALLEL, RESUME, RING, Options
 from mdi.spec.parser import Parser
 
@@ -44,7 +45,7 @@ def add_arguments(parser: Parser, is_resumable: bool = True) -> None:
     parser.options(None, *COMMON)
 
 
-def run(options: Options) -> int:
+def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.resume import Journaling, list_runs
@@ -60,24 +61,28 @@ def run(options: Options) -> int:
             journaling = Journaling(options)
             options = journaling.options
             stack.callback(journaling.close)
-        discovery = stack.enter_context(Discovery(options))
-        generate_on(options, lambda: nodes_of(options, discovery.cluster, discovery), journaling=journaling)
+        discovery = stack.enter_context(Discovery(options, cancel))
+        generate_on(options, lambda: nodes_of(options, discovery.cluster, discovery), cancel, journaling=journaling)
     return 0
 
 
-def run_on(options: Options, find: Callable[[], ClusterConfig], family: Callable[[], ModelFamily] | None = None) -> int:
+def run_on(
+    options: Options, find: Callable[[], ClusterConfig], cancel: Cancel,
+    family: Callable[[], ModelFamily] | None = None,
+) -> int:  # fmt: skip
     """One run on nodes that `find` finds, from flags to report; see `generate_on`."""
     from mdi.cli.discover import Discovery
     from mdi.cli.session import nodes_of
 
-    with Discovery(options) as discovery:
-        generate_on(options, lambda: nodes_of(options, find, discovery), family)
+    with Discovery(options, cancel) as discovery:
+        generate_on(options, lambda: nodes_of(options, find, discovery), cancel, family)
     return 0
 
 
 def generate_on(
     options: Options,
     make_nodes: Callable[[], NodeSource],
+    cancel: Cancel,
     family: Callable[[], ModelFamily] | None = None,
     is_reported: bool = True,
     journaling: Journaling | None = None,
@@ -93,7 +98,7 @@ def generate_on(
     from mdi.cli.output import print_json
 
     try:
-        return generate(options, make_nodes, family, is_reported, journaling)
+        return generate(options, make_nodes, cancel, family, is_reported, journaling)
     except (Exception, KeyboardInterrupt) as e:
         if options.json and not isinstance(e, BrokenPipeError) and not getattr(e, "is_reported", False):
             print_json({"error": str(e) or "interrupted", "samples": []})
@@ -103,6 +108,7 @@ def generate_on(
 def generate(
     options: Options,
     make_nodes: Callable[[], NodeSource],
+    cancel: Cancel,
     family: Callable[[], ModelFamily] | None,
     is_reported: bool,
     journaling: Journaling | None,
@@ -121,13 +127,13 @@ def generate(
     else:
         prompts = [text.prompt for text in known]
     params = sampling_params(options)
-    options = with_model(options, is_litgpt=family is None)
+    options = with_model(options, cancel, is_litgpt=family is None)
     is_streaming = is_reported and not (options.json or options.no_stream)
     failure: BaseException | None = None
     with make_nodes() as nodes:
         session = Run(
             nodes, run_options(options), options.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
-            family=family, leave=options.stop_nodes, on_close=ignore_interrupts,
+            family=family, leave=options.stop_nodes, on_close=ignore_interrupts, cancel=cancel,
         )  # fmt: skip
         try:
             with session:

@@ -128,8 +128,8 @@ HANDSHAKE_LIMITS = Limits(max_rows=1, max_cols=4096, max_slices=0, max_payload_b
 class Frame:
     """One message of the ring.
 
-    A node first frees the caches of `freed`, then copies those of each (sequence, new sequence) of `copies`, in order, and then
-    computes the rows.
+    A node first frees the caches of `freed` and copies those of each (sequence, new sequence) of `copies`, as they were before
+    both, and then computes the rows.
 
     Attributes:
         is_replay: rows that one node needs to have its caches again, and nobody else: they travel from the node before it to
@@ -174,7 +174,7 @@ Take = Callable[[int], memoryview]  # makes a buffer of so many bytes
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header, needed to read the rest of the frame. `fields` are its bytes up to `check`, the CRC."""
+    """A decoded header, needed to read the rest of the frame. `fields` are its bytes up to the CRC."""
 
     type: FrameType
     epoch: int
@@ -188,7 +188,7 @@ class Header:
     payload_bytes: int
     is_replay: bool
     fields: bytes
-    check: bytes
+    crc: bytes
 
     @property
     def tables_bytes(self) -> int:
@@ -246,11 +246,11 @@ class FrameCodec:
                 f"{len(tables)} + {len(payload)} bytes of tables and payload, expected "
                 f"{header.tables_bytes} + {header.payload_bytes}"
             )
-        if _check_of(header.fields, tables, payload) != header.check:
+        if _check_of(header.fields, tables, payload) != header.crc:
             raise WireError(f"frame {header.number} is damaged")
         return _assembled(header, tables, payload)
 
-    def _parsed(self, fields: bytes, check: bytes) -> Header:
+    def _parsed(self, fields: bytes, crc: bytes) -> Header:
         magic, version, frame_type, dtype_code, flags, epoch, number, *sizes = _FIELDS.unpack(fields)
         n_slices, n_freed, n_copies, n_rows, n_cols, zero, n_bytes = sizes
         if magic != MAGIC:
@@ -267,7 +267,7 @@ class FrameCodec:
             raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {payload_type.name}")
         return Header(
             FrameType(frame_type), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes,
-            bool(flags), fields, check,
+            bool(flags), fields, crc,
         )  # fmt: skip
 
     def _check_counts(self, n_slices: int, n_freed: int, n_copies: int, n_rows: int, n_cols: int, n_bytes: int) -> None:

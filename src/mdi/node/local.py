@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from mdi.errors import NodeLostError, UsageError
+from mdi.files import module_environment
 from mdi.host.neighbours import fair_threads
 from mdi.spec.cluster import ClusterConfig, load_cluster
 
@@ -219,9 +220,7 @@ class LocalRing:
             command += ["--key", str(self._key)]
         if self._ckpt is not None:
             command += ["--ckpt", str(self._ckpt)]
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.threads_of_starter)}
+        env = {**module_environment(), "OMP_NUM_THREADS": str(self.threads_of_starter)}
         # A process group of its own: Ctrl-C goes only to the starter, which ends the run on all nodes.
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         return subprocess.Popen(

@@ -237,9 +237,10 @@ class SecondaryNode:
         own = self.runs.find(run)
         if own is not None and not own.has_ended.is_set():
             own.cancel.touch()
-        return self._status_of(own or self.runs.latest, own is not None)
+        return self.status_of(own or self.runs.latest, own is not None)
 
-    def _status_of(self, worker: RingWorker | None, is_known: bool) -> dict[str, Any]:
+    def status_of(self, worker: RingWorker | None, is_known: bool) -> dict[str, Any]:
+        """The fields of `GET /status`, and of what is pushed to the starter; `is_known`: `worker` is of the run that asks."""
         return {
             "name": self.config.name,
             "process": self.process,
@@ -303,7 +304,7 @@ class SecondaryNode:
         worker = self.runs.find(run, epoch)
         if worker is None:
             raise self._unknown_run()
-        return RingWatch(worker, lambda: self._status_of(worker, True))
+        return RingWatch(worker, lambda: self.status_of(worker, True))
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         rings = self.runs.active_of(run)

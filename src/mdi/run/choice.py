@@ -119,6 +119,7 @@ class Choice:
         """Harmless if repeated."""
         if self._is_open:
             self._is_open = False
+            self.codec.close()
             self.weights.close()
 
     @property

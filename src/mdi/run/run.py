@@ -71,6 +71,7 @@ class Run(StatusOnly):
         leave: end the processes of all secondaries as well, once the run is left without an error.
         on_close: called when the run begins to end.
         ports: that it shares with other runs of this process; None: its own.
+        cancel: of the command; its end ends the run.
 
     Attributes:
         model: what it generates with; from `open` on.
@@ -88,6 +89,7 @@ class Run(StatusOnly):
         self, nodes: NodeSource, options: StarterOptions, n_tokens: int, prompts: Sequence[str | Sequence[int]] = (),
         n_texts: int | None = None, family: Callable[[], ModelFamily] | None = None, leave: bool = False,
         on_close: Callable[[], None] = lambda: None, ports: StarterPorts | None = None,
+        cancel: Cancel | None = None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self.options = options
@@ -100,7 +102,7 @@ class Run(StatusOnly):
         self._ports, self._has_own_ports = ports or StarterPorts(), ports is None
         self._id = secrets.randbits(64 - N_RING_BITS) << N_RING_BITS
         self._process = secrets.token_hex(8)
-        self._cancel = Cancel()
+        self._cancel = Cancel(parent=cancel)
         self._state = "IDLE"
         self._cluster: ClusterConfig | None = None
         self._former: Former | None = None
@@ -334,6 +336,7 @@ class Run(StatusOnly):
                     self.clients
                 )  # meanwhile the last frame, which only frees caches, goes round
             self._cancel.cancel()
+            self._cancel.close()
             if self._lookout is not None:
                 self._lookout.join()
                 self._lookout = None  # it refers to this run, whose memory is to be free when it is forgotten

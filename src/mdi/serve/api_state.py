@@ -20,7 +20,7 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.models import Models
 from mdi.serve.process import ServeSettings
-from mdi.serve.templates import SchemaChecks
+from mdi.serve.schemas import SchemaChecks
 
 LEAST_RETRY_S, MOST_RETRY_S = 1, 60
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mdi.serve.api_errors import invalid
+from mdi.errors import CheckpointError, UsageError
+from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.endpoint import EndpointJob
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import (
@@ -23,7 +24,7 @@ from mdi.serve.request import (
     encoded,
     read_fields,
 )
-from mdi.serve.templates import PLAIN_STOPS
+from mdi.text.templates import PLAIN_STOPS
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -222,7 +223,7 @@ class Chat(EndpointJob):
         messages = self.messages
         if self.tools.tools and not model.template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
-        text = await model.template.render(messages, self.tools.tools, self.template_values)
+        text = await _rendered(model, messages, self.tools.tools, self.template_values)
         encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
         prompt = await encoded(model, text, encode, "messages")
         check_prompt(model, prompt, "messages")
@@ -316,6 +317,21 @@ def _content(where: str, given: Any) -> str:
             raise invalid(where, "this server reads parts of type text only")
         parts.append(checked_text(where, part["text"]))
     return "".join(parts)
+
+
+async def _rendered(
+    model: LoadedModel, messages: list[dict[str, Any]], tools: Sequence[Any], values: Mapping[str, Any]
+) -> str:
+    """The chat in the model's template. Raises ApiError."""
+    try:
+        return checked_text("messages", await model.template.render(messages, tools, values))
+    except CheckpointError as e:
+        raise ApiError(500, str(e), e.code) from None
+    except UsageError as e:
+        if e.code == "removed":
+            raise ApiError(503, str(e), "engine_ended") from None
+        code = {"length": "context_length_exceeded", "costly": "chat_template"}.get(e.code)
+        raise ApiError(400, f"messages: {e}", code, "messages") from None
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class GrammarSource:
 
     def constraint(self, wanted: Mapping[str, Any]) -> Grammar:
         """Of one text. Raises UsageError if the schema cannot be used. Some take minutes, or end this process: those must
-        not come here (`mdi.serve.limited`).
+        not come here (`mdi.text.limited`).
         """
         schema = json.dumps(wanted["schema"])
         matcher = self._llguidance.LLMatcher

@@ -174,6 +174,7 @@ class ModelHost:
         max_length: tokens that a text may have, if the model allows it.
         on_end: called when the run of a model has ended.
         on_ready: called with the name of a model that serves from now on.
+        cancel: of the command.
 
     Attributes:
         loaded: by name, the one that was loaded first is the first.
@@ -182,9 +183,10 @@ class ModelHost:
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
         on_end: Callable[[Run], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
+        cancel: Cancel | None = None,
     ) -> None:  # fmt: skip
         self._source, self._looking = nodes, threading.Lock()
-        self._cancel = Cancel()
+        self._cancel = Cancel(parent=cancel)
         self._options = options
         self._catalog = catalog
         self._max_length = max_length
@@ -385,7 +387,9 @@ class ModelHost:
     def _load(self, name: str, cancel: Cancel) -> None:
         self._n_loads += 1
         nodes = HostNodes(self._source, self._looking, cancel)
-        run = Run(nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports)
+        run = Run(
+            nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports, cancel=self._cancel
+        )
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
         progress = _Records(records)

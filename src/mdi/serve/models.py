@@ -7,7 +7,6 @@ model is unloaded as soon as its requests are done, and so on until there is eno
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from mdi.errors import MdiError
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
-from mdi.serve.templates import ChatTemplate, read_template
+from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer, panics_as_errors
 
@@ -262,18 +261,3 @@ class ServedTokenizer(FileTokenizer):
         if self.backend == "huggingface":
             return max(map(len, self.processor.get_vocab()), default=1)
         return max(len(self.processor.id_to_piece(i)) for i in range(self.processor.vocab_size()))
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
-        if self.backend == "huggingface":
-            return self.ids_of(text, adds_special=False)
-        names = {self.processor.id_to_piece(i): i for i in self._control_ids()}
-        if not names:
-            return list(self.processor.encode(text))
-        found: list[int] = []
-        for part in re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text):
-            found += [names[part]] if part in names else self.processor.encode(part) if part else []
-        return found
-
-    def _control_ids(self) -> list[int]:
-        return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]

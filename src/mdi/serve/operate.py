@@ -21,9 +21,9 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from mdi.checkpoint.model_store import is_model_name
+from mdi.files import module_environment
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.endpoint import json_of
-from mdi.serve.process import module_environment
 
 if TYPE_CHECKING:
     from mdi.serve.api_state import ApiState

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import UsageError, WireError
+from mdi.files import module_environment
 
 ROLES = ("user", "operator")
 DRAIN_S = 15.0  # for requests under way when the server ends
@@ -198,13 +199,6 @@ class ApiProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def module_environment() -> dict[str, str]:
-    """The environment in which another interpreter finds this package. A library that panics prints no backtrace."""
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "RUST_BACKTRACE": "0"}
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -130,7 +130,7 @@ class NoCaches:
     def free(self, seq_id: int) -> None:
         """Nothing."""
 
-    def copy(self, seq_id: int, new_id: int) -> None:
+    def rearrange(self, freed: Iterable[int], copies: Iterable[tuple[int, int]]) -> None:
         """Nothing."""
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 _TABLE = Path(__file__).with_name("styles.json")
 _PROMPT = "{prompt}"
@@ -34,6 +34,7 @@ class PromptStyle:
     class_name: str
     form: str
     stops: tuple[tuple[str | int, ...], ...] = ()
+    is_complete: ClassVar = False  # the tokenizer adds what begins a text
 
     @property
     def knows_conversations(self) -> bool:
@@ -55,6 +56,9 @@ class PromptStyle:
     def stop_tokens(self, tokenizer: Any) -> list[list[int]]:
         """Ids of `stops`. Raises ValueError if the tokenizer lacks one."""
         return [[tokenizer.token_to_id(s) if isinstance(s, str) else s for s in run] for run in self.stops]
+
+    def close(self) -> None:
+        """Nothing: it has no process, other than a template."""
 
 
 @functools.cache

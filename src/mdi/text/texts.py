@@ -1,23 +1,28 @@
 """Converts between words and token ids: the tokenizer of a checkpoint, prompt styles, and text that grows token by token.
 
 It knows nothing of models, sockets or who generates the ids. It needs neither litgpt nor torch.
-Of a checkpoint only data is read: no class path and no chat template that it names is ever imported or executed.
+Of a checkpoint only data is read: no class path that it names is imported, and a process with limits renders its chat template.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE, model_name
 from mdi.errors import CheckpointError, UsageError
 from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
 from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
 from mdi.text.tokenizer import id_list, read_tokenizer
+
+if TYPE_CHECKING:
+    from mdi.text.templates import TemplateStyle
 
 # Names that litgpt's table counts as chat models although base models have them, too.
 _BASE_MODEL = re.compile(
@@ -29,16 +34,18 @@ _log = logging.getLogger(__name__)
 
 
 class TextCodec:
-    """The tokenizer and the prompt style of a checkpoint.
+    """The tokenizer and the prompt style of a checkpoint. Close it if it has encoded prompts.
 
     Attributes:
         vocab_size: one more than the tokenizer's largest id (the model's own vocabulary may be padded beyond).
         eos_ids: every id that ends a text, by the tokenizer or by generation_config.json.
         stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
-        prompt_style: None for the raw text.
+        prompt_style: how prompts are written, by a style that is known or by the model's own template; None for the raw text.
     """
 
-    def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: PromptStyle | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: PromptStyle | TemplateStyle | None = None
+    ) -> None:
         """Use `from_checkpoint`; this takes what `read_tokenizer` gives."""
         self._tokenizer = tokenizer
         self._processor = tokenizer.processor
@@ -96,10 +103,18 @@ class TextCodec:
         return ids
 
     def encode_prompt(self, user_text: str | list[dict[str, str]]) -> list[int]:
-        """Ids of `user_text` in the prompt style; a list of messages only for styles that know conversations."""
+        """Ids of `user_text` in the prompt style; a list of messages only for styles that know conversations.
+
+        Raises:
+            UsageError, CheckpointError: it is no text, or the model's own template refuses it.
+        """
         if self.prompt_style is None:
             return self.encode(str(user_text))
-        ids = self.encode(self.prompt_style.apply(user_text))
+        text = self.prompt_style.apply(user_text)
+        if self.prompt_style.is_complete:
+            refuse_surrogates(text, "a prompt")
+            return list(self._tokenizer.encode_rendered(text))
+        ids = self.encode(text)
         # Styles that write the beginning of the text themselves meet tokenizers that put it there as well.
         bos_id = self._tokenizer.bos_id
         return ids[1:] if bos_id is not None and ids[:2] == [bos_id, bos_id] else ids
@@ -126,6 +141,11 @@ class TextCodec:
             ids += self.encode_prompt(asked) + self._without_bos(self.encode(answer)) + closing
         last = self.encode_prompt(question)
         return ids + (self._without_bos(last) if ids else last)
+
+    def close(self) -> None:
+        """End the process that renders the model's own template, if there is one; harmless if repeated."""
+        if self.prompt_style is not None:
+            self.prompt_style.close()
 
     def _without_bos(self, ids: list[int]) -> list[int]:
         return ids[1:] if ids and ids[0] == self._tokenizer.bos_id else ids
@@ -165,12 +185,13 @@ class TextCodec:
         return int(self._processor.piece_to_id(piece))
 
 
-def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> PromptStyle | None:
+def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> PromptStyle | TemplateStyle | None:
     """The prompt style to use; None for the raw text.
 
     Args:
-        name: "none"; "auto": the checkpoint's own, i.e. that of prompt_style.yaml, else the one that is known for a
-            chat model of this name, else none; or one of styles.json.
+        name: "none"; "auto": the checkpoint's own, i.e. that of prompt_style.yaml, else its chat template, else the style
+            that is known for a chat model of this name (in LitGPT's form that one comes before the template), else none; or
+            one of styles.json.
 
     Raises:
         UsageError: the style of the command line or prompt_style.yaml is unknown.
@@ -185,12 +206,27 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> P
                 f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}", code="style"
             )
         return style
-    path = Path(ckpt_dir) / "prompt_style.yaml"
-    if path.is_file():
+    folder = Path(ckpt_dir)
+    is_gguf = (folder / GGUF_NOTE).is_file()
+    path = folder / "prompt_style.yaml"
+    if path.is_file() and not is_gguf:
         return _style_from_file(path)
     if _BASE_MODEL.search(config_name):
         return None
-    return style_of_model(config_name)
+    known = style_of_model(config_name)
+    if known is not None and (folder / CONFIG_FILE).is_file() and not is_gguf:
+        return known
+    return _own_template(folder) or known
+
+
+def _own_template(folder: Path) -> TemplateStyle | None:
+    """Raises CheckpointError."""
+    from mdi.text.templates import TemplateStyle, read_template
+
+    if os.name != "posix":  # a process cannot be limited
+        return None
+    template = read_template(folder)
+    return None if template.is_plain else TemplateStyle(template)
 
 
 def _style_names() -> str:
@@ -230,7 +266,9 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
     return len(ids), frozenset(silent), frozenset(i for i in ids if processor.is_byte(i))
 
 
-def _stop_sequences(style: PromptStyle | None, tokenizer: Any, eos_ids: frozenset[int]) -> list[list[int]]:
+def _stop_sequences(
+    style: PromptStyle | TemplateStyle | None, tokenizer: Any, eos_ids: frozenset[int]
+) -> list[list[int]]:
     if style is None:
         return []
     try:
@@ -268,12 +306,12 @@ def _with_right_commas(text: str) -> str:
 
 
 def _config_name(ckpt_dir: Path) -> str:
-    path = ckpt_dir / "model_config.yaml"
+    path = ckpt_dir / CONFIG_FILE
     if not path.is_file():
-        return ckpt_dir.absolute().name
+        return model_name(ckpt_dir)
     data = read_yaml(path)
     name = data.get("name") if isinstance(data, dict) else None
-    return name if isinstance(name, str) else ckpt_dir.absolute().name
+    return name if isinstance(name, str) else model_name(ckpt_dir)
 
 
 class Detokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ class FileTokenizer:
             with panics_as_errors():
                 return list(self.processor.encode(text, add_special_tokens=adds_special).ids)
         return list(self.processor.encode(text))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
+        if self.backend == "huggingface":
+            return self.ids_of(text, adds_special=False)
+        names = {self.processor.id_to_piece(i): i for i in self._control_ids()}
+        if not names:
+            return list(self.processor.encode(text))
+        found: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text):
+            found += [names[part]] if part in names else self.processor.encode(part) if part else []
+        return found
+
+    def _control_ids(self) -> list[int]:
+        return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]
 
     def token_to_id(self, token: str) -> int:
         """Raises ValueError if the token does not exist."""

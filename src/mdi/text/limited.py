@@ -2,7 +2,7 @@
 
 jinja2's sandbox keeps a template from the machine, but not from computing for ever or filling the memory. Some schemas take
 llguidance minutes, or end the process that compiles them. So a process of its own renders the chats and tries the schemas:
-`python -m mdi.serve.limited`, which `mdi.serve.templates` starts and replaces.
+`python -m mdi.text.limited`, which `mdi.text.templates` starts and replaces.
 
 Both directions carry JSON behind its length. The process is asked {"template", "specials"} once and then {"values"} of each
 chat, or {"schema"}; the answers are {"text"} or {"error", "code"}. It ends with its input.

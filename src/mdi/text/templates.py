@@ -1,8 +1,8 @@
-"""Chats as one text, by the model's own template or a plain one, and the check of JSON schemas.
+"""Chats as one text, by the model's own template or a plain one.
 
-A model's template is rendered in another process (`mdi.serve.limited`): this one answers all requests, and must not stop for
-a template that computes for ever. Each template has a process of its own, from its first chat on. A process that did not answer
-is replaced. Schemas are tried in such processes, too.
+A model's template is foreign code, so another process with limits renders it (`mdi.text.limited`): a server answers all
+requests in one process, which must not stop for a template that computes for ever. Each template has a process of its own, from
+its first chat on. A process that did not answer is replaced.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.folder import CHAT_TEMPLATE
-from mdi.errors import CheckpointError
-from mdi.serve import limited
-from mdi.serve.api_errors import ApiError, checked_text
-from mdi.serve.limited import Renderer
-from mdi.serve.process import module_environment
+from mdi.errors import CheckpointError, UsageError
+from mdi.files import module_environment
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
+from mdi.text import limited
+from mdi.text.limited import Renderer
 
 FIRST_ANSWER_S = 60.0  # the process must begin before, which takes long on a busy board
 ANSWER_S = 15.0  # the process's own limit is shorter, but counts only while it computes
 ANSWER_LIMIT_BYTES = 8 * limited.RENDERED_LIMIT
-MOST_CHECKS = 2  # schemas at the same time
-SCHEMA_LIMIT = 1 << 18  # characters
 
 
 class LimitedError(Exception):
@@ -54,7 +51,10 @@ class LimitedProcess:
             try:
                 command = [sys.executable, "-m", limited.__name__]
                 ends = theirs.fileno()
-                process = subprocess.Popen(command, stdin=ends, stdout=ends, env=module_environment())
+                # Ctrl-C on a terminal is meant for this process, with which the other one ends.
+                process = subprocess.Popen(
+                    command, stdin=ends, stdout=ends, env=module_environment(), start_new_session=True
+                )
             except BaseException:
                 sink.close()
                 raise
@@ -83,41 +83,6 @@ class LimitedProcess:
         self._process.kill()
         self._sink.close()
         asyncio.get_running_loop().run_in_executor(None, self._process.wait)
-
-
-class SchemaChecks:
-    """Whether the engine can use JSON schemas. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(MOST_CHECKS)
-        self._idle: list[LimitedProcess] = []
-
-    async def check(self, schema: Any) -> None:
-        """Raises ApiError."""
-        written = json.dumps(schema)
-        if len(written) > SCHEMA_LIMIT:
-            raise _refused(f"has more than {SCHEMA_LIMIT} characters")
-        async with self._turns:
-            process = self._idle.pop() if self._idle else await LimitedProcess.start()
-            try:
-                answer = await process.ask({"schema": written})
-            except LimitedError:
-                process.kill()
-                raise _refused("is too large: it takes too long to compile, or too much memory") from None
-            except BaseException:
-                process.kill()
-                raise
-            self._idle.append(process)
-        if "error" in answer:
-            raise _refused(f"cannot be used: {answer['error']}")
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().kill()
-
-
-def _refused(why: str) -> ApiError:
-    return ApiError(400, f"the JSON schema {why}", "invalid_request")
 
 
 CONFIG = "tokenizer_config.json"
@@ -155,17 +120,23 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]
     ) -> str:
-        """The text that the model continues. ApiError if the template refuses the messages, or does not come to an end."""
+        """The text that the model continues.
+
+        Raises:
+            UsageError: the template refuses the messages ("template"), needs too much time or memory ("costly"), writes too
+                much ("length"), or has been closed ("removed").
+            CheckpointError: it cannot be read.
+        """
         values = {**extra, "messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
         answer = await self._rendered(values) if self._plain is None else self._plain.render(values)
         if "text" in answer:
-            return checked_text("messages", answer["text"])
+            return str(answer["text"])
         reason = answer["error"]
         if answer["code"] == limited.UNREADABLE:
-            raise ApiError(500, f"the model's chat template cannot be read: {reason}", CheckpointError.code)
+            raise CheckpointError(f"the model's chat template cannot be read: {reason}")
         if answer["code"] == limited.TOO_LONG:
-            raise ApiError(400, f"messages: the chat is too long: {reason}", "context_length_exceeded", "messages")
-        raise ApiError(400, f"messages: the model's chat template refuses them: {reason}", param="messages")
+            raise UsageError(f"the chat is too long: {reason}", code="length")
+        raise UsageError(f"the model's chat template refuses the chat: {reason}", code="template")
 
     def close(self) -> None:
         """End the process; no chat can be rendered any more."""
@@ -175,7 +146,7 @@ class ChatTemplate:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ApiError(503, "the model has been unloaded", "engine_ended")
+            raise UsageError("the model has been unloaded", code="removed")
 
     async def _rendered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         async with self._turn:
@@ -193,14 +164,50 @@ class ChatTemplate:
                 return answer
             except LimitedError:
                 self._check_open()  # `close` ends the process, too
-                raise ApiError(
-                    400, f"messages: the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
-                    f"{limited.MEMORY_BYTES >> 20} MB of memory for them", "chat_template", "messages",
+                raise UsageError(
+                    f"the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
+                    f"{limited.MEMORY_BYTES >> 20} MB of memory for the chat", code="costly",
                 ) from None  # fmt: skip
             finally:
                 if self._process is not None and not is_usable:
                     self._process.kill()
                     self._process = None
+
+
+class TemplateStyle:
+    """A model's own template in the place of a prompt style, for code without an event loop. Close it."""
+
+    class_name = "the model's own"
+    knows_conversations = is_complete = True
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def apply(self, prompt: str | Sequence[Mapping[str, str]]) -> str:
+        """The text for a question, or for messages. Raises UsageError, CheckpointError: see ChatTemplate.render."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        try:
+            return self._loop.run_until_complete(self._template.render(messages, (), {}))
+        except (UsageError, CheckpointError) as e:
+            raise type(e)(f"{e} (--prompt-style none leaves the template out)", code=e.code) from None
+
+    def stop_tokens(self, tokenizer: Any) -> list[list[int]]:
+        """None but those that end every text of the model."""
+        return []
+
+    def close(self) -> None:
+        """End the process of the template; harmless if repeated."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.run_until_complete(self._end())
+            loop.close()
+
+    async def _end(self) -> None:
+        self._template.close()
+        await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def read_template(directory: Path) -> ChatTemplate:

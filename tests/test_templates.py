@@ -1,8 +1,11 @@
-"""Chat templates: what they write, and what a hostile one cannot do to the server."""
+"""Chat templates: what they write, for servers and for commands, and what a hostile one cannot do."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from mdi.errors import CheckpointError
-from mdi.serve.api_errors import ApiError
-from mdi.serve.templates import ChatTemplate, read_template
+from gguf_files import byte_level_tokens, write_gguf
+from mdi.checkpoint.ggufsource import gguf_directory
+from mdi.cli import launch
+from mdi.errors import CheckpointError, UsageError
+from mdi.text.templates import ChatTemplate, read_template
+from mdi.text.texts import TextCodec
+from tiny_checkpoint import END, encode, reference, tiny_config, tiny_gpt, tokenizer, write_checkpoint
+from tiny_models import hf_config, hf_state, write_hf
 
 DEADLINE_S = 120.0
 # Does what the first message says.
@@ -73,9 +81,8 @@ def test_a_template_of_the_models_own(tmp_path: Path) -> None:
 
 
 def test_a_damaged_template_is_told_at_the_first_chat() -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(CheckpointError):
         rendered(ChatTemplate("{% for", {}), user("Who?"))
-    assert (caught.value.status, caught.value.code) == (500, CheckpointError.code)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +92,16 @@ def test_a_damaged_template_is_told_at_the_first_chat() -> None:
      "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
 )  # fmt: skip
 def test_a_template_cannot_do_harm(source: str) -> None:
-    try:
+    with contextlib.suppress(UsageError, CheckpointError):
         assert rendered(ChatTemplate(source, {}), user("Who?")) == "", source  # what is not allowed is nothing
-    except ApiError as e:
-        assert e.status in (400, 500)
 
 
 @pytest.mark.parametrize("what", ["loop", "square", "double", "lists", "width", "long"])
 def test_a_chat_that_costs_too_much_is_refused_and_the_next_one_is_written(what: str) -> None:
     async def scenario(template: ChatTemplate) -> None:
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(UsageError) as caught:
             await template.render(user(what), (), {})
-        assert (caught.value.status, caught.value.param) == (400, "messages")
-        assert (caught.value.code == "context_length_exceeded") == (what == "long")
+        assert (caught.value.code == "length") == (what == "long")
         assert await template.render(user("Who?"), (), {}) == "Who?"
 
     rendering(ChatTemplate(OBEDIENT, {}), scenario)
@@ -150,9 +154,9 @@ def test_chats_at_the_same_time_get_their_own_texts() -> None:
 def test_an_unloaded_model_renders_no_chat() -> None:
     async def scenario(template: ChatTemplate) -> None:
         template.close()
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(UsageError) as caught:
             await template.render(user("Who?"), (), {})
-        assert caught.value.status == 503
+        assert caught.value.code == "removed"
 
     rendering(ChatTemplate(OBEDIENT, {}), scenario)
 
@@ -165,15 +169,93 @@ def test_a_model_that_is_unloaded_during_a_chat_is_told_as_such(n_before: int) -
         chat = asyncio.create_task(template.render(user("loop"), (), {}))
         await asyncio.sleep(0)
         template.close()
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(UsageError) as caught:
             await chat
-        assert caught.value.status == 503
+        assert caught.value.code == "removed"
 
     rendering(ChatTemplate(OBEDIENT, {}), scenario)
 
 
-def test_what_a_template_writes_must_be_text() -> None:
-    messages = [{"role": "user", "content": "Who?", "name": "\ud800"}]
-    with pytest.raises(ApiError) as caught:
-        rendered(ChatTemplate("{{ messages|tojson }}", {}), messages)
-    assert caught.value.status == 400
+# ---- in commands
+
+TEMPLATE = """\
+{%- for m in messages %}
+{%- if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}The {{ m.role }} says: {{ m.content }}<|end|>
+{%- endfor %}{% if add_generation_prompt %}The ring {% endif %}"""
+QUESTION = "Who are you?"
+RENDERED = f"The user says: {QUESTION}{END}The ring "
+GREEDY = ("--temperature", "0", "--dtype", "float32", "--device", "cpu", "--n-tokens", "8")
+
+
+def hf_folder(tmp_path: Path, name: str = "my-model") -> Path:
+    config = tiny_config()
+    folder = write_hf(
+        tmp_path / name, hf_config("Llama-3.1-8B", config), hf_state(config, dict(tiny_gpt().state_dict()))
+    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
+    settings |= {"bos_token": END, "add_bos_token": True}  # which is not put before a chat whose template leaves it out
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def gguf_file(tmp_path: Path) -> Path:
+    fields = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": TEMPLATE}
+    tokens = byte_level_tokens(json.loads(tokenizer().to_str()), **fields)
+    return write_gguf(tmp_path / "tiny.gguf", "Llama-3.1-8B", tiny_config(), tiny_gpt().state_dict(), tokens=tokens)
+
+
+@pytest.fixture(params=["hf", "gguf"])
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MDI_STORE", str(tmp_path / "store"))
+    return hf_folder(tmp_path) if request.param == "hf" else gguf_file(tmp_path)
+
+
+def test_a_codec_writes_chats_in_the_models_own_template(model: Path, tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    codec = TextCodec.from_checkpoint(gguf_directory(model, tmp_path / "store") if model.is_file() else model)
+    try:
+        assert codec.encode_prompt(QUESTION) == encode(RENDERED) and tokenizer().token_to_id(END) in encode(RENDERED)
+        history = f"The user says: Hello{END}The assistant says: Yes{END}"
+        assert codec.encode_chat([("Hello", "Yes")], QUESTION) == encode(history + RENDERED)
+        with pytest.raises(UsageError) as caught:
+            codec.encode_prompt("no")
+        assert caught.value.code == "template" and "not that" in str(caught.value)
+        assert codec.encode_prompt(QUESTION) == encode(RENDERED), "after a refusal"
+    finally:
+        codec.close()
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("command", ["sample", "run", "chat"])
+def test_commands_use_the_models_own_template(
+    model: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
+    words = {"sample": ["--ckpt", str(model), "--prompt", QUESTION, "--n-samples", "1"],
+             "run": [str(model), QUESTION, "--quantize", "float32"], "chat": [str(model)]}[command]  # fmt: skip
+    assert launch(command, [*words, *GREEDY]) == 0
+    shown = capsys.readouterr()
+    assert tokenizer().decode(list(reference(RENDERED, 8))).strip() in shown.out
+    assert "no chat template" not in shown.err
+    assert reference(RENDERED, 8) != reference(QUESTION + "\n", 8)
+
+
+def test_a_model_without_a_template_continues_the_text_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint(tmp_path / "plain")
+    assert launch("run", [str(folder), QUESTION, "--quantize", "float32", *GREEDY]) == 0
+    shown = capsys.readouterr()
+    assert tokenizer().decode(list(reference(QUESTION + "\n", 8))).strip() in shown.out
+    assert shown.err.count("no chat template is known") == 1
+
+
+def test_a_template_comes_before_a_name_but_not_in_litgpts_form(tmp_path: Path) -> None:
+    chat = hf_folder(tmp_path, "Qwen3-0.6B")
+    assert TextCodec.from_checkpoint(chat).prompt_style.class_name == "the model's own"  # type: ignore[union-attr]
+    assert TextCodec.from_checkpoint(chat, "alpaca").prompt_style.class_name == "Alpaca"  # type: ignore[union-attr]
+    assert TextCodec.from_checkpoint(hf_folder(tmp_path, "Qwen3-0.6B-Base")).prompt_style is None
+    (chat / "model_config.yaml").write_text("name: Qwen3-0.6B\n")
+    assert TextCodec.from_checkpoint(chat).prompt_style.class_name == "Qwen3"  # type: ignore[union-attr]
+    (chat / "model_config.yaml").write_text("name: my-own\n")
+    assert TextCodec.from_checkpoint(chat).prompt_style.class_name == "the model's own"  # type: ignore[union-attr]

@@ -1,0 +1,48 @@
+"""Checks whether the engine can use the JSON schema of a request, in processes with limits (`mdi.text.limited`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from mdi.serve.api_errors import ApiError
+from mdi.text.templates import LimitedError, LimitedProcess
+
+MOST_CHECKS = 2  # schemas at the same time
+SCHEMA_LIMIT = 1 << 18  # characters
+
+
+class SchemaChecks:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(MOST_CHECKS)
+        self._idle: list[LimitedProcess] = []
+
+    async def check(self, schema: Any) -> None:
+        """Raises ApiError."""
+        written = json.dumps(schema)
+        if len(written) > SCHEMA_LIMIT:
+            raise _refused(f"has more than {SCHEMA_LIMIT} characters")
+        async with self._turns:
+            process = self._idle.pop() if self._idle else await LimitedProcess.start()
+            try:
+                answer = await process.ask({"schema": written})
+            except LimitedError:
+                process.kill()
+                raise _refused("is too large: it takes too long to compile, or too much memory") from None
+            except BaseException:
+                process.kill()
+                raise
+            self._idle.append(process)
+        if "error" in answer:
+            raise _refused(f"cannot be used: {answer['error']}")
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().kill()
+
+
+def _refused(why: str) -> ApiError:
+    return ApiError(400, f"the JSON schema {why}", "invalid_request")
