@@ -359,8 +359,8 @@ class SecondaryNode:
     def _unknown_run(self) -> ControlError:
         return ControlError(f"{self.config.name} does not take part in this run", 409, code="run")
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        return self._measurement.profile(request)
+    def profile(self, request: ProfileRequest, note: Callable[[Any], None] = lambda what: None) -> dict[str, Any]:
+        return self._measurement.profile(request, note)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         return self._measurement.probe(request)
