@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(
         "model", "ckpt", "config", "quantize", "dtype", "kv_dtype",
         ckpt={"help": "checkpoint made by prepare_model.py"},
-        quantize={"help": "weight format: float32, bf16, fp16, int8 or int4", "read": packed_format},
+        quantize={"help": "weight format: float32, bf16, fp16, int8, int4 or mxfp4", "read": packed_format},
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
