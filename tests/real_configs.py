@@ -329,17 +329,27 @@ OWN: dict[str, tuple[Json, Json]] = {
 
 # what it is -> (what is refused, config.json): set to what litgpt does not compute
 REFUSED: dict[str, tuple[str, Json]] = {
-    "Phi 3 mini 128K, cut short": ("short_factor", {**_PHI_3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
+    "Phi 3 mini 128K, cut short": (
+        "short_factor",
+        {**_PHI_3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+    ),
     "YaRN that grows without end": ("block_size", {**_QWEN_2_5, "rope_scaling": {"type": "yarn", "factor": 1e300}}),
-    "positions of a later kind": ("proportional", {**_QWEN_2_5, "rope_scaling": {"type": "proportional", "factor": 4.0}}),
+    "positions of a later kind": (
+        "proportional",
+        {**_QWEN_2_5, "rope_scaling": {"type": "proportional", "factor": 4.0}},
+    ),
     "Qwen 2 with windows": ("use_sliding_window", {**_QWEN_2_5, "use_sliding_window": True}),
     "a Llama with biases": ("attention_bias", {**_LLAMA_3, "attention_bias": True}),
     "OLMo 7B 0424": ("clip_qkv", {**_OLMO, "clip_qkv": 8.0}),
     "StableLM 2 1.6B": ("use_qkv_bias", {**_STABLELM, "use_qkv_bias": True}),
-    "OPT 350M": ("word_embed_proj_dim", {**_OPT, "do_layer_norm_before": False, "hidden_size": 1024, "word_embed_proj_dim": 512}),
+    "OPT 350M": (
+        "word_embed_proj_dim",
+        {**_OPT, "do_layer_norm_before": False, "hidden_size": 1024, "word_embed_proj_dim": 512},
+    ),
     "a GPT-2 of a kind of its own": ("scale_attn_by_inverse", {**_GPT_2, "scale_attn_by_inverse_layer_idx": True}),
     "a BLOOM with residuals behind norms": (
-        "apply_residual_connection", {**_BLOOM, "apply_residual_connection_post_layernorm": True}
+        "apply_residual_connection",
+        {**_BLOOM, "apply_residual_connection_post_layernorm": True},
     ),
     "heads that do not divide": ("head_dim", {**_LLAMA_3, "num_attention_heads": 33, "num_key_value_heads": 33}),
 }

@@ -84,7 +84,7 @@ def test_a_copied_sequence_writes_to_pages_of_its_own(is_device: bool) -> None:
         block.write(caches.select(0, ids[positions // PAGE], positions % PAGE), *kv)
 
     write(0, 0, kv)
-    caches.copy(0, 1)
+    caches.rearrange((), [(0, 1)])
     write(1, 36, torch.zeros(2, 1, 2, 5))
     for seq_id, n in ((0, 40), (1, 36)):
         found = block.gather(1, caches.select(0, caches.tables(seq_id)[0].ids), memory)

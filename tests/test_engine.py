@@ -110,10 +110,7 @@ class Formula:
     def __init__(self) -> None:
         self.caches = self
 
-    def free(self, seq_id: int) -> None:
-        pass
-
-    def copy(self, seq_id: int, new_id: int) -> None:
+    def rearrange(self, freed: tuple[int, ...], copies: tuple[tuple[int, int], ...]) -> None:
         pass
 
     def clear(self) -> None:

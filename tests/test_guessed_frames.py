@@ -47,13 +47,13 @@ class Remembering:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def free(self, seq_id: int) -> None:
-        self._texts.pop(seq_id, None)
-        self._first.pop(seq_id, None)
-
-    def copy(self, seq_id: int, new_id: int) -> None:
-        self._texts[new_id] = list(self._texts[seq_id])
-        self._first[new_id] = self._first.get(seq_id, 0)
+    def rearrange(self, freed: tuple[int, ...], copies: tuple[tuple[int, int], ...]) -> None:
+        made = {new_id: (list(self._texts[seq_id]), self._first.get(seq_id, 0)) for seq_id, new_id in copies}
+        for seq_id in freed:
+            self._texts.pop(seq_id, None)
+            self._first.pop(seq_id, None)
+        for new_id, (ids, first) in made.items():
+            self._texts[new_id], self._first[new_id] = ids, first
 
     def clear(self) -> None:
         self._texts.clear()

@@ -118,7 +118,7 @@ def test_a_copied_cache_goes_its_own_way() -> None:
     assert isinstance(stage, StarterStage)
     shared, one, other = prompt(40, 12), prompt(9, 13), prompt(9, 14)
     stage(stage.embed(torch.tensor(shared)), [(0, 0, 40)])
-    stage.caches.copy(0, 1)
+    stage.caches.rearrange((), [(0, 1)])
     x = stage(stage.embed(torch.tensor(one + other)), [(0, 40, 9), (1, 40, 9)])
     for rows, text in ((x[:9], one), (x[9:], other)):
         assert_alike(stage.head(rows), gpt(torch.tensor([shared + text]))[0, 40:], gpt.config)

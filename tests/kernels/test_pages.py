@@ -77,10 +77,17 @@ class Model:
     def copy(self, seq_id: int, new_id: int) -> None:
         if seq_id not in self.texts:
             with pytest.raises(EngineError):
-                self.caches.copy(seq_id, new_id)
+                self.caches.rearrange((), [(seq_id, new_id)])
             return
-        self.caches.copy(seq_id, new_id)
+        self.caches.rearrange((), [(seq_id, new_id)])
         self.texts[new_id], self.lowest[new_id] = list(self.texts[seq_id]), list(self.lowest[seq_id])
+
+    def exchange(self, seq_id: int, other_id: int) -> None:
+        """Both continue from the other one, or, where that is the same, from a text that is freed with it."""
+        if {seq_id, other_id} <= self.texts.keys():
+            self.caches.rearrange([seq_id], [(seq_id, other_id), (other_id, seq_id)][: 1 + (seq_id != other_id)])
+            for of in (self.texts, self.lowest):
+                of[seq_id], of[other_id] = list(of[other_id]), list(of[seq_id])
 
     def free(self, seq_id: int) -> None:
         self.caches.free(seq_id)
@@ -117,6 +124,7 @@ STEPS = st.one_of(
     st.tuples(st.just("back"), IDS, st.integers(1, 90)),
     st.tuples(st.just("at"), IDS, st.integers(0, 300)),
     st.tuples(st.just("copy"), IDS, IDS),
+    st.tuples(st.just("exchange"), IDS, IDS),
     st.tuples(st.just("free"), IDS, st.just(0)),
 )
 
@@ -144,6 +152,8 @@ def test_every_sequence_keeps_what_it_wrote(
                 model.extend(seq_id, n, 5)
             elif what == "copy":
                 model.copy(seq_id, n)
+            elif what == "exchange":
+                model.exchange(seq_id, n)
             else:
                 model.free(seq_id)
             model.check()
@@ -185,8 +195,7 @@ def test_when_pages_run_out_a_sequence_ends_where_it_was_to_go_on() -> None:
 def test_a_copy_shares_pages_until_one_of_the_two_writes() -> None:
     caches = caches_of((None,), 10)
     caches.extend(0, 0, 70)
-    caches.copy(0, 1)
-    caches.copy(1, 1)
+    caches.rearrange((), [(0, 1)])
     assert caches.pools[0].n_used == 3
     own, other = (list(caches.extend(i, 70, 1)[0].ids) for i in (0, 1))
     assert own[:2] == other[:2] and own[2] != other[2] and caches.pools[0].n_used == 4

@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "the rows of a copy are those of its source for ever",
-        "SentRows._copy",
+        "SentRows._rearrange",
         "_Text(bytearray(text.scales), bytearray(text.values), text.n_rows)",
         "text",
         "tests/recovery/test_replays.py::test_a_copy_grows_apart_from_its_source",

@@ -58,7 +58,7 @@ MUTANTS = [
         f"{TEST}::test_guesses_change_no_text",
     ),
     Mutant(
-        "a kept prefix forgets how far its windows went", "Prefixes._can_be_cut", "max(len(kept.ids), kept.n_far)",
+        "a kept prefix forgets how far its windows went", "Prefixes.find", "max(len(kept.ids), kept.n_far)",
         "len(kept.ids)", f"{TEST}::test_a_prefix_is_not_cut_where_its_windows_have_moved_on",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Plan, SamplingParams, Sequence
 from mdi.errors import EngineError
+from mdi.kernels.page_sizes import PAGE
 from mdi.net.wire import DTYPE_CODES, DTYPES, PLAIN, Frame, FrameCodec, FrameType, Limits, Slice
 
 EPOCH = 9
@@ -123,8 +124,10 @@ class World:
         self.ended: set[int] = set()
 
     def submit(self, seq_id: int, n_prompt: int, n_tokens: int) -> None:
+        """Texts with long prompts have the same one, which they share."""
         self.texts[seq_id] = []
-        prompt = tuple(1000 * seq_id + k for k in range(n_prompt))
+        first = 9000 if n_prompt > PAGE else 1000 * seq_id
+        prompt = tuple(first + k for k in range(n_prompt))
         self.scheduler.submit(Sequence(seq_id, prompt, SamplingParams(n_tokens), 1000))
 
     def leave(self) -> bool:
@@ -143,10 +146,12 @@ class World:
 
     def _rows(self, plan: Plan, which: int) -> None:
         caches = self.nodes[which]
-        for seq_id in plan.freed:
-            caches.pop(seq_id, None)
-            if which == 0:
-                self.sent.pop(seq_id, None)
+        for rows_of in (caches, self.sent) if which == 0 else (caches,):
+            made = {new_id: list(rows_of[source]) for source, new_id in plan.copies if source in rows_of}
+            assert rows_of is self.sent or len(made) == len(plan.copies), "a copy of nothing"
+            for seq_id in (*plan.freed, *(new_id for _, new_id in plan.copies)):
+                rows_of.pop(seq_id, None)
+            rows_of.update(made)
         for part in plan.slices:
             if plan.is_replay and which == 0:
                 assert len(self.sent[part.seq_id]) >= part.start + part.n_rows
@@ -155,7 +160,7 @@ class World:
             cache = caches.setdefault(part.seq_id, [])
             assert part.start <= len(cache), "a hole"
             cache[part.start :] = rows
-            if which == 0:
+            if which == 0 and (part.seq_id in self.sent or not part.start):
                 kept = self.sent.setdefault(part.seq_id, [])
                 kept[part.start :] = rows
 
@@ -167,7 +172,7 @@ class World:
         for part in plan.slices:
             if part.n_logits:
                 ids = self.nodes[1][part.seq_id]
-                tokens[part.seq_id] = [sum(ids[: part.start + part.n_rows]) % 997]
+                tokens[part.seq_id] = [(sum(ids[: part.start + part.n_rows]) + part.seq_id) % 997]
         for event in self.scheduler.update(plan.number, tokens):
             self.texts[event.seq_id] += event.tokens
             if event.finish_reason:
@@ -198,9 +203,9 @@ Steps = st.lists(st.sampled_from(STEPS), max_size=60)
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 9) | st.just(PAGE + 3), st.integers(1, 6)), min_size=1, max_size=4),
     st.integers(1, 3),
-    st.integers(1, 5),
+    st.integers(1, 5) | st.just(PAGE),
     Steps,
 )
 def test_texts_are_those_of_an_undisturbed_ring(

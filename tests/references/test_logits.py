@@ -45,7 +45,9 @@ def folder_of(name: str, tmp_path: Path) -> tuple[Path, list[int], np.ndarray]:
     return folder, json.loads((folder / "ids.json").read_text(encoding="utf-8")), np.load(folder / "logits.npy")
 
 
-def stages_of(source: WeightSource, bounds: list[int], max_length: int, cache_type: str = "float32") -> list[KernelStage]:
+def stages_of(
+    source: WeightSource, bounds: list[int], max_length: int, cache_type: str = "float32"
+) -> list[KernelStage]:
     stages = []
     for node, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         parts = stage_parts(start, stop, starter=node == 0)

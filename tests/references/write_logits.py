@@ -5,7 +5,7 @@
     .venv-references/bin/python tests/references/write_logits.py FOLDER
 
 For each case, FOLDER gets a directory with config.json and safetensors as `save_pretrained` writes them, the ids of a text in
-`ids.json`, and the logits behind each of them, float32 (ids, vocabulary), in `logits.npy`. `version.txt` is the hash of this file.
+`ids.json`, and the logits behind each of them, float32 (ids, vocabulary), in `logits.npy`. `version.txt` is this file's hash.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def _long(original: int) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, **_rope("longrope", **factors)}
 
 
+_FACTOR = {"attention_factor": 0.7}
 _MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.6, "beta_fast": 8.0, "beta_slow": 2.0}
 
 FALCON: dict[str, Any] = {"ffn_hidden_size": 64, "max_position_embeddings": 320}
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "yarn-mscale": ("Qwen2", {**GROUPS, **_rope("yarn", factor=5.0, original_max_position_embeddings=32, **_MSCALE)}, 90),
     "yarn-attention-factor": (
         "Mistral",
-        {**GROUPS, "sliding_window": 30, **_rope("yarn", factor=4.0, original_max_position_embeddings=40, attention_factor=0.7)},
+        {**GROUPS, "sliding_window": 30, **_rope("yarn", factor=4.0, original_max_position_embeddings=40, **_FACTOR)},
         90,
     ),
     "longrope-short": ("Phi3", {**GROUPS, "sliding_window": None, **_long(90)}, 90),
@@ -79,7 +80,9 @@ def make(name: str) -> Any:
     import transformers
 
     kind, own, _ = CASES[name]
-    sizes = {key: value for key, value in SIZES.items() if kind not in ("Bloom", "GPT2", "OPT") or key != "intermediate_size"}
+    sizes = {
+        key: value for key, value in SIZES.items() if kind not in ("Bloom", "GPT2", "OPT") or key != "intermediate_size"
+    }
     if kind == "Bloom":
         del sizes["max_position_embeddings"]
     if "n_head" in own:

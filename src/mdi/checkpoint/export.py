@@ -103,7 +103,14 @@ def _model_type(config: Json) -> str:
 def _rope(config: Json) -> Json:
     scaling = config["rope_adjustments"]
     if scaling and "rope_type" in scaling:
-        return {"rope_scaling": scaling, **({"max_position_embeddings": scaling["max_position_embeddings"]} if scaling["rope_type"] == "dynamic" else {})}
+        return {
+            "rope_scaling": scaling,
+            **(
+                {"max_position_embeddings": scaling["max_position_embeddings"]}
+                if scaling["rope_type"] == "dynamic"
+                else {}
+            ),
+        }
     if scaling and "low_freq_factor" in scaling:
         llama3 = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         original = {"original_max_position_embeddings": scaling["original_max_seq_len"]}

@@ -120,7 +120,10 @@ def _rope(fields: _Fields) -> Json:
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         found = {ours: fields.get(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
         # llama.cpp multiplies what it computes itself with a factor of its own
-        factor, original = float(fields.need("rope.scaling.factor")), fields.size("rope.scaling.original_context_length")
+        factor, original = (
+            float(fields.need("rope.scaling.factor")),
+            fields.size("rope.scaling.original_context_length"),
+        )
         own = {"attention_factor": (0.1 * math.log(factor) + 1.0) * float(fields.get("rope.scaling.attn_factor", 1.0))}
         own |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         hf["rope_scaling"] = {**own, **{key: float(value) for key, value in found.items() if value is not None}}

@@ -68,6 +68,11 @@ class CacheMemory:
                 )
         return None
 
+    @property
+    def window(self) -> int | None:
+        """The smallest sliding window of all blocks."""
+        return min((c.window for node in self.nodes for c in node.classes if c.window is not None), default=None)
+
     def n_sequences(self, length: int) -> int | None:
         """How many sequences of `length` positions fit at once; None if any number does."""
         fits = [node.limit_bytes // n for node, n in zip(self.nodes, self.needs(length), strict=True) if n]
@@ -101,8 +106,7 @@ class Prefixes:
     """
 
     def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE) -> None:
-        windows = [c.window for node in memory.nodes for c in node.classes if c.window is not None]
-        self._window = min(windows, default=None)
+        self._window = memory.window
         self._kept: dict[int, Kept] = {}
         # (owner, hash of the first pages' ids) -> those that begin so
         self._by_pages: dict[tuple[str, int], list[int]] = {}
@@ -144,7 +148,9 @@ class Prefixes:
         best: tuple[int, int] | None = None
         for seq_id in candidates:
             n = min(_n_common(self._kept[seq_id].ids, ids), len(ids) - 1)
-            if n >= PAGE and (best is None or n > best[1]) and self._can_be_cut(self._kept[seq_id], n):
+            kept = self._kept[seq_id]
+            length = max(len(kept.ids), kept.n_far)
+            if n >= PAGE and (best is None or n > best[1]) and can_be_cut(length, n, self._window):
                 best = seq_id, n
         if best is not None:  # used just now
             self._kept[best[0]] = self._kept.pop(best[0])
@@ -164,14 +170,14 @@ class Prefixes:
         self.drop(seq_id)
         return seq_id
 
-    def _can_be_cut(self, kept: Kept, n: int) -> bool:
-        """Whether blocks with a window still have the positions that the row after `n` tokens sees."""
-        length = max(len(kept.ids), kept.n_far)
-        return self._window is None or length <= self._window or n >= length - WINDOW_SLACK
-
     def _count(self, kept: Kept, sign: int) -> None:
         for node, n_bytes in enumerate(kept.n_bytes):
             self.total[node] += sign * n_bytes
+
+
+def can_be_cut(length: int, n: int, window: int | None) -> bool:
+    """Whether blocks with a window still have the positions that the row after the first `n` of `length` sees."""
+    return window is None or length <= window or n >= length - WINDOW_SLACK
 
 
 def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:

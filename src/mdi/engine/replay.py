@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from mdi.engine.sequence import Plan, PlannedSlice, Sequence
@@ -52,10 +52,7 @@ class SentRows:
 
     def add(self, frame: Frame) -> None:
         """A frame leaves, with all its rows."""
-        for seq_id in frame.freed:
-            self._forget(seq_id)
-        for seq_id, new_id in frame.copies:
-            self._copy(seq_id, new_id)
+        self._rearrange(frame.freed, frame.copies)
         if not frame.n_rows or not self._limit_bytes:
             return
         if (frame.dtype, frame.n_cols) != (self._dtype, self._n_cols):
@@ -106,12 +103,17 @@ class SentRows:
         text.n_rows = part.start + part.n_rows
         self._n_bytes += text.n_bytes - before
 
-    def _copy(self, seq_id: int, new_id: int) -> None:
-        self._forget(new_id)
-        text = self._texts.get(seq_id)
-        if text is not None:
-            self._texts[new_id] = _Text(bytearray(text.scales), bytearray(text.values), text.n_rows)
-            self._n_bytes += text.n_bytes
+    def _rearrange(self, freed: Iterable[int], copies: Collection[tuple[int, int]]) -> None:
+        """As CachePages.rearrange; what has been forgotten cannot be copied."""
+        made = {
+            new_id: _Text(bytearray(text.scales), bytearray(text.values), text.n_rows)
+            for seq_id, new_id in copies
+            if (text := self._texts.get(seq_id)) is not None
+        }
+        for seq_id in (*freed, *(new_id for _, new_id in copies)):
+            self._forget(seq_id)
+        self._texts.update(made)
+        self._n_bytes += sum(text.n_bytes for text in made.values())
 
     def _forget(self, seq_id: int) -> None:
         text = self._texts.pop(seq_id, None)
@@ -127,6 +129,9 @@ class Replays:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return any(one is sequence for one, _ in self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append((sequence, 0))

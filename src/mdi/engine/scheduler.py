@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
-from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
+from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes, can_be_cut
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
@@ -66,7 +66,8 @@ class Scheduler:
     more tokens. When they have grown beyond what a node holds, the newest sequence is evicted: its caches are
     freed, and it waits, before all others, to be admitted again as a prompt of all its tokens. So the oldest sequences
     always run, the oldest of all is never evicted, and every sequence ends. Caches of ended sequences stay for new ones
-    of the same owner with the same beginning, until the memory is needed.
+    of the same owner with the same beginning, until the memory is needed. Of running sequences of one owner with the same
+    prompt, the first one computes it, and the others continue from a copy of its caches.
 
     Args:
         n_frames: frames in flight at most; the number of nodes, or more where transfers take long (see the module).
@@ -101,6 +102,7 @@ class Scheduler:
         self._replays = Replays()
         self._in_flight: deque[Plan] = deque()
         self._freed: list[int] = []
+        self._by_prompt: dict[tuple[str | None, tuple[int, ...]], list[Sequence]] = {}  # running ones; see `siblings`
         self._suspects: set[int] = set()
         self._copies: list[tuple[int, int]] = []
         self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
@@ -189,12 +191,14 @@ class Scheduler:
         if self._suspects:  # all are let in again, of these one by one
             self._waiting.extendleft(reversed(self._running.values()))
             self._running.clear()
+            self._by_prompt.clear()
         self._prefilling = deque(self._running.values())
         self._ready.clear()
         self._replays.clear()
+        self._copies = []
         self._take_ring(n_frames, memory, n_places)
         events = self._end_misfits()
-        self._freed, self._copies = [], []
+        self._freed = []
         return events
 
     def resume(
@@ -234,9 +238,10 @@ class Scheduler:
             else:
                 sequence.rewind()
                 self._prefilling.append(sequence)
+        self._copies = []
         self._take_ring(n_frames, memory, n_places)
         events = self._end_misfits()
-        self._freed, self._copies = list(dict.fromkeys([*freed, *self._freed])), []
+        self._freed = list(dict.fromkeys([*freed, *self._freed]))
         return events
 
     def _end_misfits(self) -> list[Event]:
@@ -254,6 +259,8 @@ class Scheduler:
             self._has_grown = False
         if self._waiting:
             self._admit()
+        for sequence in filter(self._waits, self._prefilling):
+            self._fork(sequence)
         slices: list[PlannedSlice] = []
         is_replay = False
         if self.guesser is not None:
@@ -361,8 +368,8 @@ class Scheduler:
             self._count(sequence)
 
     def _admit(self) -> None:
-        """Admit sequences that fit; stop after one that continues from a kept cache, whose memory another might need."""
-        while self._waiting and not self._copies:
+        """Admit sequences that fit."""
+        while self._waiting:
             sequence = self._waiting[0]
             if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
                 return
@@ -372,7 +379,32 @@ class Scheduler:
             self._running[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
             self._count(sequence)
-            self._reuse(sequence)
+            sequence.siblings = self._by_prompt.setdefault((sequence.owner, sequence.prompt_ids), [])
+            if not any(self._leads(other, sequence) for other in sequence.siblings):
+                self._reuse(sequence)
+            sequence.siblings.append(sequence)
+
+    def _leads(self, other: Sequence, sequence: Sequence) -> bool:
+        """Whether another one's caches have the prompt that this one can share, or will have it."""
+        n, n_far = sequence.n_shared, max(other.n_sent, other.n_far)
+        if n < PAGE or other in self._replays:
+            return False
+        if self.memory is None:  # nothing is known of windows
+            return n_far <= n + WINDOW_SLACK
+        return n_far <= n or can_be_cut(n_far, n, self.memory.window)
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether it computes nothing yet, because another one's frames already bring its prompt."""
+        return not sequence.n_sent and any(one.n_sent and self._leads(one, sequence) for one in sequence.siblings)
+
+    def _fork(self, sequence: Sequence) -> None:
+        """Begin behind the prompt, if another one has sent that."""
+        coming = {new_id for _, new_id in self._copies}
+        for other in sequence.siblings:
+            if other.n_sent >= sequence.n_shared and other.seq_id not in coming and self._leads(other, sequence):
+                self._copies.append((other.seq_id, sequence.seq_id))
+                self.n_reused += sequence.begin_behind(sequence.n_shared)
+                return
 
     def _reuse(self, sequence: Sequence) -> None:
         """Begin behind the part that this sequence has in common with an ended one."""
@@ -404,7 +436,16 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """It runs no more; its caches are freed with the next frame, or kept if it has ended."""
+        """It runs no more; its caches are freed with the next frame, or kept if it has ended.
+
+        Others that wait for its prompt continue from them.
+        """
+        for other in filter(self._waits, sequence.siblings):
+            self._fork(other)
+        sequence.siblings.remove(sequence)
+        if not sequence.siblings:
+            del self._by_prompt[sequence.owner, sequence.prompt_ids]
+        self._copies = [pair for pair in self._copies if pair[1] != sequence.seq_id]
         for queue in (self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
@@ -467,7 +508,7 @@ class Scheduler:
         """Guesses for the next slice of a sequence, behind so many known rows; none where their rows would be of no use, or
         take memory that texts will need.
         """
-        if self.guesser is None or self._copies or not sequence.is_guessed:
+        if self.guesser is None or not sequence.is_guessed:
             return []
         n_texts = max(1, self._n_decoding)
         n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts)
@@ -496,13 +537,18 @@ class Scheduler:
         budget, n_prompts = self.chunk_rows, len(self._prefilling)
         if self.doubling_rows is not None and (n_decoding := len(self._running) - n_prompts):
             budget = min(budget, rows_beside(self.doubling_rows, n_prompts, n_decoding))
+        waiting: deque[Sequence] = deque()  # for the rest of a prompt that another one sends
         while self._prefilling and budget:
             sequence = self._prefilling[0]
+            if self._waits(sequence):
+                waiting.append(self._prefilling.popleft())
+                continue
             part = next_slice(sequence, min(budget, sequence.n_to_send), is_prompt=True)
             budget -= part.n_rows
             slices.append(part)
             if not sequence.in_prefill:
                 self._prefilling.popleft()
+        self._prefilling.extendleft(reversed(waiting))
         return slices
 
     def _replay_slices(self) -> list[PlannedSlice]:

@@ -94,6 +94,7 @@ class Sequence:
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
         is_guessed: whether its tokens may be guessed.
         prediction: ids of a text that it probably repeats in parts.
+        siblings: running texts of its owner with the same prompt, in the order in which they came, and itself.
     """
 
     seq_id: int
@@ -120,6 +121,7 @@ class Sequence:
 
     n_prompt: int = field(init=False)
     n_positions: int = field(init=False)
+    siblings: list[Sequence] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -130,6 +132,11 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.ids[self.n_prompt :]
+
+    @property
+    def n_shared(self) -> int:
+        """Positions of its prompt that it need not compute itself; the last row of all gives the next token."""
+        return min(self.n_prompt, len(self.ids) - 1)
 
     @property
     def n_to_send(self) -> int:

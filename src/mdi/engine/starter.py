@@ -273,10 +273,7 @@ class StarterEngine:
     def _compute(self, plan: Plan, ring: Ring) -> Frame:
         """Embed the rows of a plan, and run the starter's own blocks over them."""
         begin = time.perf_counter()
-        for seq_id in plan.freed:
-            self.stage.caches.free(seq_id)
-        for seq_id, new_id in plan.copies:
-            self.stage.caches.copy(seq_id, new_id)
+        self.stage.caches.rearrange(plan.freed, plan.copies)
         slices = SliceTable([Slice(s.seq_id, s.start, s.n_rows, s.n_logits) for s in plan.slices])
         if plan.is_replay:
             return self._replay(plan, slices, ring)
@@ -301,7 +298,15 @@ class StarterEngine:
 
     def _replay(self, plan: Plan, slices: SliceTable, ring: Ring) -> Frame:
         """The frame of a replay, with its rows if the next node is to have them."""
-        frame = Frame(FrameType.BATCH, ring.epoch, plan.number, slices=slices, freed=plan.freed, is_replay=True)
+        frame = Frame(
+            FrameType.BATCH,
+            ring.epoch,
+            plan.number,
+            slices=slices,
+            freed=plan.freed,
+            copies=plan.copies,
+            is_replay=True,
+        )
         self.sent.add(frame)
         if not self.fills_replays:
             return frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +26,7 @@ class WeightUse(NamedTuple):
 
 class Caches(Protocol):
     def free(self, seq_id: int) -> None: ...
-    def copy(self, seq_id: int, new_id: int) -> None: ...
+    def rearrange(self, freed: Iterable[int], copies: Iterable[tuple[int, int]]) -> None: ...
     def clear(self) -> None: ...
 
 
@@ -201,10 +202,7 @@ class SecondaryLoop:
     def _compute(self, frame: Frame) -> Frame:
         """The frame with its rows after this stage."""
         begin = time.perf_counter()
-        for seq_id in frame.freed:
-            self._stage.caches.free(seq_id)
-        for seq_id, new_id in frame.copies:
-            self._stage.caches.copy(seq_id, new_id)
+        self._stage.caches.rearrange(frame.freed, frame.copies)
         if frame.is_replay and not frame.n_rows:
             return self._without_rows(frame)
         if frame.n_rows != frame.slices.n_rows:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import psutil
@@ -272,23 +272,27 @@ class CachePages:
         sequence = self._sequences.get(seq_id)
         return 0 if sequence is None else sequence.end
 
-    def copy(self, seq_id: int, new_id: int) -> None:
-        """Let another sequence continue from the same prefix. Its own earlier pages are freed.
+    def rearrange(self, freed: Iterable[int], copies: Iterable[tuple[int, int]]) -> None:
+        """Free sequences, and let others, (sequence, new sequence), continue from the same prefix; all at once.
+
+        What is copied is what was there before, also of a sequence that is freed, or that continues from another one itself.
 
         Raises:
-            EngineError: the prefix does not exist.
+            EngineError: a prefix does not exist; nothing has changed.
         """
-        source = self._sequences.get(seq_id)
-        if source is None:
-            raise EngineError(f"sequence {seq_id} has no cache to continue from")
-        if new_id == seq_id:
-            return
-        self.free(new_id)
-        other = self._sequences[new_id] = _Sequence(0)
-        other.end, other.tables = source.end, [table.copied() for table in source.tables]
-        for pool, table in zip(self.pools, other.tables, strict=True):
-            for page in table.ids:
-                pool.share(int(page))
+        made: dict[int, _Sequence] = {}
+        for seq_id, new_id in copies:
+            if (source := self._sequences.get(seq_id)) is None:
+                raise EngineError(f"sequence {seq_id} has no cache to continue from")
+            other = made[new_id] = _Sequence(0)
+            other.end, other.tables = source.end, [table.copied() for table in source.tables]
+        for other in made.values():  # before anything is freed, so that no page in use is given away
+            for pool, table in zip(self.pools, other.tables, strict=True):
+                for page in table.ids:
+                    pool.share(int(page))
+        for seq_id in (*freed, *made):
+            self.free(seq_id)
+        self._sequences.update(made)
 
     def free(self, seq_id: int) -> None:
         """Forget a sequence. It is not an error if this stage has never seen it (because it was cancelled early)."""

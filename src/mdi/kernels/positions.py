@@ -1,8 +1,8 @@
-"""Positions: tables of rotary cosines and sines for a run, and what ALiBi adds to scores. Scaled ones are those of transformers 5.23, and of litgpt where its
-Config says them.
+"""Positions: tables of rotary cosines and sines for a run, and what ALiBi adds to scores.
 
-Two scalings depend on the length of a text ("longrope" and "dynamic"). A table is for a run, and so for the longest text that the
-run may have: it is what transformers uses for one text of that length, from its first position on.
+Scaled ones are those of transformers 5.23, and of litgpt where its Config says them. Two scalings depend on the length of a
+text ("longrope" and "dynamic"). A table is for a run, and so for the longest text that the run may have: it is what
+transformers uses for one text of that length, from its first position on.
 """
 
 from __future__ import annotations

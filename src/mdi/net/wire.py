@@ -128,8 +128,8 @@ HANDSHAKE_LIMITS = Limits(max_rows=1, max_cols=4096, max_slices=0, max_payload_b
 class Frame:
     """One message of the ring.
 
-    A node first frees the caches of `freed`, then copies those of each (sequence, new sequence) of `copies`, in order, and then
-    computes the rows.
+    A node first frees the caches of `freed` and copies those of each (sequence, new sequence) of `copies`, as they were before
+    both, and then computes the rows.
 
     Attributes:
         is_replay: rows that one node needs to have its caches again, and nobody else: they travel from the node before it to

@@ -166,7 +166,9 @@ class ModelConfig:
             raise ValueError(f"ALiBi of the kind {self.alibi!r}")
         if not is_rotary and (self.rope_n_elem or (self.alibi and self.learned_positions)):
             raise ValueError("more than one kind of positions")
-        if self.norm_after_residual and (self.parallel_residual or not (self.post_attention_norm and self.post_mlp_norm)):
+        if self.norm_after_residual and (
+            self.parallel_residual or not (self.post_attention_norm and self.post_mlp_norm)
+        ):
             raise ValueError("norm_after_residual is for norms behind attention and MLP, one after the other")
         if "rope_type" in (self.rope_adjustments or {}):
             check_rope(self.rope_adjustments or {}, self.rope_n_elem)
@@ -223,9 +225,11 @@ def check_rope(adjustments: Mapping[str, Any], n_elem: int) -> None:
 def why_not_litgpt(config: Mapping[str, Any]) -> str | None:
     """Name what litgpt's model lacks of this one, which the kernels have; None if it is a model of litgpt's."""
     if found := next((key for key in OWN_FIELDS if config.get(key)), None):
-        return {"alibi": "ALiBi", "learned_positions": "learned positions", "embedding_norm": "a norm of the embedding"}.get(
-            found, "norms behind residuals"
-        )
+        return {
+            "alibi": "ALiBi",
+            "learned_positions": "learned positions",
+            "embedding_norm": "a norm of the embedding",
+        }.get(found, "norms behind residuals")
     return "MLPs with ReLU" if config.get("mlp_class_name") == "ReluMLP" else None
 
 

@@ -131,7 +131,7 @@ class NoCaches:
     def free(self, seq_id: int) -> None:
         """Nothing."""
 
-    def copy(self, seq_id: int, new_id: int) -> None:
+    def rearrange(self, freed: Iterable[int], copies: Iterable[tuple[int, int]]) -> None:
         """Nothing."""
 
     def clear(self) -> None:
@@ -210,7 +210,9 @@ class Ends:
 
     def _checked_positions(self, slices: Slices, n_rows: int) -> np.ndarray:
         assert self._positions is not None
-        positions = np.concatenate([np.arange(start, start + n) for _, start, n, *_ in slices] or [np.empty(0, np.int64)])
+        positions = np.concatenate(
+            [np.arange(start, start + n) for _, start, n, *_ in slices] or [np.empty(0, np.int64)]
+        )
         if len(positions) != n_rows or (n_rows and not 0 <= positions.min() <= positions.max() < len(self._positions)):
             raise EngineError(f"{n_rows} rows at positions that the model does not have")
         return positions
