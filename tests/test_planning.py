@@ -28,7 +28,7 @@ from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
@@ -168,7 +168,7 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
         asked: list[ProfileRequest] = []
         profile = ControlClient.profile
         patch.setattr(
-            ControlClient, "profile", lambda self, request: (asked.append(request), profile(self, request))[1]
+            ControlClient, "profile", lambda self, request, *waiting: (asked.append(request), profile(self, request))[1]
         )
         options = {"ckpt": tiny, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter"}
         starter = Run(GivenNodes(ClusterConfig(OWN_NODE, entries)), StarterOptions(**options), 60, n_texts=3)
@@ -307,7 +307,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Nodes say at once what they are; the list says who was asked, in which order."""
     asked: list[str] = []
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         asked.append(self.node.name)
         return {"profile": replace(OWN, name=f"{self.node.name} by itself").to_json(), "format": "int8"}
 
@@ -332,7 +332,9 @@ def test_nodes_of_one_machine_share_its_memory(
 ) -> None:
     caplog.set_level(logging.INFO)
     full = replace(OWN, shared_bytes=GB)
-    monkeypatch.setattr(ControlClient, "profile", lambda self, request: {"profile": full.to_json(), "format": "int8"})
+    monkeypatch.setattr(
+        ControlClient, "profile", lambda self, request, *waiting: {"profile": full.to_json(), "format": "int8"}
+    )
     with secondaries(2, tmp_path) as nodes:
         profiles, _ = measurement_of(cluster_of(nodes), own=lambda: full).run()
     assert [profile.memory_bytes for profile in profiles] == [GB // 3] * 3
@@ -372,7 +374,7 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
         order.append(name)
         busy.release()
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         alone(self.node.name)
         return {"profile": OWN.to_json(), "format": "float32"}
 
@@ -393,7 +395,7 @@ def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pyte
     def profile_of(name: str, n_threads: int = 1) -> NodeProfile:
         return replace(OWN, name=name, block_s=((1, times[name]),), n_threads=n_threads)
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         own = profile_of(self.node.name, 2 if self.node.name == "secondary1" else 1)
         return {"profile": own.to_json(), "format": "float32"}
 
@@ -418,7 +420,7 @@ OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
     "answer", [{}, {"profile": None}, {"profile": {}}, {"profile": {**OWN.to_json(), "n_cores": -1}}]
 )
 def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
+    monkeypatch.setattr(ControlClient, "profile", lambda self, request, *waiting: answer)
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as e:
         measurement_of(cluster_of(nodes)).run()
     assert "secondary0" in str(e.value)
@@ -428,7 +430,7 @@ def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """It is asked again as long as there is time, since the other run may end in a moment."""
     asked: list[str] = []
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         asked.append(self.node.name)
         if len(asked) == 3:
             raise ControlError(f"{self.node.name} cannot measure itself", 409, code="usage")

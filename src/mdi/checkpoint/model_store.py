@@ -209,8 +209,8 @@ class ModelStore:
         short = {_without_org(known): known for known in names}
         near = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name, short, 1)
         if near:
-            return f"there is no model {name}: is {short.get(near[0], near[0])} meant?"
-        return f"there is no model {name}; {self.describe()}"
+            return f"there is no model {name} here: is {short.get(near[0], near[0])} meant?"
+        return f"there is no model {name} here; {self.describe()}"
 
     def describe(self) -> str:
         """The names of the models, in one line."""

@@ -258,7 +258,7 @@ class PartRequest:
 
 @dataclass(frozen=True)
 class WatchRequest:
-    """Arguments of a message `watch`: a ring of a run, None is the latest one."""
+    """Arguments of the messages `watch` and `status`: a ring of a run, None is the latest one."""
 
     run: RunId
     epoch: RunId | None = None
