@@ -283,12 +283,13 @@ def _place_of(message: dict[str, str]) -> tuple[str, int, int] | None:
     if "addr" not in message:
         return None
     try:
-        place = str(ipaddress.ip_address(message["addr"])), *(int(message[which]) for which in PORTS)
+        addr = str(ipaddress.ip_address(message["addr"]))
+        control, ring = (int(message[which]) for which in PORTS)
     except (KeyError, ValueError):
         raise WireError("it says unclearly where it is") from None
-    if not all(0 < port < 65536 for port in place[1:]):
+    if not 0 < min(control, ring) <= max(control, ring) < 65536:
         raise WireError("it says unclearly where it is")
-    return place
+    return addr, control, ring
 
 
 def accepted(
