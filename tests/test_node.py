@@ -26,7 +26,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
-from mdi.host.neighbours import fair_threads
+from mdi.host.threads import fair_threads
 from mdi.kernels import library
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
@@ -280,7 +280,7 @@ def test_local_ring_kills_what_does_not_listen() -> None:
 
 
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.host.neighbours.usable_cores", lambda: 7.0)
+    monkeypatch.setattr("mdi.host.threads.usable_cores", lambda: 7.0)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
     assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
     assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5

@@ -28,7 +28,7 @@ from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement

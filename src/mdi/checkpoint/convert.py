@@ -24,6 +24,7 @@ from mdi.checkpoint.disk_space import check_disk, free_bytes
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_hf_dir, is_lit_dir, weight_files
 from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.quantized import read_quantization
 from mdi.checkpoint.records import read_kept
 from mdi.checkpoint.safetensors_layout import CODES, TensorSpec
 from mdi.checkpoint.shapes import check_tensors
@@ -49,8 +50,8 @@ def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
     """Whether there is a Hugging Face checkpoint, and no equally new LitGPT one in `target` (None: beside it)."""
     path = Path(path)
     target = target or path
-    if not is_hf_dir(path):
-        return False
+    if not is_hf_dir(path) or read_quantization(path) is not None:
+        return False  # quantized weights are read as they are
     if not is_lit_dir(target):
         return True
     converted = max((target / name).stat().st_mtime for name in WEIGHT_FILES if (target / name).is_file())
@@ -318,7 +319,8 @@ def destination(directory: Path, home: Path, out: Path | None = None) -> Path:
     Raises:
         UsageError: there is such a folder already, of another model.
     """
-    if out is None and (not needs_conversion(directory) or directory.resolve().is_relative_to(home.resolve())):
+    is_as_it_is = not needs_conversion(directory) and (is_lit_dir(directory) or not is_hf_dir(directory))
+    if out is None and (is_as_it_is or directory.resolve().is_relative_to(home.resolve())):
         return directory
     target = out or home / directory.resolve().name
     is_used = target.is_dir() and target.resolve() != directory.resolve() and any(target.iterdir())

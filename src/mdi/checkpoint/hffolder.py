@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import numpy as np
 
 from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import model_name, no_checkpoint, weight_files
-from mdi.checkpoint.hfconfig import choose_config, read_hf_config
+from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.quantized import Decoded, decoded, read_quantization
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes
@@ -27,6 +27,7 @@ from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir
+from mdi.kernels.layout import Matrix, pack_halves
 
 # Names of modules in litgpt's model -> in transformers' one. Of several, the first one that the file has.
 _TOP = {
@@ -102,7 +103,8 @@ class HfFolder(WeightSource):
 
     def __init__(self, path: str | Path, model_name: str | None = None, cache: Path | None = None) -> None:
         self.path = Path(path)
-        self._files = _open_files(self.path)
+        opened = _open_files(self.path)
+        self._files = decoded(self.path, opened, read_quantization(self.path))
         self.config_dict = folder_config(self.path, model_name)
         self.config_hash = config_hash(self.config_dict)
         self.model = self.config_dict["name"]
@@ -113,7 +115,11 @@ class HfFolder(WeightSource):
         self.specs = {name: self._spec(pieces) for name, pieces in self._pieces.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
-        files = sorted({file.path for file in self._files.values()})
+        files = sorted({file.path for file in opened.values()})
+        self.native = next((f.form for f in self._files.values() if isinstance(f, Decoded) and f.form), None)
+        self.folds_gains = (
+            self.native is None
+        )  # weights that were rounded once keep the numbers that they were rounded to
         kept = (cache or default_cache_dir()) / "folders" / f"{_stamp(self.path)}.json"
         self.hashes = HashRecord(kept, weights_stamp(files, self.config_hash))
 
@@ -125,6 +131,17 @@ class HfFolder(WeightSource):
         arrays = [self._read(piece, code) for piece in self._pieces[name]]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
+    def carried_over(self, name: str, form: str) -> Matrix | None:
+        scales, halves = [], []
+        for piece in self._pieces[name]:
+            file = self._files[piece.tensor]
+            stored = file.halves() if isinstance(file, Decoded) and file.form == form else None
+            if stored is None:
+                return None
+            scales.append(self._rows(piece, stored.scales))
+            halves.append(self._rows(piece, stored.halves))
+        return pack_halves(form, np.concatenate(scales), np.concatenate(halves))
+
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
 
@@ -133,12 +150,12 @@ class HfFolder(WeightSource):
 
     def _read(self, piece: Piece, code: str) -> np.ndarray:
         file = self._files[piece.tensor]
-        array = file.array(piece.tensor)
+        return cast(self._rows(piece, file.array(piece.tensor)), file.specs[piece.tensor], code)
+
+    def _rows(self, piece: Piece, array: np.ndarray) -> np.ndarray:
         if piece.rows is not None:
             array = array[slice(*piece.rows)]
-        if piece.is_interleaved:
-            array = array[interleaved_rows(self.config_dict)]
-        return cast(array, file.specs[piece.tensor], code)
+        return array[interleaved_rows(self.config_dict)] if piece.is_interleaved else array
 
     def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         stem, ending = name.rsplit(".", 1)
@@ -227,15 +244,8 @@ class HfFolder(WeightSource):
 
 def folder_config(path: Path, model_name: str | None = None) -> dict[str, Any]:
     """litgpt's Config of a Hugging Face folder as a plain dict. Raises CheckpointError."""
-    config = choose_config(path, model_name)[0]
-    quantized = read_hf_config(path / "config.json", is_whole=True).get("quantization_config")
-    if quantized is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise CheckpointError(
-            f"{path}: its weights are quantized ({method!r}), which cannot be read from a Hugging Face folder: take the "
-            "model's original weights, or a GGUF file"
-        )
-    return config
+    read_quantization(path)  # refuses what cannot be read
+    return choose_config(path, model_name)[0]
 
 
 def _open_files(path: Path) -> dict[str, SafetensorsFile]:

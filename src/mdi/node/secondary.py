@@ -23,6 +23,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.message_server import MessageServer
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ForwardRequest, InitRequest, ProbeRequest, ProfileRequest
 from mdi.control.server import ControlServer
+from mdi.engine.rows import HAND_OVER_S
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.host.device import devices, load_kernels
 from mdi.kernels import library
@@ -31,7 +32,6 @@ from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.link import STUCK, STUCK_S
 from mdi.net.listener import RingListener, open_socket
-from mdi.node.forming import HAND_OVER_S
 from mdi.node.node_weights import NodeWeights
 from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin

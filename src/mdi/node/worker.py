@@ -14,6 +14,7 @@ from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
 from mdi.control.messages import InitRequest
 from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
+from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend, SecondaryLoop
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.host.threads import computing_threads
@@ -22,7 +23,6 @@ from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
 from mdi.stages.group_part import GroupPart, share_metrics

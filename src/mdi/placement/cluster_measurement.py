@@ -20,7 +20,7 @@ from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import BUSY_S, Route, reach_node, try_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 

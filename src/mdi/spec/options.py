@@ -95,8 +95,8 @@ class Requested:
         "CPU threads to compute with (default: the nodes file, else this node's share of the cores)"
     )] = None
     quantize: Annotated[Text | None, Option(
-        "format of the blocks' weights: float32, bf16, fp16, int8 or int4 (on NVIDIA GPUs int8 and int4 only); smaller is "
-        "faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
+        "format of the blocks' weights: float32, bf16, fp16, int8, int4 or mxfp4 (on NVIDIA GPUs the last three only); smaller "
+        "is faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
         "else the checkpoint's own numbers)", metavar="FORMAT", read=_format,
     )] = None
     quantize_head: Annotated[Text | None, Option(

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-enum MdiFormat { kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4 };  // of weights; layout.py says how they lie
+enum MdiFormat { kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4, kMxfp4 = 5 };  // of weights; layout.py says how they lie
 enum MdiCacheType { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheFp16 = 2, kCacheInt8 = 3 };
 enum MdiNormType { kRmsNorm = 0, kLayerNorm = 1 };
 enum MdiActivation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
