@@ -344,7 +344,13 @@ REFUSED: dict[str, tuple[str, Json]] = {
     "StableLM 2 1.6B": ("use_qkv_bias", {**_STABLELM, "use_qkv_bias": True}),
     "OPT 350M": (
         "word_embed_proj_dim",
-        {**_OPT, "do_layer_norm_before": False, "hidden_size": 1024, "word_embed_proj_dim": 512},
+        {
+            **_OPT,
+            "do_layer_norm_before": False,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+        },
     ),
     "a GPT-2 of a kind of its own": ("scale_attn_by_inverse", {**_GPT_2, "scale_attn_by_inverse_layer_idx": True}),
     "a BLOOM with residuals behind norms": (

@@ -1,5 +1,5 @@
 """Scaled rotary positions are those of transformers: numbers that its ROPE_INIT_FUNCTIONS gave, and where lengths
-     end."""
+end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, Any] = {"n_embd": 64, "n_head": 4, "rotary_percentage": 1.0}
 # fmt: off
-# config.json"s rope_parameters, the base, the length of the text -> cosines and sines at position 37, of transformers
-     5.23
+# rope_parameters of config.json, the base, the length of the text; cosines and sines at position 37, of transformers 5.23
 RECORDED: list[tuple[dict[str, Any], float, int, list[float], list[float]]] = [
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 10000.0, 160,
      [0.871523, -0.906818, -0.313795, 1.090264, 1.133762, 1.138142, 1.138581, 1.138625],
