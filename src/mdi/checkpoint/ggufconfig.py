@@ -124,7 +124,9 @@ def _rope(fields: _Fields) -> Json:
             float(fields.need("rope.scaling.factor")),
             fields.size("rope.scaling.original_context_length"),
         )
-        own: Json = {"attention_factor": (0.1 * math.log(factor) + 1.0) * float(fields.get("rope.scaling.attn_factor", 1.0))}
+        own: Json = {
+            "attention_factor": (0.1 * math.log(factor) + 1.0) * float(fields.get("rope.scaling.attn_factor", 1.0))
+        }
         own |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         hf["rope_scaling"] = {**own, **{key: float(value) for key, value in found.items() if value is not None}}
     return hf
