@@ -31,6 +31,7 @@ from mdi.kernels import library
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.secondary import SecondaryNode
+from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -483,9 +484,9 @@ def _pieces(n_bytes: int) -> Callable[[int], bytes]:
     return lambda n: left.pop() if left else b""
 
 
-def test_a_starter_that_says_nothing_any_more(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 0.3)
+def test_a_starter_that_says_nothing_any_more(ring: Ring) -> None:
     _, secondary = ring()
+    secondary.waits = Waits(lease_s=0.3)
     secondary.init(request())
     assert wait_state(secondary, "IDLE")["error_code"] == "run"
 

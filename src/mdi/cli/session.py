@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,10 +238,8 @@ def sampling_params(options: Options) -> SamplingParams:
     assert options.seed is not None
     if not all(options.stop):
         raise UsageError("--stop: an empty text would end every sample at once")
-    return SamplingParams(
-        n_tokens=options.n_tokens, temperature=options.temperature, top_k=options.top_k or None, top_p=options.top_p,
-        seed=options.seed,
-    )  # fmt: skip
+    named = {field.name for field in fields(SamplingParams)}.intersection(field.name for field in fields(options))
+    return SamplingParams(**{**{name: getattr(options, name) for name in named}, "top_k": options.top_k or None})
 
 
 def show_seed(params: SamplingParams) -> None:

@@ -264,9 +264,6 @@ def logit_rows(slices: Slices) -> list[int] | None:
     return kept
 
 
-HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
-
-
 def ring_limits(widest_row: int) -> Limits:
     """Limits of a run's frames. The text of a STOP or ERROR has a byte per column: a narrow model must not refuse it."""
     return Limits(max_cols=max(widest_row, HANDSHAKE_LIMITS.max_cols))

@@ -19,7 +19,7 @@ from mdi.checkpoint.shapes import Shape, model_shapes
 from mdi.errors import UsageError
 from mdi.host.device import why_not_kernels
 from mdi.kernels.page_sizes import PAGE, cache_shape, n_pages, windows_of
-from mdi.kernels.weight_formats import EMBEDDING, WeightFormat, weight_format
+from mdi.kernels.weight_formats import WeightFormat, weight_format
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
 from mdi.spec.limits import most_bytes
@@ -186,14 +186,15 @@ def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
         context_length=config.block_size,
         row_bytes=config.n_embd * form.value_bytes,
         blocks=tuple(_block(config, i, of_block[f"block.{i}"], form, kv_dtype) for i in range(config.n_layer)),
-        embedding_bytes=_bytes({EMBEDDING: tensors[EMBEDDING]}, form),
+        embedding_bytes=_bytes({n: s for n, s in tensors.items() if part_of(n) == "embedding"}, form),
         head_bytes=head,
         head_load_bytes=form.load_bytes(math.prod(tensors["lm_head.weight"])),
         head_macs=math.prod(tensors["lm_head.weight"]),
         n_head=config.n_head,
         vocab_size=config.padded_vocab_size,
         work_row_bytes=_widest(config, tensors) * form.value_bytes,
-        table_bytes=2 * 4 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1),
+        table_bytes=4
+        * (config.n_head if config.alibi else 2 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)),
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
     )

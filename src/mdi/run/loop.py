@@ -21,8 +21,8 @@ from typing import Protocol
 
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient, FanOut
+from mdi.control.messages import HAND_OVER_S
 from mdi.engine.recorder import Recorder
-from mdi.engine.rows import HAND_OVER_S
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
