@@ -49,7 +49,7 @@ def rope_tables(config: Mapping[str, Any], max_length: int) -> tuple[Floats, Flo
 
 
 def score_bias(config: Mapping[str, Any], max_length: int) -> Floats | None:
-    """Numbers that are added to the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
+    """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
 
     ALiBi (Press et al. 2022): the heads' slopes times the position, counted from the text's first token as in transformers
     (softmax takes the same from all keys). With "falcon", slopes, positions and their products are rounded to bfloat16, and
