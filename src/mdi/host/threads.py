@@ -1,4 +1,4 @@
-"""Which nodes are on one machine, and on how many of its cores each computes, in the kernels and in torch."""
+"""Nodes of one machine, and how many of its cores each computes on, in the kernels and in torch."""
 
 from __future__ import annotations
 
