@@ -75,7 +75,10 @@ $(REFERENCES)/.installed: requirements-references.txt
 $(REFERENCES)/models/version.txt: $(REFERENCES)/.installed tests/references/write_models.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_models.py $(REFERENCES)/models
 
-references: $(REFERENCES)/models/version.txt
+$(REFERENCES)/models/beams.json: $(REFERENCES)/models/version.txt tests/references/write_beams.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_beams.py $(REFERENCES)/models
+
+references: $(REFERENCES)/models/beams.json
 
 mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py

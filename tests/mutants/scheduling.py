@@ -267,4 +267,32 @@ MUTANTS = [
         "pass",
         "tests/kernels/test_pages.py::test_every_sequence_keeps_what_it_wrote",
     ),
+    Mutant(
+        "rows of a cohort that were back are not computed again",
+        "Scheduler.resume",
+        "len(sequence.ids) - 1)",
+        "len(sequence.ids))",
+        "tests/recovery/test_replays.py::test_texts_are_those_of_an_undisturbed_ring",
+    ),
+    Mutant(
+        "a cohort is put out in parts",
+        "Scheduler._preempt",
+        "sequence.unit",
+        "(sequence,)",
+        "tests/test_cohorts.py::test_little_memory_changes_no_text",
+    ),
+    Mutant(
+        "early stopping never is as false",
+        "Cohort._is_over",
+        "length = self.most_tokens",
+        "pass",
+        "tests/test_cohorts.py::test_a_cohort_finds_what_beam_search_is_defined_to",
+    ),
+    Mutant(
+        "texts that end beyond the best count",
+        "Cohort.choose",
+        "reason != UNMATCHED and rank < len(self.texts)",
+        "reason != UNMATCHED",
+        "tests/test_cohorts.py::test_a_cohort_finds_what_beam_search_is_defined_to",
+    ),
 ]
