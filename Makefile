@@ -78,7 +78,10 @@ $(REFERENCES)/models/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/models/beams.json: $(REFERENCES)/models/version.txt tests/references/write_beams.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_beams.py $(REFERENCES)/models
 
-references: $(REFERENCES)/models/beams.json
+$(REFERENCES)/logits/version.txt: $(REFERENCES)/.installed tests/references/write_logits.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_logits.py $(REFERENCES)/logits
+
+references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt
 
 mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py

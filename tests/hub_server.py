@@ -76,7 +76,7 @@ class HubServer:
         path = request.path.split("?")[0]
         self.requests.append((request.command, path, request.headers.get("Range")))
         request.close_connection = True
-        api = re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/revision/([^/]+))?", path)
+        api = re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(?:revision|tree)/([^/]+))?", path)
         file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         match = api or file
         where = match[1] if match else ""
@@ -88,6 +88,9 @@ class HubServer:
             return _send(request, 404, error="RevisionNotFound")
         if model.gated and request.headers.get("Authorization") != "Bearer hf_good":
             return _send(request, 403, error="GatedRepo")
+        if api and "/tree/" in path:  # as huggingface_hub asks from 2.0 on
+            files = [{"type": "file", "path": f, "size": len(d), "oid": "0"} for f, d in model.files.items()]
+            return _send(request, 200, json.dumps(files).encode(), {"Content-Type": "application/json"})
         if api:
             return self._info(request, name, model)
         self._file(request, model, match[3])

@@ -193,6 +193,7 @@ def hf_folder(tmp_path: Path, name: str = "my-model") -> Path:
         tmp_path / name, hf_config("Llama-3.1-8B", config), hf_state(config, dict(tiny_gpt().state_dict()))
     )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
+    settings |= {"bos_token": END, "add_bos_token": True}  # which is not put before a chat whose template leaves it out
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -21,11 +21,11 @@ from typing import Protocol
 
 from mdi.cancel import Cancel, CancelledError
 from mdi.control.client import ControlClient, FanOut
+from mdi.control.messages import HAND_OVER_S
 from mdi.engine.recorder import Recorder
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
-from mdi.node.forming import HAND_OVER_S
 from mdi.placement.profile import NodeProfile
 from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
