@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "suspected texts run together",
         "Scheduler._admit",
-        "sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running)",
+        "unit[0].seq_id in self._suspects and not self._suspects.isdisjoint(self._running)",
         "False",
         f"{TEST}::test_suspected_texts_run_one_by_one_until_each_has_its_next_token",
     ),
@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "a resumed text draws its first numbers again",
         "StarterEngine.submit",
-        "ids = [*prompt, *generated]",
-        "prompt, ids = (*prompt, *generated), [*prompt, *generated]",
+        "sequence.ids += generated",
+        "sequence = self._sequence((*prompt_ids, *generated), params, owner)",
         SEED,
     ),
     Mutant(
@@ -81,14 +81,14 @@ MUTANTS = [
     Mutant(
         "who was put out waits behind all others",
         "Scheduler._preempt",
-        "self._waiting.appendleft(sequence)",
-        "self._waiting.append(sequence)",
+        "self._waiting.appendleft(one)",
+        "self._waiting.append(one)",
         f"{TEST}::test_who_was_put_out_is_let_in_again_before_those_who_wait",
     ),
     Mutant(
         "a text that was put out goes on as if it had its caches",
         "Scheduler._preempt",
-        "sequence.rewind()",
+        "one.rewind()",
         "pass",
         f"{TEST}::test_who_came_last_is_put_out_and_let_in_again_as_a_prompt_of_all_its_tokens",
     ),
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "texts grow into memory that is not there",
         "Scheduler._admit",
-        "self._use.ahead([*self._running.values(), sequence])",
+        "self._use.ahead([*self._running.values(), *unit])",
         "self._use.total",
         f"{TEST}::test_first_come_first_served_when_memory_is_short",
     ),
