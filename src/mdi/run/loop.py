@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from mdi.cancel import Cancel, CancelledError
+from mdi.cancel import Cancel
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import HAND_OVER_S
 from mdi.engine.recorder import Recorder
@@ -175,7 +175,7 @@ class Lookout:
         while True:
             try:
                 self._cancel.wait(NOTICE_S)
-            except CancelledError as e:
+            except MdiError as e:  # whatever the run was ended with, as by a server that ends
                 e.with_traceback(None)  # the run keeps the error, and it this frame
                 return
             ring = self._present()
