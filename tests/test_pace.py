@@ -72,5 +72,5 @@ def test_prompt_rows_are_few_only_beside_others() -> None:
 
     scheduler.submit(Sequence(0, (1,) * 70, SamplingParams(n_tokens=50), 1000))
     assert (rows_of_next({}), rows_of_next({})) == (64, 6)
-    scheduler.submit(Sequence(1, (1,) * 70, SamplingParams(n_tokens=50), 1000))
+    scheduler.submit(Sequence(1, (2,) * 70, SamplingParams(n_tokens=50), 1000))
     assert [rows_of_next({}) for _ in range(7)] == [10] * 7, "one waits, one decodes"

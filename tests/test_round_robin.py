@@ -130,12 +130,12 @@ def test_other_work_is_done_on_the_same_thread(turns: RoundRobin) -> None:
     thread = started(turns)
     task = MainThreadTask(lambda cancel: {"thread": threading.current_thread().name})
     turns.post(task)
-    assert task.result(DEADLINE_S) == {"thread": thread.name}
+    assert task.result(DEADLINE_S, lambda: None) == {"thread": thread.name}
     finish(turns, thread)
     late = MainThreadTask(lambda cancel: {})
     turns.post(late)
     with pytest.raises(ControlError) as caught:
-        late.result(DEADLINE_S)
+        late.result(DEADLINE_S, lambda: None)
     assert caught.value.code == "leaving"
 
 

@@ -247,7 +247,7 @@ class GPTWeights(StarterWeights):
         self.directory = source.path
         self.model, self.config, self.dtype = source.model, source.config_dict, source.dtype
         self.config_hash = source.config_hash
-        self.quantize = self.quantize_head = self.stored_format = None
+        self.quantize = self.quantize_head = self.stored_format = self.native = None
         self.is_cut_by_chunks = False
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:
