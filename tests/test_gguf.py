@@ -272,7 +272,7 @@ def test_a_damaged_file_is_one_line_wherever_it_is_damaged(tmp_path: Path, good:
         ("embedding_length", 64),
         ("feed_forward_length", 1 << 31),
         ("context_length", (1 << 32) - 1),
-        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.type", "yarn"),  # without its factor
         ("expert_count", 4),
     ],
 )

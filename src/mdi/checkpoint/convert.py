@@ -23,6 +23,7 @@ from mdi.checkpoint.derived import fitted
 from mdi.checkpoint.disk_space import check_disk, free_bytes
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_hf_dir, is_lit_dir, weight_files
 from mdi.checkpoint.hfconfig import choose_config
+from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.quantized import read_quantization
 from mdi.checkpoint.records import read_kept
@@ -32,6 +33,7 @@ from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
+from mdi.spec.model import why_not_litgpt
 from mdi.units import size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -92,7 +94,10 @@ def convert(
     weights = out / WEIGHT_FILES[0]
     unfinished = weights.with_name(weights.name + ".part")
     try:
-        _write(unfinished, reader, config, model_type, DTYPES.get(dtype or ""), progress)
+        if converter_lacks(config):
+            _write_own(unfinished, HfFolder(directory, model_name, takes_pickles=True), dtype, clips)
+        else:
+            _write(unfinished, reader, config, model_type, DTYPES.get(dtype or ""), progress)
         written = PickledFile(unfinished)
         check_tensors(config, written.specs, stage_parts(0, config["n_layer"], starter=True), str(directory))
         written.release()
@@ -201,6 +206,30 @@ def _write(
                 if isinstance(value, torch.Tensor):  # litgpt leaves joined ones in memory until the end
                     state[name] = saver.store_early(_own(value))
             bar.update(sum(specs[name].n_bytes for name in group))
+        saver.save(state)
+
+
+def converter_lacks(config: Mapping[str, Any]) -> str | None:
+    """Name what litgpt's converters do not know of a model; None if they convert it."""
+    is_falcons = config["mlp_class_name"] == "GptNeoxMLP" and config["rotary_percentage"] == 1
+    if is_falcons and (config["bias"] or not config["parallel_residual"]):
+        return "a Falcon with biases, or with attention and MLP one after the other"
+    return why_not_litgpt(config)
+
+
+def _write_own(target: Path, source: HfFolder, dtype: str | None, clips: bool) -> None:
+    """Write what litgpt's converters do not know as it is read, part by part."""
+    from litgpt.utils import incremental_save
+
+    state: dict[str, Any] = {}
+    with torch.no_grad(), incremental_save(target) as saver:
+        for part in source.part_names():
+            for name, spec in source.part_specs(part).items():
+                array = source.array(name)
+                if dtype is not None and CODES[dtype] != spec.dtype:
+                    array, spec = fitted(array, spec, dtype, name, clips)
+                state[name] = saver.store_early(_own(as_tensor(array, spec)))
+            source.release()
         saver.save(state)
 
 

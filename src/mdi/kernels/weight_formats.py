@@ -15,6 +15,9 @@ from mdi.errors import UsageError
 PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
 EMBEDDING = "transformer.wte.weight"
+POSITIONS = "transformer.wpe.weight"
+EMBEDDING_NORM = "transformer.wte_norm"
+PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
 PACKING_SHARE = 0.75  # measured (docs/distributing.md): what packing a part takes, of the bytes of the plain one
 
 

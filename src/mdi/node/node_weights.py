@@ -31,8 +31,7 @@ from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError, UsageError
 from mdi.files import replacing
 from mdi.host.computing import Computing, choose_computing
-from mdi.host.device import check_format, choose_device, choose_dtype, why_torch
-from mdi.host.torch_use import load_torch
+from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.weight_formats import ROUNDED
 from mdi.spec.cluster import WeightMemory

@@ -20,7 +20,7 @@ from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import BUSY_S, Route, reach_node, try_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 
@@ -40,6 +40,7 @@ class ClusterMeasurement:
         wait_s: how long to wait for a node that does not answer yet.
         cancel: its end ends the waiting.
         own_format: that the starter measures in.
+        ask: asks a secondary, as ControlClient.profile does; busy_s: so long again, while it is busy.
     """
 
     def __init__(
@@ -50,8 +51,11 @@ class ClusterMeasurement:
         wait_s: float,
         cancel: Cancel,
         own_format: str = "",
+        ask: Callable[..., dict[str, Any]] | None = None,
+        busy_s: float = BUSY_S,
     ) -> None:
         self._own_format = own_format
+        self._ask_client, self._busy_s = ask or ControlClient.profile, busy_s
         self._cluster = cluster
         self._request = request
         self._own = own
@@ -131,13 +135,13 @@ class ClusterMeasurement:
         self._reached.add(node.name)
 
     def _ask(self, node: NodeConfig) -> None:
-        deadline = time.monotonic() + BUSY_S
+        deadline = time.monotonic() + self._busy_s
         request = replace(self._request, device=node.device, threads=node.threads)
         while True:
             self._ended.check()
             try:
-                answer = self._clients[node.name].profile(
-                    request, partial(self._measuring.__setitem__, node.name), self._ended
+                answer = self._ask_client(
+                    self._clients[node.name], request, partial(self._measuring.__setitem__, node.name), self._ended
                 )
                 break
             except ControlError as e:

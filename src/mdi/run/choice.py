@@ -17,13 +17,11 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import N_TEXTS
 from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
-from mdi.host.device import check_format, choose_device, choose_dtype
+from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
-from mdi.host.torch_use import load_torch
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
 from mdi.placement.cost import CostModel
-from mdi.placement.model import Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
 from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
