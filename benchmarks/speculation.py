@@ -93,8 +93,8 @@ class Oracle:
     def __init__(self, truth: Sequence[int], n_prompt: int, p: float) -> None:
         self._truth, self._n_prompt, self._p, self._rng = truth, n_prompt, p, random.Random(1)
 
-    def learn(self, ids: list[int]) -> None:
-        """Nothing is learned."""
+    def learn(self, ids: list[int]) -> bool:
+        return True
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         begin = len(ids) - self._n_prompt
@@ -113,7 +113,7 @@ class OracleSpeculation(Speculation):
 
     def begin(self, text: Any, constraint: Constraint | None) -> None:
         super().begin(text, constraint)
-        self._texts[text.seq_id].sources["lookup"] = Oracle(self._truth, text.n_prompt, self._p)
+        self.texts[text.seq_id].sources["lookup"] = Oracle(self._truth, text.n_prompt, self._p)
 
 
 class Model:

@@ -24,8 +24,8 @@ class Oracle:
     def __init__(self, truth: Sequence[int], n_prompt: int, p: float, seed: int) -> None:
         self._truth, self._n_prompt, self._p, self._rng = truth, n_prompt, p, random.Random(seed)
 
-    def learn(self, ids: list[int]) -> None:
-        pass
+    def learn(self, ids: list[int]) -> bool:
+        return True
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         begin = len(ids) - self._n_prompt
