@@ -10,9 +10,6 @@ import openai
 import pytest
 
 from conftest import NANO, Server
-from mdi.engine.rows import ArrayRows
-from mdi.engine.sampling import Row, sample
-from mdi.engine.sequence import SamplingParams
 from mdi.serve.grammar import GrammarSource
 from mdi.text.texts import TextCodec
 

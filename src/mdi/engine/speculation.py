@@ -233,6 +233,8 @@ class Speculation:
         return []
 
     def _pays(self, p: float) -> bool:
+        if not self.rounds.n_noted:
+            return True  # nothing is known of this ring yet
         plain = PAYS * self._speed(0.0, 1, 1)
         rows = range(1, self.most_rows + 1)
         return any(self._speed(p, n, self._most_frames(n)) > plain for n in rows)
