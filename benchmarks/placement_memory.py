@@ -50,7 +50,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     from mdi.checkpoint.packing import Packing
     from mdi.kernels.slices import Slice
     from mdi.metrics import peak_rss_bytes
-    from mdi.placement.random_weights import random_weights
+    from mdi.placement.kernel_bench import random_weights
     from mdi.stages.kernel_stage import KernelStage, Resident
     from mdi.stages.torch_stage import Stage
 
@@ -124,8 +124,7 @@ def predicted(
     width: int, n_blocks: int, fmt: str, process_bytes: int, measured: dict[str, Any]
 ) -> tuple[int, int, float]:
     from mdi.placement.cost import CostModel
-    from mdi.placement.model import Workload
-    from mdi.placement.model_shape import model_shape
+    from mdi.placement.model import Workload, model_shape
     from mdi.placement.profile import ClusterProfile, NodeProfile
 
     block_s = tuple((rows, seconds) for rows, seconds in measured["block_s"])
@@ -164,7 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(int(args.child[0]), int(args.child[1]), args.child[2])
-    from mdi.placement.model_shape import model_shape
+    from mdi.placement.model import model_shape
 
     rows = []
     print("| width | blocks | format | memory MB | predicted | error | stage ms | predicted | error |")

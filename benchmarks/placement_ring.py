@@ -426,8 +426,7 @@ def run(args: argparse.Namespace, cluster: Cluster, folder: Path, ckpt: Path) ->
     from mdi.checkpoint.shapes import read_config
     from mdi.placement.cost import CostModel
     from mdi.placement.methods import place
-    from mdi.placement.model import Workload
-    from mdi.placement.model_shape import model_shape
+    from mdi.placement.model import Workload, model_shape
 
     measured = cluster.measure()
     shape = model_shape(read_config(ckpt / "model_config.yaml"), "float32")

@@ -18,7 +18,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32
 from mdi.kernels.weight_formats import EMBEDDING, ROUNDED
-from mdi.placement.random_weights import random_weights
+from mdi.placement.kernel_bench import random_weights
 
 SCALE = np.float32(0.02)  # of a weight
 

@@ -131,8 +131,7 @@ def predicted_s(ring: Any, options: Any, args: argparse.Namespace) -> float:
     """How long the node in the lost one's place takes for the rows of all texts, and the caches that they look at."""
     from mdi.engine.scheduler import CHUNK_ROWS
     from mdi.placement.cost import CostModel
-    from mdi.placement.model import Workload
-    from mdi.placement.model_shape import model_shape
+    from mdi.placement.model import Workload, model_shape
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
 

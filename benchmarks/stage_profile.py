@@ -34,7 +34,7 @@ from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
-from mdi.placement.random_weights import random_weights  # noqa: E402
+from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402

@@ -34,8 +34,7 @@ from mdi.checkpoint.packing import PartWeights
 from mdi.kernels.library import instruction_set
 from mdi.kernels.slices import Slice
 from mdi.placement.cost import CostModel
-from mdi.placement.model import Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.profile import ClusterProfile, LinkProfile, boards
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.stages.kernel_stage import KernelStage, Resident

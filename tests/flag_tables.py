@@ -27,7 +27,7 @@ BY_FIELDS = {
     ),
 }  # fmt: skip
 BY_COMMANDS = {
-    "access": ("key", "join", "nodes"),
+    "access": ("key", "join", "job", "nodes"),
     "ring": ("starter", "secondary", "local-ring", "demo", "sample", "chat", "serve"),
     "plan": ("plan", "doctor", "explain"),
     "models": ("run", "pull", "list", "rm", "export", "import", "prepare-model"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 
 @dataclass
@@ -73,7 +74,7 @@ class HubServer:
         self._thread.join(10)
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        path = request.path.split("?")[0]
+        path = urlsplit(request.path).path  # with a host if it is asked as a proxy
         self.requests.append((request.command, path, request.headers.get("Range")))
         request.close_connection = True
         api = re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(?:revision|tree)/([^/]+))?", path)

@@ -272,14 +272,90 @@ REAL: dict[str, tuple[str, Json]] = {
     "Falcon 40B": ("falcon-40b", _FALCON_40B),
 }  # fmt: skip
 
+_BLOOM: Json = {  # BLOOM 560M
+    "model_type": "bloom", "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True,
+    "n_embed": 1024, "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100, "pretraining_tp": 1,
+    "seq_length": 2048, "skip_bias_add": True, "slow_but_exact": False, "use_cache": True, "vocab_size": 250880,
+}  # fmt: skip
+_GPT_2: Json = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "bos_token_id": 50256, "eos_token_id": 50256,
+    "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "vocab_size": 50257,
+}  # fmt: skip
+_OPT: Json = {  # OPT 125M
+    "model_type": "opt", "_remove_final_layer_norm": False, "activation_function": "relu", "do_layer_norm_before": True,
+    "ffn_dim": 3072, "hidden_size": 768, "max_position_embeddings": 2048, "num_attention_heads": 12, "num_hidden_layers": 12,
+    "vocab_size": 50272, "word_embed_proj_dim": 768,
+}  # fmt: skip
+_FALCON_RW: Json = {  # Falcon RW 1B
+    "model_type": "falcon", "alibi": True, "bias": True, "hidden_size": 2048, "layer_norm_epsilon": 1e-05,
+    "multi_query": False, "new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24,
+    "parallel_attn": False, "vocab_size": 50304,
+}  # fmt: skip
+_BEHIND: Json = {"parallel_residual": False, "bias": True, "rotary_percentage": 0.0, "norm_class_name": "LayerNorm"}
+
+# What litgpt has not, and the settings that count.
+OWN: dict[str, tuple[Json, Json]] = {
+    "BLOOM 560M": (
+        {
+            **_BEHIND, "n_layer": 24, "n_embd": 1024, "n_head": 16, "intermediate_size": 4096, "block_size": 2048,
+            "padded_vocab_size": 250880, "alibi": "bloom", "embedding_norm": True, "gelu_approximate": "tanh",
+        },
+        _BLOOM,
+    ),
+    "GPT-2": (
+        {
+            **_BEHIND, "n_layer": 12, "n_embd": 768, "n_head": 12, "intermediate_size": 3072, "block_size": 1024,
+            "padded_vocab_size": 50257, "learned_positions": True, "gelu_approximate": "tanh", "mlp_class_name": "GptNeoxMLP",
+        },
+        _GPT_2,
+    ),
+    "OPT 125M": (
+        {
+            **_BEHIND, "n_layer": 12, "n_embd": 768, "intermediate_size": 3072, "block_size": 2048, "learned_positions": True,
+            "mlp_class_name": "ReluMLP", "post_mlp_norm": False,
+        },
+        _OPT,
+    ),
+    "Falcon RW 1B": (
+        {
+            **_BEHIND, "n_layer": 24, "n_head": 32, "n_query_groups": 32, "head_size": 64, "intermediate_size": 8192,
+            "alibi": "falcon", "gelu_approximate": "none", "block_size": 2048, "shared_attention_norm": False,
+        },
+        _FALCON_RW,
+    ),
+}  # fmt: skip
+
 # what it is -> (what is refused, config.json): set to what litgpt does not compute
 REFUSED: dict[str, tuple[str, Json]] = {
-    "Phi 3 mini 128K": ("longrope", {**_PHI_3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
-    "Qwen 2.5 with YaRN": ("yarn", {**_QWEN_2_5, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "Phi 3 mini 128K, cut short": (
+        "short_factor",
+        {**_PHI_3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+    ),
+    "YaRN that grows without end": ("block_size", {**_QWEN_2_5, "rope_scaling": {"type": "yarn", "factor": 1e300}}),
+    "positions of a later kind": (
+        "proportional",
+        {**_QWEN_2_5, "rope_scaling": {"type": "proportional", "factor": 4.0}},
+    ),
     "Qwen 2 with windows": ("use_sliding_window", {**_QWEN_2_5, "use_sliding_window": True}),
     "a Llama with biases": ("attention_bias", {**_LLAMA_3, "attention_bias": True}),
     "OLMo 7B 0424": ("clip_qkv", {**_OLMO, "clip_qkv": 8.0}),
     "StableLM 2 1.6B": ("use_qkv_bias", {**_STABLELM, "use_qkv_bias": True}),
-    "Falcon RW 1B": ("alibi", {**_FALCON_7B, "alibi": True}),
+    "OPT 350M": (
+        "word_embed_proj_dim",
+        {
+            **_OPT,
+            "do_layer_norm_before": False,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+        },
+    ),
+    "a GPT-2 of a kind of its own": ("scale_attn_by_inverse", {**_GPT_2, "scale_attn_by_inverse_layer_idx": True}),
+    "a BLOOM with residuals behind norms": (
+        "apply_residual_connection",
+        {**_BLOOM, "apply_residual_connection_post_layernorm": True},
+    ),
     "heads that do not divide": ("head_dim", {**_LLAMA_3, "num_attention_heads": 33, "num_key_value_heads": 33}),
 }

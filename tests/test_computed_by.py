@@ -17,8 +17,7 @@ from mdi.control.messages import ProfileRequest
 from mdi.errors import PlacementError
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
-from mdi.placement.model import Workload
-from mdi.placement.model_shape import model_shape, with_paths
+from mdi.placement.model import Workload, model_shape, with_paths
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.placement.profiler import Profiler

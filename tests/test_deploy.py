@@ -57,6 +57,29 @@ def test_the_containers_are_the_nodes_of_the_file() -> None:
         assert parse(shlex.split(services()[f"secondary{i}"]["command"])).nodes_config[1] == str(i)
 
 
+def test_the_pods_start_a_command_that_there_is() -> None:
+    parts = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    pods = next(part for part in parts if part["kind"] == "StatefulSet")
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    assert parse(parse(container["args"]).job)
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert int(variables["MDI_SIZE"]) == pods["spec"]["replicas"]
+    assert variables["MDI_HEAD"] == f"{pods['metadata']['name']}-0.{pods['spec']['serviceName']}"
+    assert pods["spec"]["serviceName"] in {part["metadata"]["name"] for part in parts if part["kind"] == "Service"}
+
+
+def test_flags_of_rays_actors_are_those_of_a_job() -> None:
+    text = (DEPLOY / "ray_ring.py").read_text()
+    run = text[text.index("    def run(") : text.index("def main")]
+    flags = set(re.findall(r'"(--[a-z-]+)"', run))
+    known = {
+        action
+        for option in parser_of(importlib.import_module(COMMANDS["job"][0]))._actions
+        for action in option.option_strings
+    }
+    assert flags and flags <= known
+
+
 def test_the_api_is_not_open_to_other_machines() -> None:
     assert services()["starter"]["ports"] == ["127.0.0.1:8000:8000"]
 

@@ -28,7 +28,7 @@ from tolerance import assert_alike
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(5)
 SHAPES = [(96, 200), (33, 300), (16, 64)]
-FORMS = ("int8", "int4")
+FORMS = ("int8", "int4", "mxfp4")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -57,7 +57,8 @@ def test_a_layer_computes_in_the_type_that_is_asked_for(form: str, dtype: torch.
     assert found.dtype == dtype and found.shape == (2, 3, 40)
     expected = F.linear(x, torch.from_numpy(unpack(matrix)).to(dtype), torch.from_numpy(bias).to(dtype))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
-    assert {t.dtype for t in layer.state_dict().values()} == {layer.numbers.dtype, torch.float16, dtype}
+    scales = torch.uint8 if form == "mxfp4" else torch.float16
+    assert {t.dtype for t in layer.state_dict().values()} == {layer.numbers.dtype, scales, dtype}
 
 
 @pytest.mark.parametrize("form", FORMS)

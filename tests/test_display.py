@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from mdi.cli.output import Flow, Panels, open_stream, paint
 from mdi.columns import width, wrapped
-from mdi.run.display import Flow, Panels, open_stream, paint
 
 
 class Terminal(io.StringIO):
@@ -70,7 +70,7 @@ def test_the_first_text_is_not_held_back() -> None:
 
 
 def test_on_a_terminal_all_texts_are_below_each_other(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.run.display.REDRAW_S", 0.0)
+    monkeypatch.setattr("mdi.cli.output.REDRAW_S", 0.0)
     stream = open_stream(2, terminal)
     assert isinstance(stream, Panels)
     for index, text in [(0, "one"), (1, "eins"), (0, "\ntwo"), (1, " und\tmehr")]:

@@ -85,6 +85,15 @@ def test_a_model_arrives(hub: HubServer, tmp_path: Path) -> None:
     assert all((directory / name).read_bytes() == files[name] for name in expected)
 
 
+def test_a_proxy_is_used(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's name leads nowhere; only the proxy, which is the same server here, can give its files."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    monkeypatch.setenv("HTTP_PROXY", hub.endpoint)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert (download("org/plain", tmp_path / "models", progress=False) / "config.json").is_file()
+
+
 def test_a_litgpt_model_arrives(hub: HubServer, tmp_path: Path) -> None:
     directory = download("org/lit", tmp_path, progress=False)
     assert {p.name for p in directory.iterdir() if p.is_file()} == {

@@ -116,7 +116,7 @@ class Formula:
     def clear(self) -> None:
         pass
 
-    def embed(self, ids: np.ndarray) -> np.ndarray:
+    def embed(self, ids: np.ndarray, slices: object = None) -> np.ndarray:
         return ids[:, None].astype(np.float32)
 
     def __call__(self, x: np.ndarray, slices: object) -> np.ndarray:

@@ -20,13 +20,15 @@ from mdi.spec.options import StarterOptions
 NANO = Path(__file__).resolve().parents[1] / "assets" / "nano-llama"
 
 
-def stored(dtype: str, quantize: str | None = None) -> Any:
-    return SimpleNamespace(dtype=dtype, quantize=quantize)
+def stored(dtype: str, quantize: str | None = None, native: str | None = None) -> Any:
+    return SimpleNamespace(dtype=dtype, quantize=quantize, native=native)
 
 
 def test_formats_from_large_to_small() -> None:
     assert formats_to_try(stored("bfloat16")) == [None, "int8", "int4"]
     assert formats_to_try(stored("bfloat16", "int8")) == ["int8"], "what is rounded already is not rounded again"
+    assert formats_to_try(stored("bfloat16", native="mxfp4")) == ["mxfp4"], "as the checkpoint has them"
+    assert formats_to_try(stored("float32", native="int4")) == [None, "int4"]
 
 
 @pytest.mark.parametrize("fitting", [None, "int8", "int4", "nothing"])

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from litgpt.config import Config
 from litgpt.model import GPT
 
@@ -19,15 +20,15 @@ from gguf_files import as_stored, gguf_families, rope_factors, write_gguf, write
 from gguf_reference.write_ids import write_nano
 from loopback import CPU
 from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.gguf import read_gguf
 from mdi.checkpoint.ggufconfig import llama3_scaling
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import Matrix, unpack
+from mdi.kernels.layout import Matrix, bf16_from_float32, unpack
 from mdi.stages.torch_stage import StarterStage
 from tiny_models import State, tiny_state
 
-Q4_0 = gguf.GGMLQuantizationType.Q4_0
 OF_LLAMA_CPP = json.loads((Path(__file__).parent / "gguf_reference" / "llama_cpp_ids.json").read_text())
 
 # What the format has no field for is as in the real models.
@@ -109,23 +110,46 @@ def test_quantized_weights_are_plain_when_they_are_read(tmp_path: Path, matrices
 
 
 @pytest.mark.parametrize("n_embd, n_head", [(96, 6), (128, 8)])  # an odd number of blocks in a row, and an even one
-def test_q4_0_is_int4_without_a_second_rounding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_embd: int, n_head: int
+@pytest.mark.parametrize("kind, form", [(Kind.Q4_0, "int4"), (Kind.MXFP4, "mxfp4")])
+def test_half_bytes_are_not_rounded_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, form: str, n_embd: int, n_head: int
 ) -> None:
     config, state = tiny_state("Llama-3.1-8B", n_embd=n_embd, n_head=n_head, head_size=16, intermediate_size=128)
-    source = GgufSource(write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, "Q4_0"))
-    packing = Packing("int4", "int4")
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, kind.name))
+    assert source.native == form
+    packing = Packing(form, form)
     other = source.packed("lm_head.weight", Packing("int8", "int8"))["lm_head.weight"]
     assert isinstance(other, Matrix) and other.format == "int8"
     monkeypatch.setattr("mdi.checkpoint.packing.pack", lambda form, values: pytest.fail("it is rounded again"))
-    for name in ("transformer.h.0.attn.qkv.weight", "transformer.h.0.mlp.proj.weight", "lm_head.weight"):
+    names = ["transformer.h.0.mlp.fc_1.weight", "transformer.h.0.mlp.proj.weight"]
+    if form == "int4":  # mxfp4 has attention and head in int8
+        names += ["transformer.h.0.attn.qkv.weight", "lm_head.weight"]
+    for name in names:
         weight = source.packed(name, packing)[name]
-        assert isinstance(weight, Matrix) and weight.format == "int4"
-        assert np.array_equal(unpack(weight).astype(np.float16), source.array(name))
-    head = gguf.quants.dequantize(gguf.quants.quantize(state["lm_head.weight"].numpy(), Q4_0), Q4_0)
-    assert np.array_equal(unpack(weight), head)
-    assert np.array_equal(plain(source.weights("head", packing))["lm_head.weight"], head)
-    assert np.array_equal(PackedSource(source, packing).array("lm_head.weight")[: weight.data.size], weight.data)
+        assert isinstance(weight, Matrix) and weight.format == form
+        numbers = unpack(weight)
+        assert np.array_equal(
+            bf16_from_float32(numbers) if form == "mxfp4" else numbers.astype(np.float16), source.array(name)
+        )
+    expected = gguf.quants.dequantize(gguf.quants.quantize(state[name].numpy(), kind), kind)
+    assert np.array_equal(numbers, expected)
+    assert np.array_equal(PackedSource(source, packing).array(name)[: weight.data.size], weight.data)
+    if form == "int4":
+        assert np.array_equal(plain(source.weights("head", packing))["lm_head.weight"], expected)
+
+
+def test_a_scale_of_mxfp4_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    config, state = tiny_state("Llama-3.1-8B", n_embd=96, head_size=16, intermediate_size=128)
+    path = write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, "MXFP4")
+    tensor = read_gguf(path).tensors["blk.1.ffn_down.weight"]
+    with open(path, "r+b") as file:
+        file.seek(tensor.offset + 17)
+        file.write(b"\xff")
+    source = GgufSource(path)
+    for call in (lambda name: source.packed(name, Packing("mxfp4", "int8")), source.array):
+        with pytest.raises(CheckpointError) as e:
+            call("transformer.h.1.mlp.proj.weight")
+        assert str(path) in str(e.value) and "not finite" in str(e.value)
 
 
 def test_a_model_that_is_split_into_files(tmp_path: Path) -> None:
@@ -248,7 +272,7 @@ def test_a_damaged_file_is_one_line_wherever_it_is_damaged(tmp_path: Path, good:
         ("embedding_length", 64),
         ("feed_forward_length", 1 << 31),
         ("context_length", (1 << 32) - 1),
-        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.type", "yarn"),  # without its factor
         ("expert_count", 4),
     ],
 )

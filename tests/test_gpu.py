@@ -16,12 +16,11 @@ import torch
 from families import FAMILIES, config_of, greedy, model_of, prompt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
-from mdi.engine.rows import pinned_buffer
+from mdi.engine.rows import pinned_buffer, receive_buffers
 from mdi.host.computing import choose_computing
 from mdi.host.device import choose_device, choose_dtype, devices
 from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
-from mdi.node.forming import receive_buffers
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject, reader
 from mdi.spec.options import Requested

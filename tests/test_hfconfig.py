@@ -12,7 +12,9 @@ from litgpt.config import Config
 
 from mdi.checkpoint.hfconfig import choose_config, derive_config
 from mdi.errors import CheckpointError
-from real_configs import REAL, REFUSED
+from mdi.kernels.blocks import why_not_in_kernels
+from mdi.spec.model import litgpt_fields, why_not_litgpt
+from real_configs import OWN, REAL, REFUSED
 
 # not what is computed; or (eps of Gemma and SmolLM) the table is less exact than the file
 _NOT_COMPARED = ("name", "hf_config", "padding_multiple", "vocab_size", "norm_eps")
@@ -25,6 +27,7 @@ _TABLE_DIFFERS = {
     "Gemma 7B, with hidden_activation": {"block_size"},
     "Gemma 3 1B": {"block_size"},
     "Gemma 3 1B, transformers 5": {"block_size"},
+    "TinyLlama 1.1B, dynamic": {"block_size", "rope_adjustments"},  # the table has none of it
     "Gemma 3 4B, its language part": {"padded_vocab_size"},  # with the rows for images
     "Gemma 3 27B, its language part": {"padded_vocab_size"},
 }
@@ -39,6 +42,16 @@ def test_a_real_config_gives_the_settings_of_litgpts_table(form: str) -> None:
     assert differing == _TABLE_DIFFERS.get(form, set())
     eps = next((hf[key] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if key in hf), None)
     assert eps is None or found["norm_eps"] == eps
+
+
+@pytest.mark.parametrize("form", OWN)
+def test_a_real_config_of_a_family_that_litgpt_lacks(form: str) -> None:
+    expected, hf = OWN[form]
+    found = derive_config(hf, "my-model", Path("config.json"))
+    assert {key: found[key] for key in expected} == expected
+    assert why_not_litgpt(found) is not None and why_not_in_kernels(found) is None
+    with pytest.raises(ValueError, match="only nodes that generate"):
+        litgpt_fields(found)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -58,8 +71,36 @@ def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
     assert kind == "gemma3_text" and config["n_layer"] == 34 and "Gemma" in config["name"]
 
 
-def test_a_context_beyond_the_trained_one_is_not_offered_with_dynamic_scaling() -> None:
-    _, hf = REAL["TinyLlama 1.1B, dynamic"]
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 1024}
-    config = derive_config({**hf, "rope_scaling": scaling}, "my-model", Path("config.json"))
-    assert config["block_size"] == 1024
+@pytest.mark.parametrize(
+    ("scaling", "expected", "context"),
+    [
+        (
+            {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 1024},
+            {"rope_type": "dynamic", "factor": 2.0, "max_position_embeddings": 2048},
+            4096,
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "beta_fast": None, "truncate": False},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "truncate": False},
+            8192,
+        ),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 512},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+            2048,
+        ),
+        (
+            {"type": "su", "original_max_position_embeddings": 512, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+            {
+                "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 512,
+                "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
+            },
+            2048,
+        ),
+    ],
+)  # fmt: skip
+def test_scaling_of_positions_is_kept_in_transformers_terms(
+    scaling: dict[str, Any], expected: dict[str, Any], context: int
+) -> None:
+    config = derive_config({**REAL["TinyLlama 1.1B"][1], "rope_scaling": scaling}, "my-model", Path("config.json"))
+    assert config["rope_adjustments"] == expected and config["block_size"] == context

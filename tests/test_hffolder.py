@@ -169,7 +169,7 @@ def _settings(**changes: Any) -> Callable[[Path], None]:
         (_settings(intermediate_size=65), "fc_1.weight"),
         (_settings(num_hidden_layers=6), "transformer.h.5."),
         (_settings(num_hidden_layers=4), "model.layers.<i>."),
-        (_settings(quantization_config={"quant_method": "fp8"}), "'fp8'"),
+        (_settings(quantization_config={"quant_method": "gptq"}), "'gptq'"),
         (_weights(lambda w: w.pop("model.norm.weight")), "transformer.ln_f.weight"),
         (_weights(lambda w: w.pop("model.layers.2.self_attn.k_proj.weight")), "self_attn.k_proj"),
         (_weights(lambda w: w.update({"model.layers.1.odd": torch.ones(1)})), "model.layers.<i>.odd"),

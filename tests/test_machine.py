@@ -13,10 +13,9 @@ import torch
 
 from mdi.cli import WAIT_POLICY, launch
 from mdi.control_groups import n_cores
-from mdi.host import neighbours as machine
 from mdi.host import threads
-from mdi.host.neighbours import fair_threads, threads_of_others
-from mdi.host.threads import THREAD_VARIABLES, choose_threads
+from mdi.host import threads as machine
+from mdi.host.threads import THREAD_VARIABLES, choose_threads, fair_threads, threads_of_others
 from mdi.spec.cluster import NodeConfig, load_nodes
 
 

@@ -49,6 +49,7 @@ class Node(BareNode):
         self.broken_off: queue.Queue[int] = queue.Queue()
         self.says: dict[str, Any] = {"state": "LOADING"}
         self.ring: Pushing | None = None
+        self.measures: list[Any] = []
 
     def _note(self, call: Any) -> None:
         self.calls.put(call)
@@ -71,8 +72,14 @@ class Node(BareNode):
         self.ring = Pushing(lambda: dict(self.says))
         return self.ring
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+    def status(self, run: str | None) -> dict[str, Any]:
+        self._note(("status", run))
+        return dict(self.says)
+
+    def profile(self, request: ProfileRequest, note: Callable[[Any], None]) -> dict[str, Any]:
         self._note(request)
+        for what in self.measures:
+            note(what)
         return {"profile": 1}
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
@@ -126,8 +133,18 @@ def test_requests_come_as_they_were_sent(node: Node, client: ControlClient) -> N
     probe, forward = ProbeRequest("b", "h", 1, 2, True), ForwardRequest(RUN, PART, 5, "b", "h", 7)
     assert client.profile(PROFILE) == {"profile": 1} and client.probe(probe) == {"way": 2}
     client.forward(forward)
+    assert client.status(RUN) == node.says
     client.echo(100_000)
-    assert [node.calls.get_nowait() for _ in range(3)] == [PROFILE, probe, forward]
+    assert [node.calls.get_nowait() for _ in range(4)] == [PROFILE, probe, forward, ("status", RUN)]
+
+
+def test_a_node_says_what_it_measures_until_nobody_waits(node: Node, client: ControlClient) -> None:
+    node.measures, heard = [{"what": "a block"}, None, {"what": "the head"}], []
+    assert client.profile(PROFILE, heard.append) == {"profile": 1}
+    assert heard == node.measures
+    node.measures, cancel = [{"what": "a block"}] * 10**9, Cancel()
+    with pytest.raises(CancelledError):
+        client.profile(PROFILE, lambda what: cancel.cancel(), cancel)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,12 @@ def test_other_commands_fetch_a_name_as_well(
     assert launch("sample", ["--ckpt", "org/none", "--n-tokens", "2"]) == 2, "--ckpt fetches nothing"
 
 
+def test_the_embedded_model_needs_no_hub(store: ModelStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("sample", ["nano-llama", "--n-samples", "1", "--n-tokens", "2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["samples"]) == 1 and store.last() == "nano-llama"
+    assert launch("sample", ["nano-lama", "--n-tokens", "2"]) == 2
+
+
 def test_names(store: ModelStore) -> None:
     for name in ("org/first", "other/first", "org/second--Q4_K_M"):
         write_checkpoint(store.folder / name)

@@ -26,11 +26,12 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
-from mdi.host.neighbours import fair_threads
+from mdi.host.threads import fair_threads
 from mdi.kernels import library
 from mdi.net.wire import SILENCE_S
 from mdi.node.local import LocalRing, free_ports
 from mdi.node.secondary import SecondaryNode
+from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -280,7 +281,7 @@ def test_local_ring_kills_what_does_not_listen() -> None:
 
 
 def test_local_ring_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdi.host.neighbours.usable_cores", lambda: 7.0)
+    monkeypatch.setattr("mdi.host.threads.usable_cores", lambda: 7.0)
     assert LocalRing(3, None, None, None, False, False).threads_of_starter == 2
     assert LocalRing(9, None, None, None, False, False).threads_of_starter == 1
     assert LocalRing(3, None, 5, None, False, False).threads_of_starter == 5
@@ -483,9 +484,9 @@ def _pieces(n_bytes: int) -> Callable[[int], bytes]:
     return lambda n: left.pop() if left else b""
 
 
-def test_a_starter_that_says_nothing_any_more(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 0.3)
+def test_a_starter_that_says_nothing_any_more(ring: Ring) -> None:
     _, secondary = ring()
+    secondary.waits = Waits(lease_s=0.3)
     secondary.init(request())
     assert wait_state(secondary, "IDLE")["error_code"] == "run"
 

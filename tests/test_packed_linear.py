@@ -23,7 +23,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 WEIGHT = torch.randn(96, 200, generator=GENERATOR)
 BIAS = torch.randn(96, generator=GENERATOR)
 # Of the result, relative: what the kernels round activations of 8 bits by, and the order of sums.
-NEAR = {"float32": 1e-6, "bf16": 1e-6, "fp16": 1e-6, "int8": 0.012, "int4": 0.012}
+NEAR = {"float32": 1e-6, "bf16": 1e-6, "fp16": 1e-6, "int8": 0.012, "int4": 0.012, "mxfp4": 0.012}
 
 
 @pytest.fixture(params=["kernels", "none"])

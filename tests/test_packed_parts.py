@@ -42,13 +42,13 @@ from mdi.cli import launch
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS, ROUNDED, format_within
 from tiny_checkpoint import write_checkpoint
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 
 HEAD = "lm_head.weight"
 # Of a weight's largest number in its group; what int4's search does with a few is judged by tests/kernels.
-NEAR = {"float32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.006, "int4": 0.16}
+NEAR = {"float32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.006, "int4": 0.16, "mxfp4": 0.26}
 
 
 @pytest.fixture
@@ -91,8 +91,10 @@ def test_chunks_stand_for_the_checkpoint(tmp_path: Path, family: str, form: str)
     for name, tensor in to_pack(source, state).items():
         found, exact = torch.from_numpy(seen[name].copy()), tensor.float()
         assert found.shape == exact.shape and found.dtype == torch.float32
-        is_rounded = is_packable(name, tuple(tensor.shape)) or (name == EMBEDDING and form in ("int8", "int4"))
-        limit = NEAR["int8" if name == EMBEDDING else form] * exact.abs().max() if is_rounded else 0
+        is_rounded = is_packable(name, tuple(tensor.shape)) or (name == EMBEDDING and form in ROUNDED)
+        limit = (
+            NEAR["int8" if name == EMBEDDING else format_within(form, name)] * exact.abs().max() if is_rounded else 0
+        )
         assert (found - exact).abs().max() <= limit, name
 
 
@@ -114,8 +116,8 @@ def test_stored_bytes_are_what_the_kernels_read(tmp_path: Path, form: str) -> No
         for part in chunk.part_names():
             for name, weight in chunk.weights(part).items():
                 if isinstance(weight, Matrix):
-                    expected = pack(form, numbers[name].numpy())
-                    assert weight.format == form and np.array_equal(weight.data, expected.data)
+                    expected = pack(format_within(form, name), numbers[name].numpy())
+                    assert weight.format == expected.format and np.array_equal(weight.data, expected.data)
                     assert weight.data.ctypes.data % 64 == 0 and not weight.data.flags.writeable
                     assert isinstance(_owner(weight.data), mmap.mmap), "a copy"
 

@@ -40,7 +40,7 @@ def test_the_default_chunks_give_the_reference(
     assert found[-N_TOKENS:] == list(reference(PROMPT, N_TOKENS))
 
 
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4", "mxfp4"])
 def test_a_node_generates_the_same_from_a_chunk_by_name_and_from_the_folder(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

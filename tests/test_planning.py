@@ -28,7 +28,7 @@ from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
@@ -168,7 +168,7 @@ def test_a_run_computes_with_what_was_measured(tiny: Path, tmp_path: Path, fixed
         asked: list[ProfileRequest] = []
         profile = ControlClient.profile
         patch.setattr(
-            ControlClient, "profile", lambda self, request: (asked.append(request), profile(self, request))[1]
+            ControlClient, "profile", lambda self, request, *waiting: (asked.append(request), profile(self, request))[1]
         )
         options = {"ckpt": tiny, "prompt_style": "none", "device": "cpu", "cache_dir": tmp_path / "starter"}
         starter = Run(GivenNodes(ClusterConfig(OWN_NODE, entries)), StarterOptions(**options), 60, n_texts=3)
@@ -302,67 +302,65 @@ def measurement_of(cluster: ClusterConfig, **changes: Any) -> ClusterMeasurement
     return ClusterMeasurement(cluster, **fields)
 
 
-@pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Nodes say at once what they are; the list says who was asked, in which order."""
-    asked: list[str] = []
+class Answering:
+    """Nodes say at once what they are; `asked` says who was asked, in which order."""
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
-        asked.append(self.node.name)
-        return {"profile": replace(OWN, name=f"{self.node.name} by itself").to_json(), "format": "int8"}
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
-    monkeypatch.setattr(ControlClient, "profile", profile)
-    return asked
+    def __call__(self, client: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
+        self.asked.append(client.node.name)
+        return {"profile": replace(OWN, name=f"{client.node.name} by itself").to_json(), "format": "int8"}
 
 
-def test_all_nodes_and_all_ways(tmp_path: Path, answering: list[str]) -> None:
+def test_all_nodes_and_all_ways(tmp_path: Path) -> None:
+    answering = Answering()
     with secondaries(2, tmp_path) as nodes, open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, port_in):
         cluster = replace(cluster_of(nodes), starter=NodeConfig("starter", "127.0.0.1", port, port_in))
-        survey = measurement_of(cluster)
+        survey = measurement_of(cluster, ask=answering)
         profiles, links = survey.run()
     assert [profile.name for profile in profiles] == ["starter", "secondary0", "secondary1"]
-    assert answering == ["secondary0", "secondary1"] and survey.formats["secondary0"] == "int8"
+    assert answering.asked == ["secondary0", "secondary1"] and survey.formats["secondary0"] == "int8"
     names = {profile.name for profile in profiles}
     assert {(link.source, link.target) for link in links} == {(a, b) for a in names for b in names if a != b}
     assert all(0 < link.round_trip_s < 1 and link.bytes_s > 1e6 for link in links)
 
 
-def test_nodes_of_one_machine_share_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nodes_of_one_machine_share_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     full = replace(OWN, shared_bytes=GB)
-    monkeypatch.setattr(ControlClient, "profile", lambda self, request: {"profile": full.to_json(), "format": "int8"})
+    answer = {"profile": full.to_json(), "format": "int8"}
     with secondaries(2, tmp_path) as nodes:
-        profiles, _ = measurement_of(cluster_of(nodes), own=lambda: full).run()
+        profiles, _ = measurement_of(cluster_of(nodes), own=lambda: full, ask=lambda *_: answer).run()
     assert [profile.memory_bytes for profile in profiles] == [GB // 3] * 3
     assert "starter, secondary0, secondary1 share the memory of their machine" in caplog.text
 
 
 def test_what_takes_long_is_told(
-    tmp_path: Path, answering: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(mdi.cancel, "REPORT_S", -1.0)
     with secondaries(1, tmp_path) as nodes, open_ports(OWN_NODE) as (port, port_in):
-        measurement_of(replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))).run()
+        cluster = replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))
+        measurement_of(cluster, ask=Answering()).run()
     assert "measuring the link from secondary0 to starter (1 of 2)" in caplog.messages
     config = plain(asdict(tiny_config()))
     Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", Computing("cpu", "float32")), None)
     assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages
 
 
-def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path, answering: list[str]) -> None:
+def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path) -> None:
     """One ring port cannot be reached, the starter's: a node's is needed to ask it anything. No placement is to count on it."""
     with secondaries(1, tmp_path) as nodes, open_ports(NodeConfig("starter", "127.0.0.1", 0, 0)) as (port, _):
         wrong = NodeConfig("starter", "127.0.0.1", port, port)
-        _, links = measurement_of(ClusterConfig(wrong, (entry_of(nodes[0]),))).run()
+        _, links = measurement_of(ClusterConfig(wrong, (entry_of(nodes[0]),)), ask=Answering()).run()
     found = {(link.source, link.target): link for link in links}
     assert found["secondary0", "starter"].round_trip_s == BROKEN_S
     assert found["starter", "secondary0"].round_trip_s < BROKEN_S
 
 
-def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path) -> None:
     busy = threading.Lock()
     order: list[str] = []
 
@@ -372,7 +370,7 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
         order.append(name)
         busy.release()
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         alone(self.node.name)
         return {"profile": OWN.to_json(), "format": "float32"}
 
@@ -380,31 +378,30 @@ def test_nodes_of_one_machine_measure_one_after_the_other(tmp_path: Path, monkey
         alone("starter")
         return OWN
 
-    monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(2, tmp_path) as nodes:
-        measurement_of(cluster_of(nodes), own=own).run()
+        measurement_of(cluster_of(nodes), own=own, ask=profile).run()
     assert order == ["starter", "secondary0", "secondary1"]
 
 
-def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_are_alike_are_equally_fast(tmp_path: Path) -> None:
     """Noise while one of them measured itself must not decide who gets all blocks."""
     times = {"starter": 0.001, "secondary0": 0.002, "secondary1": 0.006}
 
     def profile_of(name: str, n_threads: int = 1) -> NodeProfile:
         return replace(OWN, name=name, block_s=((1, times[name]),), n_threads=n_threads)
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         own = profile_of(self.node.name, 2 if self.node.name == "secondary1" else 1)
         return {"profile": own.to_json(), "format": "float32"}
 
-    monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(2, tmp_path) as nodes:
-        survey = measurement_of(cluster_of(nodes), own=lambda: profile_of("starter"), own_format="float32")
+        cluster = cluster_of(nodes)
+        survey = measurement_of(cluster, own=lambda: profile_of("starter"), own_format="float32", ask=profile)
         profiles, _ = survey.run()
     assert [p.block_s[0][1] for p in profiles] == [pytest.approx(0.0015), pytest.approx(0.0015), 0.006]
 
 
-def test_a_node_that_is_not_there(answering: list[str]) -> None:
+def test_a_node_that_is_not_there() -> None:
     gone = ClusterConfig(OWN_NODE, (NodeConfig("secondary0", "127.0.0.1", 1, 2),))
     with pytest.raises(NodeLostError) as e:
         measurement_of(gone).run()
@@ -417,35 +414,32 @@ OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)
 @pytest.mark.parametrize(
     "answer", [{}, {"profile": None}, {"profile": {}}, {"profile": {**OWN.to_json(), "n_cores": -1}}]
 )
-def test_a_profile_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(ControlClient, "profile", lambda self, request: answer)
+def test_a_profile_that_cannot_be_read(tmp_path: Path, answer: Any) -> None:
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as e:
-        measurement_of(cluster_of(nodes)).run()
+        measurement_of(cluster_of(nodes), ask=lambda *_: answer).run()
     assert "secondary0" in str(e.value)
 
 
-def test_a_node_that_stays_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_stays_busy(tmp_path: Path) -> None:
     """It is asked again as long as there is time, since the other run may end in a moment."""
     asked: list[str] = []
 
-    def profile(self: ControlClient, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         asked.append(self.node.name)
         if len(asked) == 3:
             raise ControlError(f"{self.node.name} cannot measure itself", 409, code="usage")
         raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code="busy")
 
-    monkeypatch.setattr(ControlClient, "profile", profile)
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as caught:
-        measurement_of(cluster_of(nodes)).run()
+        measurement_of(cluster_of(nodes), ask=profile).run()
     assert len(asked) == 3 and caught.value.code == "usage"
-    monkeypatch.setattr(mdi.placement.cluster_measurement, "BUSY_S", -1.0)
     asked.clear()
     with secondaries(1, tmp_path / "again") as nodes, pytest.raises(ControlError) as caught:
-        measurement_of(cluster_of(nodes)).run()
+        measurement_of(cluster_of(nodes), ask=profile, busy_s=-1.0).run()
     assert len(asked) == 1 and caught.value.code == "busy"
 
 
-def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path, answering: list[str]) -> None:
+def test_what_the_caller_raises_ends_the_waiting(tmp_path: Path) -> None:
     class Enough(MdiError):
         pass
 

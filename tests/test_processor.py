@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdi.host import processor
-from mdi.host.processor import processor_notice
+from mdi.host import device as processor
+from mdi.host.device import processor_notice
 
 PI_4 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU part\t: 0xd08\n"
 PI_5 = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimddp\n"

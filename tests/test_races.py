@@ -41,7 +41,8 @@ class Joins:
         return None
 
 
-def test_a_ring_that_is_closed_while_it_is_asked_who_leaves() -> None:
+@pytest.mark.parametrize("error", [None, EngineError("the server is ending")])
+def test_a_ring_that_is_closed_while_it_is_asked_who_leaves(error: EngineError | None) -> None:
     """Another thread closes it after it was read for the first time; what was seen is said once."""
 
     class Ring:
@@ -59,7 +60,7 @@ def test_a_ring_that_is_closed_while_it_is_asked_who_leaves() -> None:
     cancel = Cancel()
     lookout = Lookout(nothing, lambda: ring, seen.put, cancel)
     until(lambda: ring.n_read > 3)
-    cancel.cancel()
+    cancel.cancel(error)
     lookout.join()
     assert seen.get_nowait() == Leaving("a", 3) and seen.empty()
 

@@ -21,6 +21,7 @@ from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
 from mdi.node.setup import Patience, SecondarySetup
+from mdi.node.worker import Waits
 from node_ports import BareNode, Pushing, client_of
 from secondaries import entry_of, secondary
 from waiting import until
@@ -172,6 +173,9 @@ class Held:
         assert self.may_go_on.wait(DEADLINE_S)
 
 
+HURRIED = Waits(kernels_s=0.01)
+
+
 @pytest.fixture
 def held() -> Iterator[Held]:
     one = Held()
@@ -183,8 +187,7 @@ def test_a_node_answers_while_its_kernels_are_compiled(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "load", held)
-    monkeypatch.setattr(mdi.node.secondary, "KERNELS_S", 0.01)
-    with secondary(0, tmp_path) as node:
+    with secondary(0, tmp_path, waits=HURRIED) as node:
         client = ControlClient(entry_of(node))
         status = client.status()
         assert (status["state"], status["kernels"], status["arithmetic"]) == (COMPILING, "compiling", None)
@@ -199,14 +202,13 @@ def test_who_answers_when_the_kernels_are_just_there_says_which(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "load", held)
-    monkeypatch.setattr(mdi.node.secondary, "KERNELS_S", 0.01)
 
     def late(*args: Any) -> dict[str, Any]:
         held.may_go_on.set()
         until(lambda: all(thread.name != "kernels" for thread in threading.enumerate()))
         return run_status(*args)
 
-    with secondary(0, tmp_path) as node:
+    with secondary(0, tmp_path, waits=HURRIED) as node:
         monkeypatch.setattr(mdi.node.secondary, "run_status", late)
         status = ControlClient(entry_of(node)).status()
         assert (status["state"], status["arithmetic"]) == ("IDLE", "torch")

@@ -28,6 +28,7 @@ from mdi.errors import ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.node.runs import ahead_extension
 from mdi.node.secondary import SecondaryNode
+from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
@@ -309,7 +310,7 @@ def test_a_starter_that_is_gone_takes_nothing_with_it(
     node: SecondaryNode, checkpoints: list[Path], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its run was doing: the other run goes on, and what was reserved is given back."""
-    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 0.5)
+    node.waits = Waits(lease_s=0.5)
     monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.05)  # the other run's starter may be slow, but it lives
     with started([node], checkpoints[0], "2,3") as going:
         gone = FrameStarter(node, checkpoints[0])
@@ -396,10 +397,8 @@ def test_blocks_of_a_node_that_leaves_are_taken_over_by_those_that_stay(
         assert starter.cluster.secondaries[0].name == "secondary1"
 
 
-def test_a_node_whose_blocks_nobody_takes_over_leaves_in_the_end(
-    node: SecondaryNode, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mdi.node.secondary.HAND_OVER_S", 0.3)
+def test_a_node_whose_blocks_nobody_takes_over_leaves_in_the_end(node: SecondaryNode, checkpoints: list[Path]) -> None:
+    node.waits = Waits(hand_over_s=0.3)
     with frame_starter(node, checkpoints[0]) as starter:
         starter.form()
         assert not node.may_hand_over, "its starter takes nothing over"

@@ -14,7 +14,7 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
 from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import model_shape
 from mdi.stages.torch_stage import StarterStage
 from tiny_checkpoint import plain, tiny_config
 

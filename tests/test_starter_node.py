@@ -25,6 +25,7 @@ from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, Usage
 from mdi.node.local import free_ports
 from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
+from mdi.node.worker import Waits
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
 from mdi.stages.starter_weights import StarterSupply
@@ -38,7 +39,6 @@ Ring = Callable[..., tuple[Run, SecondaryNode]]
 
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes several times as long as a node waits for one that says nothing."""
-    monkeypatch.setattr(mdi.node.worker, "LEASE_S", 2.0)
     load = StarterSupply.reading
 
     def load_late(*args: Any) -> Any:
@@ -46,7 +46,8 @@ def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch
         return load(*args)
 
     monkeypatch.setattr(StarterSupply, "reading", load_late)
-    starter, _ = ring()
+    starter, secondary = ring()
+    secondary.waits = Waits(lease_s=2.0)
     assert generate(starter) == list(reference("The ring", 6))
 
 

@@ -18,6 +18,7 @@ from mdi.kernels import library
 from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.round_robin import RoundRobin, Turn
+from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.options import StarterOptions
@@ -209,7 +210,7 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
     monkeypatch.setattr(KernelStage, "__call__", may_halt)
     checkpoint = write_checkpoint(tmp_path / "tiny", 4)
     options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2")
-    with secondaries(2, tmp_path, stuck_s=2.0) as found:
+    with secondaries(2, tmp_path, waits=Waits(stuck_s=2.0)) as found:
         starter = Run(GivenNodes(cluster_of(found)), options, 80, n_texts=1)
         try:
             starter.open()

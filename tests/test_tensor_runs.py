@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint: Path, t
         run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor", (1.0, 1.0, 1.0)))
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "mxfp4"])
 def test_shards_of_a_checkpoint_and_of_its_chunks_are_the_same(form: str, checkpoint: Path, tmp_path: Path) -> None:
     """Plain weights are cut before they are packed, chunks after; files give back what was written."""
     source = open_source(checkpoint)

@@ -15,9 +15,9 @@ import pytest
 from mdi.cli import chat as cli_chat
 from mdi.cli import launch
 from mdi.cli import output as cli_output
+from mdi.cli.output import Flow
 from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
-from mdi.run.display import Flow
 from mdi.spec.options import Options
 from mdi.terminal import TerminalHandler, one_line, plain, reporting, show
 from waiting import until

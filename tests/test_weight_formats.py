@@ -43,7 +43,17 @@ def test_what_a_format_leaves_as_it_is() -> None:
 
 def test_an_embedding_is_never_in_four_bits() -> None:
     assert FORMATS["int4"].tensor_bytes(EMBEDDING, (64, 64)) == FORMATS["int8"].tensor_bytes(EMBEDDING, (64, 64))
+    assert FORMATS["mxfp4"].tensor_bytes(EMBEDDING, (64, 64)) == FORMATS["int8"].tensor_bytes(EMBEDDING, (64, 64))
     assert FORMATS["fp16"].tensor_bytes(EMBEDDING, (64, 64)) == 2 * 64 * 64
+
+
+def test_mxfp4_is_for_mlps_and_experts() -> None:
+    form = FORMATS["mxfp4"]
+    assert form.bits == 4.25
+    for name in ("transformer.h.0.attn.qkv.weight", "lm_head.weight"):
+        assert form.tensor_bytes(name, (64, 128)) == FORMATS["int8"].tensor_bytes(name, (64, 128))
+    for name in (LINEAR, "transformer.h.0.mlp.experts.3.fc_1.weight"):
+        assert form.tensor_bytes(name, (64, 128)) == 64 * 128 * 4.25 / 8
 
 
 def test_what_is_held_follows_from_what_is_stored() -> None:

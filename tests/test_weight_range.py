@@ -56,7 +56,9 @@ def test_packing_refuses_numbers_that_are_not_finite(form: str, bad: float) -> N
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("form, wider", [("bf16", "float32"), ("fp16", "bf16"), ("int8", "bf16"), ("int4", "int8")])
+@pytest.mark.parametrize(
+    "form, wider", [("bf16", "float32"), ("fp16", "bf16"), ("int8", "bf16"), ("int4", "int8"), ("mxfp4", "bf16")]
+)
 def test_packing_refuses_numbers_beyond_the_format_and_names_one_that_holds_them(
     form: str, wider: str, sign: int
 ) -> None:

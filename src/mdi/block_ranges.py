@@ -121,4 +121,4 @@ def _block_weights(config: dict[str, Any]) -> int:
     if kind == "LLaMAMoE":
         n_experts = config["n_expert_per_token"] + (config.get("n_shared_expert") or 0)
         width = n_experts * (config.get("moe_intermediate_size") or width)
-    return int(attention + (2 if kind == "GptNeoxMLP" else 3) * n_embd * width)
+    return int(attention + (2 if kind in ("GptNeoxMLP", "ReluMLP") else 3) * n_embd * width)

@@ -18,6 +18,7 @@ from litgpt.model import GPT
 
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.errors import CheckpointError
+from mdi.spec.model import litgpt_fields
 from mdi.spec.settings_file import check_counts, parse_yaml
 from mdi_training.storage import missing
 
@@ -50,7 +51,7 @@ def parse_shape(content: bytes, where: Path) -> Config:
     try:
         fields = parse_yaml(content, str(where))
         check_counts(fields, str(where))
-        return Config(**fields)
+        return Config(**litgpt_fields(fields))
     except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
         raise CheckpointError(
             f"{where} does not describe a litgpt model: {type(err).__name__}: {err}", code="shape"

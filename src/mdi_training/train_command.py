@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, begin: Begin) -> int:
     """A session of training from where `begin` says; for models of other kinds, too."""
+    from mdi.host.device import load_torch
     from mdi.host.threads import choose_threads
-    from mdi.host.torch_use import load_torch
     from mdi_training.interrupt import StopRequest
     from mdi_training.processes import Processes, joined
 

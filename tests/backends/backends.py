@@ -1,74 +1,77 @@
-"""One way to run the blocks of a model wherever they can be computed: the kernels, torch on the CPU, torch on a GPU."""
+"""The stages that a node computes with, by the protocol that its engine has: the kernels, torch on the CPU, torch on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Protocol
 
+import numpy as np
 import pytest
 import torch
-from kernel_models import blocks_of
+from kernel_models import tensors_of
 from litgpt.model import GPT
 
 from families import CONTEXT
+from mdi.engine.worker import Backend
+from mdi.host.computing import Computing
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices
-from mdi.stages.torch_cache import TORCH_TYPES
-from mdi.stages.torch_stage import Stage
+from mdi.net.wire import Frame, FrameType
+from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.torch_stage import Stage, TorchStage
 
 
-class Backend(Protocol):
-    """All blocks of a model, with caches for texts of CONTEXT tokens.
+class Loaded:
+    """All blocks of a model, with caches for texts of CONTEXT tokens; rows go in and out as frames bring and carry them."""
 
-    Attributes:
-        caches: append and truncate with each batch, by the positions of its slices; copy, free, and count bytes when asked.
-    """
+    def __init__(self, stage: Backend) -> None:
+        self.stage = stage
+        stage.prepare(CONTEXT)
 
-    caches: CachePages
+    @property
+    def caches(self) -> CachePages:
+        """Append and truncate with each batch, by the positions of its slices; copy, free, and count bytes when asked."""
+        return self.stage.caches
 
     def __call__(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
         """The rows (N, n_embd) of all slices, float32 on the CPU -> the same rows after the last block"""
+        stage, (n_rows, n_cols) = self.stage, x.shape
+        data = bytearray(x.contiguous().numpy().tobytes())
+        frame = Frame(FrameType.BATCH, 0, 0, "float32", n_rows, n_cols, payload=data)
+        dtype, found = stage.rows.payload(stage(stage.rows.read(frame, n_cols), slices), "auto")
+        assert dtype == "float32"
+        return torch.from_numpy(np.frombuffer(found, dtype=np.float32).reshape(n_rows, n_cols).copy())
 
 
-class Kernels:
-    def __init__(self, gpt: GPT, cache_type: str) -> None:
-        if why := why_not_in_kernels(asdict(gpt.config)):
-            pytest.skip(f"not in the kernels: {why}")
-        self._blocks = blocks_of(gpt, cache_type=cache_type)
-        self.caches = self._blocks.caches
-
-    def __call__(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
-        rows = x.numpy().copy()
-        self._blocks.forward(rows, slices)
-        return torch.from_numpy(rows)
+def _kernels(gpt: GPT, cache_type: str) -> Backend:
+    if why := why_not_in_kernels(asdict(gpt.config)):
+        pytest.skip(f"not in the kernels: {why}")
+    n_layer = gpt.config.n_layer
+    tensors = [tensors_of(gpt, i, "float32") for i in range(n_layer)]
+    parts = {
+        f"block.{i}": {f"transformer.h.{i}.{name}": w for name, w in found.items()} for i, found in enumerate(tensors)
+    }
+    return KernelStage(asdict(gpt.config), 0, n_layer, Resident(parts, parts.__getitem__), cache_type=cache_type)
 
 
-class Torch:
-    def __init__(self, gpt: GPT, cache_type: str, device: str) -> None:
-        self._device, n_layer = torch.device(device), gpt.config.n_layer
-        self._stage = Stage(gpt.config, 0, n_layer)
-        wanted = {name: weight for name, weight in gpt.state_dict().items() if name in self._stage.state_dict()}
-        self._stage.load(["all"], lambda _: wanted, self._device, torch.float32)
-        self._stage.prepare(CONTEXT, self._device, TORCH_TYPES[cache_type])
-        self.caches = self._stage.caches
-
-    def __call__(self, x: torch.Tensor, slices: Slices) -> torch.Tensor:
-        rows: torch.Tensor = self._stage(x.to(self._device), slices)
-        return rows.cpu()
+def _torch(gpt: GPT, cache_type: str, device: str = "cpu") -> Backend:
+    inner = Stage(gpt.config, 0, gpt.config.n_layer)
+    stage = TorchStage(inner, Computing(device, "float32", cache_type), "float32")
+    wanted = {name: weight for name, weight in gpt.state_dict().items() if name in inner.state_dict()}
+    stage.load(["all"], lambda _: wanted)
+    return stage
 
 
 def _cuda(gpt: GPT, cache_type: str) -> Backend:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return Torch(gpt, cache_type, "cuda:0")
+    return _torch(gpt, cache_type, "cuda:0")
 
 
-MAKERS: dict[str, Callable[[GPT, str], Backend]] = {
-    "kernels": Kernels,
-    "torch": lambda gpt, cache_type: Torch(gpt, cache_type, "cpu"),
-    "cuda": _cuda,
+MAKERS: dict[str, Callable[[GPT, str], Loaded]] = {
+    name: lambda gpt, cache_type, make=make: Loaded(make(gpt, cache_type))  # type: ignore[misc]
+    for name, make in (("kernels", _kernels), ("torch", _torch), ("cuda", _cuda))
 }
 ALL = [*(name for name in MAKERS if name != "cuda"), pytest.param("cuda", marks=pytest.mark.gpu)]
 

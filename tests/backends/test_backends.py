@@ -9,7 +9,7 @@ import pytest
 import torch
 from litgpt.model import GPT
 
-from backends import ALL, MAKERS, Backend, embedded, logits
+from backends import ALL, MAKERS, Loaded, embedded, logits
 from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
@@ -23,7 +23,7 @@ ODD = (1, 2, 3, 5, 7, 13, 31, 33, 40)  # rows of a slice: about pages, tiles and
 backends = pytest.mark.parametrize("name", ALL)
 
 
-def in_pieces(backend: Backend, gpt: GPT, texts: Sequence[Sequence[int]], seed: int) -> list[torch.Tensor]:
+def in_pieces(backend: Loaded, gpt: GPT, texts: Sequence[Sequence[int]], seed: int) -> list[torch.Tensor]:
     """Logits of all positions of texts that are computed together, in pieces of odd lengths."""
     rng = random.Random(seed)
     done = [0] * len(texts)
@@ -42,7 +42,7 @@ def in_pieces(backend: Backend, gpt: GPT, texts: Sequence[Sequence[int]], seed: 
     return [torch.cat(pieces) for pieces in found]
 
 
-def last_logits(backend: Backend, gpt: GPT, seq_id: int, start: int, ids: Sequence[int]) -> torch.Tensor:
+def last_logits(backend: Loaded, gpt: GPT, seq_id: int, start: int, ids: Sequence[int]) -> torch.Tensor:
     return logits(gpt, backend(embedded(gpt, ids), [Slice(seq_id, start, len(ids))])[-1:])[0]
 
 
@@ -109,7 +109,7 @@ def test_a_copy_goes_its_own_way(name: str, family: str) -> None:
     text, left, right = prompt(PAGE + 8, 12), prompt(5, 13), prompt(5, 14)  # they share a page that is not full
     last_logits(backend, gpt, 0, 0, text)
     before = backend.caches.n_bytes
-    backend.caches.copy(0, 1)
+    backend.caches.rearrange((), [(0, 1)])
     assert backend.caches.n_bytes == before  # a copy is free until it is written to
     slices = [Slice(0, len(text), 5), Slice(1, len(text), 5)]
     found = logits(gpt, backend(embedded(gpt, left + right), slices))

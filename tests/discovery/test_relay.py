@@ -77,6 +77,49 @@ def dialled(relay: Relay, keys: KeyFile) -> Iterator[DialOut]:
         ring.close()
 
 
+def test_a_node_that_can_be_reached_is_named_at_its_own_ports(relay: Relay, keys: KeyFile) -> None:
+    ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
+    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, is_reached=True)
+    try:
+        until(lambda: bool(relay.nodes()))
+        (found,) = relay.nodes()
+        assert (found.where, found.ring_port, found.process) == ("127.0.0.1:7001", 7002, "ab" * 8)
+    finally:
+        node.close()
+    until(lambda: not relay.nodes())
+
+
+@pytest.mark.parametrize(
+    "place", [{"addr": "nowhere"}, {"addr": "127.0.0.1"}, {"addr": "127.0.0.1", "control": "0", "ring": "9"}]
+)
+def test_a_node_that_says_unclearly_where_it_is_is_not_taken(
+    relay: Relay, keys: KeyFile, place: dict[str, str]
+) -> None:
+    tunnel = Tunnel.dial("127.0.0.1", relay.port, keys.keys)
+    try:
+        tunnel.send({"name": "board", "process": "ab" * 8, **place})
+        assert is_over(tunnel.sock)
+        assert not relay.nodes()
+    finally:
+        tunnel.close()
+
+
+def test_a_node_ends_when_its_starter_does_not_come_back(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "GONE_S", 0.0)
+    monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
+    relay, gone = Relay("127.0.0.1", 0, keys), threading.Event()
+    ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
+    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, True, gone.set)
+    try:
+        until(lambda: bool(relay.nodes()))
+        assert not gone.is_set()
+        relay.close()
+        assert gone.wait(DEADLINE_S)
+    finally:
+        relay.close()
+        node.close()
+
+
 @contextlib.contextmanager
 def connected(port: int, source: str = "127.0.0.1") -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S, (source, 0)) as sock:

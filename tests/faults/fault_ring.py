@@ -15,16 +15,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import requests
 from faulty_links import BACK, FRONT, FaultyLink, Network, Pace
 
+from mdi.control.client import ControlClient
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import MdiError
+from mdi.errors import ControlError, MdiError
 from mdi.node.local import free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import BROUGHT_DOWN, Decision, Event, Lost
 from mdi.run.run import Run
-from mdi.spec.cluster import ClusterConfig, load_cluster
+from mdi.spec.cluster import ClusterConfig, NodeConfig, load_cluster
 from mdi.spec.options import StarterOptions
 from processes import Process, Reader, is_running
 
@@ -167,12 +167,10 @@ class FaultRing:
         """Whether a secondary has been told of a run."""
         return self._status(index, run).get("epoch") is not None
 
-    def _status(self, index: int, run: str = "") -> dict[str, Any]:
-        port = self.ports[index + 1][0]
+    def _status(self, index: int, run: str | None = None) -> dict[str, Any]:
         try:
-            with requests.get(f"http://{BACK}:{port}/", {"run": run} if run else None, timeout=5) as response:
-                return dict(response.json())
-        except requests.RequestException:
+            return ControlClient(NodeConfig("", BACK, *self.ports[index + 1])).status(run, 5.0)
+        except ControlError:
             return {}
 
     def is_alive(self, index: int) -> bool:

@@ -18,6 +18,7 @@ from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, Head, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack, unpack
+from mdi.kernels.weight_formats import ROUNDED
 from tolerance import assert_alike
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -38,7 +39,7 @@ FEW = ["Llama-3.1-8B", "pythia-14m", "falcon-7b", "Gemma-2-9b", "Mixtral-8x7B-v0
 
 
 @pytest.mark.parametrize("force", instruction_sets())
-@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4", "mxfp4"])
 def test_weight_formats_equal_their_unpacked_weights(form: str, force: str) -> None:
     """As close to litgpt with the rounded weights as the rounding of activations to bytes allows."""
     gpt = model_of("Llama-3.1-8B")
@@ -52,7 +53,7 @@ def test_weight_formats_equal_their_unpacked_weights(form: str, force: str) -> N
     with torch.no_grad():
         expected = rounded(torch.tensor([text]))[0]
     found = logits(gpt, run(blocks_of(gpt, form, force=force), gpt, [text], seed=1)[0])
-    if form in ("int8", "int4"):
+    if form in ROUNDED:
         error = (found - expected).norm() / expected.norm()
         assert error < 0.05
     else:
@@ -68,7 +69,7 @@ def test_smaller_caches_lose_little(cache_type: str, allowed: float) -> None:
         assert 0 < np.linalg.norm(a - b) < allowed * np.linalg.norm(a)
 
 
-@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("family", FEW)
 def test_cuts_batches_and_threads_change_no_bit(family: str, form: str) -> None:
     gpt = model_of(family)
@@ -82,7 +83,7 @@ def test_cuts_batches_and_threads_change_no_bit(family: str, form: str) -> None:
     assert alone[0].tobytes() == together[2].tobytes()
 
 
-@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("force", instruction_sets()[1:-1])
 def test_instruction_sets_give_the_same_bits(force: str, form: str) -> None:
     for family in FEW:
@@ -101,7 +102,7 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
     loud = [3, 200, 201, 511]
     x[:, loud] *= 30
     weight[:, loud] /= 30
-    for form, allowed in (("int8", 0.02), ("int4", 0.15)):
+    for form, allowed in (("int8", 0.02), ("int4", 0.15), ("mxfp4", 0.2)):
         packed = pack(form, weight)
         exact = x.astype(np.float64) @ unpack(packed).astype(np.float64).T
         found = multiplied(packed, x)
@@ -118,7 +119,7 @@ def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) ->
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (16, 64), (33, 257), (100, 1000)])
-@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4", "mxfp4"])
 def test_ragged_shapes_of_one_layer(form: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)
     packed = pack(form, rng.standard_normal(shape).astype(np.float32))
@@ -127,7 +128,7 @@ def test_ragged_shapes_of_one_layer(form: str, shape: tuple[int, int]) -> None:
         x = rng.standard_normal((n_rows, shape[1])).astype(np.float32)
         exact = x.astype(np.float64) @ unpack(packed).astype(np.float64).T + bias
         error = np.linalg.norm(multiplied(packed, x, bias) - exact) / np.linalg.norm(exact)
-        assert error < (0.02 if form in ("int8", "int4") else 1e-6)
+        assert error < (0.02 if form in ROUNDED else 1e-6)
 
 
 def test_functions_are_as_exact_as_float32_allows() -> None:

@@ -12,6 +12,7 @@ from mdi.kernels.layout import (
     float32_from_bf16,
     matrix_bytes,
     pack,
+    pack_halves,
     pack_int4_in_numpy,
     unpack,
 )
@@ -75,6 +76,35 @@ def test_int4_packed_in_the_kernels_has_the_bits_of_numpy(name: str) -> None:
     with forced(name):
         found = pack("int4", w).data
     assert np.array_equal(found, pack_int4_in_numpy(w))
+
+
+def test_mxfp4_keeps_its_own_numbers_and_rounds_others_to_the_nearest() -> None:
+    random = np.random.default_rng(4)
+    scales, halves = random.integers(2, 253, (20, 7), np.uint8), random.integers(0, 256, (20, 112), np.uint8)
+    halves[0], halves[1, :16], scales[1, 0] = 0, 0x11, 0  # zeros; numbers so small that the kernels count them as zero
+    matrix = pack_halves("mxfp4", scales, halves)
+    by_code = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.empty((20, 224))
+    for o, i in np.ndindex(20, 224):
+        code = int(halves[o, i // 2]) >> 4 * (i % 2) & 15
+        numbers[o, i] = (-1) ** (code >> 3) * by_code[code & 7] * 2.0 ** (int(scales[o, i // 32]) - 127)
+    assert np.array_equal(unpack(matrix), numbers.astype(np.float32)) and (numbers.astype(np.float32) == numbers).all()
+    numbers[1, :32] = 0
+    assert np.array_equal(unpack(pack("mxfp4", numbers.astype(np.float32))), numbers)
+    w = np.zeros((1, 32), dtype=np.float32)
+    w[0, :11] = [6, 0.2, 0.3, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -5, 5.1]
+    assert list(unpack(pack("mxfp4", w))[0, :11]) == [6, 0, 0.5, 0, 1, 1, 2, 2, 4, -4, 6], "ties to the even code"
+
+
+def test_mxfp4_chooses_the_scale_that_costs_less() -> None:
+    w = weight((64, 512))
+    power = np.floor(np.log2(np.abs(w.reshape(64, -1, 32)).max(axis=2))) - 2  # as the standard has it
+    scale = np.exp2(power).repeat(32, axis=1)
+    by_code = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = by_code[np.abs(np.abs(w / scale)[..., None] - by_code).argmin(axis=2)] * np.sign(w) * scale
+    found, plain = np.square(unpack(pack("mxfp4", w)) - w), np.square(nearest - w)
+    assert (found.reshape(-1, 32).sum(axis=1) <= plain.reshape(-1, 32).sum(axis=1) * 1.0001).all()
+    assert found.sum() < 0.95 * plain.sum()
 
 
 def test_int4_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

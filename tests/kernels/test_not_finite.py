@@ -154,7 +154,9 @@ def test_a_damaged_weight_of_a_packed_file_reaches_the_result(name: str, force: 
         if block == 1:
             data = weight.data.copy()
             nan = 0x7FC00000 if form == "float32" else 0x7FC07FC0 if form == "bf16" else 0x7E007E00
-            data.view(np.uint32)[0] = nan  # the first weight; of int8 and int4 the first scales
+            data.view(np.uint32)[0] = (
+                0xFFFFFFFF if form == "mxfp4" else nan
+            )  # the first weight; where it has some, scales
             tensors[f"{name}.weight"] = replace(weight, data=data)
 
     rows = run(blocks_of(gpt, form, force=force, changed=damage), gpt, [prompt(40, 3)], seed=1)[0]

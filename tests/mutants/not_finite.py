@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "scales of GGUF's Q4_0 are not looked at",
         "carry_over",
-        'check_range("fp16", largest_of(scale), name, clips=False)',
+        'check_range("fp16", largest_of(scales), name, clips=False)',
         "None",
         f"{RANGE}::test_a_gguf_file_with_a_scale_that_is_not_finite_is_refused",
     ),

@@ -8,8 +8,7 @@ import pytest
 
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
-from mdi.placement.model import Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import boards
 from mdi.placement.tensor_plan import plan_tensor, shares_of

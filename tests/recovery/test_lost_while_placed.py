@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import mdi.control.client
-import mdi.placement.cluster_measurement
 from mdi.control.client import ControlClient
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import NodeLostError
 from mdi.net.message import ExchangeError, Message
+from mdi.node.secondary import SecondaryNode
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Speeds
 from mdi.run.nodes import GivenNodes
@@ -49,7 +49,6 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     monkeypatch.setattr(mdi.control.client, "Message", Refused)
     speeds = Speeds(1e9, 1e10, ((1, 1e-3), (128, 1e-1)), ((1, 1e-4), (16, 2e-4)))
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds)
-    monkeypatch.setattr(mdi.placement.cluster_measurement, "SIGN_S", 0.05)
     return ports
 
 
@@ -77,10 +76,10 @@ def dies_measuring(dead: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """secondary0 is gone as soon as it was asked to measure itself."""
     profile = ControlClient.profile
 
-    def ask(self: ControlClient, request: Any) -> Any:
+    def ask(self: ControlClient, *args: Any) -> Any:
         if self.node.name == "secondary0":
             dead.update((self.node.port, self.node.port_in))
-        return profile(self, request)
+        return profile(self, *args)
 
     monkeypatch.setattr(ControlClient, "profile", ask)
 
@@ -115,16 +114,17 @@ def test_a_fixed_run_ends_with_it(cluster: ClusterConfig, tmp_path: Path) -> Non
 def test_a_node_that_hangs_while_it_measures_itself_is_lost(
     cluster: ClusterConfig, tmp_path: Path, dead: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer to the question how fast it is never comes; that it is there is asked beside it."""
-    profile, over = ControlClient.profile, threading.Event()
+    """Neither its answer to the question how fast it is comes, nor a sign of life."""
+    profile, over = SecondaryNode.profile, threading.Event()
 
-    def ask(self: ControlClient, request: Any) -> Any:
-        if self.node.name == "secondary0" and not dead:
-            dead.update((self.node.port, self.node.port_in))
+    def hang(self: SecondaryNode, *args: Any) -> Any:
+        if self.config.name == "secondary0":
+            dead.update((self.control_port, self.ring_port))
             over.wait()
-        return profile(self, request)
+        return profile(self, *args)
 
-    monkeypatch.setattr(ControlClient, "profile", ask)
+    monkeypatch.setattr(SecondaryNode, "profile", hang)
+    monkeypatch.setattr(mdi.control.client, "ANSWER_S", 2.0)
     try:
         ids, starter = generate(replace(cluster, spares=()), tmp_path, placement="throughput")
     finally:

@@ -173,6 +173,7 @@ def test_seconds_are_from_the_last_token_to_the_first() -> None:
     records.begin(["b"], 20.0)
     records.begin(["x"], 20.0)  # lost while the ring was formed anew
     records.replace("b", ["starter", "c"])
+    assert [one.seconds for one in records.so_far(19.0)] == [2.5, None, None], "a token of the ring that broke"
     told = [one.to_json() for one in records.so_far(21.0)]
     assert told == [
         {"node": "a", "replaced_by": "x", "restored_by": "tokens", "seconds": 2.5},

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hub_server import HubServer
+from hub_server import HubModel, HubServer
 from mdi.cli.serve_settings import read_key
 from mdi.control.client import ask_to_join
 from mdi.control.discovery import Guests
@@ -24,6 +24,7 @@ from mdi.serve.engine_client import EngineClient
 from mdi.serve.machines import Machines
 from mdi.serve.operate import Pull
 from mdi.serve.process import ServeSettings
+from tiny_models import tiny_hf
 
 USER, OPERATOR = read_key(1, "user-secret anna"), read_key(2, "operator-secret otto 3 operator")
 LOCAL, AWAY = "127.0.0.1", "192.168.1.77"
@@ -175,6 +176,17 @@ def test_without_a_key_nobody_is_invited() -> None:
     with pytest.raises(UsageError):
         Machines().invite("otto")
     assert Machines().state()["is_open"] is False
+
+
+def test_a_pull_that_succeeds_puts_the_model_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, _ = tiny_hf(tmp_path / "hf")
+    files = {path.name: path.read_bytes() for path in hf.iterdir()}
+    with HubServer({"org/tiny": HubModel(files)}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        pull = Pull("org/tiny")
+        asyncio.run(pull.run(tmp_path / "models"))
+    assert (pull.state, pull.done) == ("done", 1.0), pull.text
+    assert {name: (tmp_path / "models" / "org" / "tiny" / name).read_bytes() for name in files} == files
 
 
 def test_a_pull_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ from mdi.checkpoint.derived import fitted
 from mdi.checkpoint.disk_space import check_disk, free_bytes
 from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_hf_dir, is_lit_dir, weight_files
 from mdi.checkpoint.hfconfig import choose_config
+from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.quantized import read_quantization
 from mdi.checkpoint.records import read_kept
 from mdi.checkpoint.safetensors_layout import CODES, TensorSpec
 from mdi.checkpoint.shapes import check_tensors
@@ -31,6 +33,7 @@ from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
+from mdi.spec.model import why_not_litgpt
 from mdi.units import size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -49,8 +52,8 @@ def needs_conversion(path: str | Path, target: Path | None = None) -> bool:
     """Whether there is a Hugging Face checkpoint, and no equally new LitGPT one in `target` (None: beside it)."""
     path = Path(path)
     target = target or path
-    if not is_hf_dir(path):
-        return False
+    if not is_hf_dir(path) or read_quantization(path) is not None:
+        return False  # quantized weights are read as they are
     if not is_lit_dir(target):
         return True
     converted = max((target / name).stat().st_mtime for name in WEIGHT_FILES if (target / name).is_file())
@@ -91,7 +94,10 @@ def convert(
     weights = out / WEIGHT_FILES[0]
     unfinished = weights.with_name(weights.name + ".part")
     try:
-        _write(unfinished, reader, config, model_type, DTYPES.get(dtype or ""), progress)
+        if converter_lacks(config):
+            _write_own(unfinished, HfFolder(directory, model_name, takes_pickles=True), dtype, clips)
+        else:
+            _write(unfinished, reader, config, model_type, DTYPES.get(dtype or ""), progress)
         written = PickledFile(unfinished)
         check_tensors(config, written.specs, stage_parts(0, config["n_layer"], starter=True), str(directory))
         written.release()
@@ -200,6 +206,30 @@ def _write(
                 if isinstance(value, torch.Tensor):  # litgpt leaves joined ones in memory until the end
                     state[name] = saver.store_early(_own(value))
             bar.update(sum(specs[name].n_bytes for name in group))
+        saver.save(state)
+
+
+def converter_lacks(config: Mapping[str, Any]) -> str | None:
+    """Name what litgpt's converters do not know of a model; None if they convert it."""
+    is_falcons = config["mlp_class_name"] == "GptNeoxMLP" and config["rotary_percentage"] == 1
+    if is_falcons and (config["bias"] or not config["parallel_residual"]):
+        return "a Falcon with biases, or with attention and MLP one after the other"
+    return why_not_litgpt(config)
+
+
+def _write_own(target: Path, source: HfFolder, dtype: str | None, clips: bool) -> None:
+    """Write what litgpt's converters do not know as it is read, part by part."""
+    from litgpt.utils import incremental_save
+
+    state: dict[str, Any] = {}
+    with torch.no_grad(), incremental_save(target) as saver:
+        for part in source.part_names():
+            for name, spec in source.part_specs(part).items():
+                array = source.array(name)
+                if dtype is not None and CODES[dtype] != spec.dtype:
+                    array, spec = fitted(array, spec, dtype, name, clips)
+                state[name] = saver.store_early(_own(as_tensor(array, spec)))
+            source.release()
         saver.save(state)
 
 
@@ -318,7 +348,8 @@ def destination(directory: Path, home: Path, out: Path | None = None) -> Path:
     Raises:
         UsageError: there is such a folder already, of another model.
     """
-    if out is None and (not needs_conversion(directory) or directory.resolve().is_relative_to(home.resolve())):
+    is_as_it_is = not needs_conversion(directory) and (is_lit_dir(directory) or not is_hf_dir(directory))
+    if out is None and (is_as_it_is or directory.resolve().is_relative_to(home.resolve())):
         return directory
     target = out or home / directory.resolve().name
     is_used = target.is_dir() and target.resolve() != directory.resolve() and any(target.iterdir())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.checkpoint.convert import litgpt_family
+from mdi.checkpoint.convert import converter_lacks, litgpt_family
 from mdi.checkpoint.folder import TOKENIZER_FILES
 from mdi.checkpoint.hfconfig import Json, derive_config
 from mdi.checkpoint.weights import WeightSource
@@ -51,6 +51,8 @@ def hf_config(config: Json) -> Json:
     Raises:
         CheckpointError: transformers has no model with these settings.
     """
+    if (lacking := converter_lacks(config)) is not None:
+        raise CheckpointError(f"{lacking} cannot be written in Hugging Face's form: litgpt's converters do not know it")
     model_type = _model_type(config)
     eps = next((key for key, kinds in _EPS.items() if model_type in kinds), "rms_norm_eps")
     written = {
@@ -100,6 +102,15 @@ def _model_type(config: Json) -> str:
 
 def _rope(config: Json) -> Json:
     scaling = config["rope_adjustments"]
+    if scaling and "rope_type" in scaling:
+        return {
+            "rope_scaling": scaling,
+            **(
+                {"max_position_embeddings": scaling["max_position_embeddings"]}
+                if scaling["rope_type"] == "dynamic"
+                else {}
+            ),
+        }
     if scaling and "low_freq_factor" in scaling:
         llama3 = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         original = {"original_max_position_embeddings": scaling["original_max_seq_len"]}

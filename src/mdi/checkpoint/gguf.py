@@ -3,8 +3,8 @@
 The gguf package's own reader believes the counts in a file, and does not come to an end with some; here every count is
 checked against the bytes that are there before anything is made of it.
 
-Q4_0 is int4: 32 weights share a scale in half precision, and a half byte h stands for (h - 8) * scale. Q8_0 is not int8:
-its scales are for 32 weights, the kernels' for 64.
+Q4_0 is int4: 32 weights share a scale in half precision, and a half byte h stands for (h - 8) * scale. MXFP4 is mxfp4. Q8_0
+is not int8: its scales are for 32 weights, the kernels' for 64.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy as np
 
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import Matrix, aligned_bytes, check_range, int4_bytes, largest_of, matrix_bytes
-from mdi.kernels.weight_formats import LAYOUTS, PANEL
+from mdi.kernels.layout import LARGEST_SCALE, Matrix, bf16_from_float32, check_range, largest_of, pack_halves
 from mdi.spec.cluster import nearest_existing
 from mdi.spec.decode import shown
 
@@ -206,11 +205,12 @@ class _Parser:
 
 
 PLAIN = ("F32", "F16", "BF16")
+_MXFP4 = "MXFP4"  # its numbers are those of bfloat16
 _QUANTIZED = "F16"  # a scale of 11 bits times a few: what half precision rounds off is far below the format's own error
 
 
 def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
-    """The numbers of a tensor, as `spec_of` says: plain ones unchanged, others in half precision.
+    """The numbers of a tensor, as `spec_of` says: plain ones unchanged, MXFP4 in bfloat16, others in half precision.
 
     Args:
         name: of the tensor, for errors.
@@ -222,6 +222,8 @@ def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
     spec = spec_of(tensor)
     if tensor.type_name in PLAIN:
         return rows.view(TYPES[spec.dtype].numpy).reshape(tensor.shape)
+    if tensor.type_name == _MXFP4:
+        _check_powers(rows.reshape(-1, 1 + _BLOCK // 2)[:, 0], f"{tensor.path}: {name}")
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -231,13 +233,16 @@ def read_tensor(tensor: GgufTensor, name: str) -> np.ndarray:
         raise CheckpointError(
             f"{tensor.path}: weights of the type {tensor.type_name} cannot be read; use a file in Q8_0, a K format, or F16"
         ) from None
+    if tensor.type_name == _MXFP4:
+        return bf16_from_float32(plain).reshape(tensor.shape)
     check_range("fp16", largest_of(plain), f"{tensor.path}: {name}", clips=False)
     return plain.astype(np.float16).reshape(tensor.shape)
 
 
 def spec_of(tensor: GgufTensor) -> TensorSpec:
     """Type and shape of what `read_tensor` returns."""
-    return TensorSpec(tensor.type_name if tensor.type_name in PLAIN else _QUANTIZED, tensor.shape)
+    code = tensor.type_name if tensor.type_name in PLAIN else "BF16" if tensor.type_name == _MXFP4 else _QUANTIZED
+    return TensorSpec(code, tensor.shape)
 
 
 def read_rows(tensor: GgufTensor) -> np.ndarray:
@@ -258,35 +263,37 @@ def slice_tensor(tensor: GgufTensor, start: int, stop: int, shape: tuple[int, ..
     return GgufTensor(tensor.path, tensor.type_name, shape, tensor.offset + start * step, (stop - start) * step)
 
 
-CARRIED_OVER = {"Q4_0": "int4"}  # ggml's name -> the kernels'
+CARRIED_OVER = {"Q4_0": "int4", "MXFP4": "mxfp4"}  # ggml's name -> the kernels'
 
-_BLOCK = 32  # weights of a block
-_BLOCK_BYTES = 18  # a scale, then 16 bytes: the low halves are the first 16 weights, the high ones the others
-_ROWS_AT_ONCE = 16 * PANEL
+_BLOCK = 32  # weights of a block: a scale, then 16 bytes, whose low halves are the first 16 weights, the high ones the others
 
 
-def carry_over(rows: np.ndarray, n_in: int, name: str) -> Matrix:
-    """A weight in Q4_0 as a packed one in int4.
+def carry_over(type_name: str, rows: np.ndarray, name: str) -> Matrix:
+    """A weight in Q4_0 or MXFP4 as a packed one of the same numbers.
 
     Args:
+        type_name: a key of `CARRIED_OVER`.
         rows: uint8 (n_out, bytes of a row).
         name: of the tensor, for errors.
 
     Raises:
         CheckpointError: a scale is not finite.
     """
-    n_out, layout = len(rows), LAYOUTS["int4"]
-    data = aligned_bytes(matrix_bytes("int4", n_out, n_in))
-    panels = data.reshape(-(-n_out // PANEL), -1)
-    width = -(-n_in // layout.record_inputs) * layout.record_inputs
-    for first in range(0, n_out, _ROWS_AT_ONCE):
-        some = rows[first : first + _ROWS_AT_ONCE].reshape(-1, n_in // _BLOCK, _BLOCK_BYTES)
-        n_rows = -(-len(some) // PANEL) * PANEL
-        scale = np.zeros((n_rows, width // _BLOCK), dtype=np.float16)
-        scale[: len(some), : n_in // _BLOCK] = np.ascontiguousarray(some[..., :2]).view(np.float16)[..., 0]
-        check_range("fp16", largest_of(scale), name, clips=False)
-        halves = np.full((n_rows, width), 8, dtype=np.uint8)
-        both = some[..., 2:]
-        halves[: len(some), :n_in] = np.concatenate((both & 15, both >> 4), axis=2).reshape(len(some), n_in)
-        panels[first // PANEL : (first + n_rows) // PANEL] = int4_bytes(scale, halves).reshape(n_rows // PANEL, -1)
-    return Matrix("int4", n_out, n_in, data)
+    scale_bytes = 2 if type_name == "Q4_0" else 1
+    blocks = rows.reshape(len(rows), -1, scale_bytes + _BLOCK // 2)
+    scales, both = np.ascontiguousarray(blocks[..., :scale_bytes]), blocks[..., scale_bytes:]
+    if type_name == "Q4_0":
+        scales = scales.view(np.float16)
+        check_range("fp16", largest_of(scales), name, clips=False)
+    else:
+        _check_powers(scales, name)
+    first, second = both & 15, both >> 4  # of 16 weights each: every two of them into one byte
+    halves = np.concatenate(
+        (first[..., ::2] | first[..., 1::2] << 4, second[..., ::2] | second[..., 1::2] << 4), axis=2
+    )
+    return pack_halves(CARRIED_OVER[type_name], scales[..., 0], halves.reshape(len(rows), -1))
+
+
+def _check_powers(scales: np.ndarray, name: str) -> None:
+    if scales.max(initial=0) > LARGEST_SCALE:
+        check_range("float32", math.nan, name, clips=False)

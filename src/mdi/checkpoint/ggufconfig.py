@@ -103,14 +103,38 @@ def _sizes(fields: _Fields) -> Json:
 
 def _rope(fields: _Fields) -> Json:
     hf: Json = {"rope_theta": float(fields.get("rope.freq_base", 10000.0))}
-    kind = fields.get("rope.scaling.type", "none")
-    if kind not in ("none", "linear") or any(name.startswith("rope_factors_") for name in fields.header.tensors):
-        found = shown_field(kind) if kind != "none" else "longrope"
-        raise ValueError(f"rope scaling of the type {found} is not supported")
+    kind, factors = fields.get("rope.scaling.type", "none"), "rope_factors_long.weight" in fields.header.tensors
+    if kind not in ("none", "linear", "yarn", "longrope") or (factors and kind not in ("none", "longrope")):
+        raise ValueError(f"rope scaling of the type {shown_field(kind)} is not supported")
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear", 1.0))
     if kind == "linear" and factor not in (0.0, 1.0):
         hf["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
+    elif factors:
+        hf["rope_scaling"] = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": fields.size("rope.scaling.original_context_length"),
+            "attention_factor": float(fields.get("rope.scaling.attn_factor", 1.0)),
+            **{f"{which}_factor": _numbers(fields, f"rope_factors_{which}.weight") for which in ("short", "long")},
+        }
+    elif kind == "yarn":
+        names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        found = {ours: fields.get(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
+        # llama.cpp multiplies what it computes itself with a factor of its own
+        factor, original = (
+            float(fields.need("rope.scaling.factor")),
+            fields.size("rope.scaling.original_context_length"),
+        )
+        own: Json = {
+            "attention_factor": (0.1 * math.log(factor) + 1.0) * float(fields.get("rope.scaling.attn_factor", 1.0))
+        }
+        own |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        hf["rope_scaling"] = {**own, **{key: float(value) for key, value in found.items() if value is not None}}
     return hf
+
+
+def _numbers(fields: _Fields, tensor: str) -> list[float]:
+    fields.shape(tensor)
+    return [float(x) for x in read_tensor(fields.header.tensors[tensor], tensor).reshape(-1)]
 
 
 def llama3_scaling(factors: np.ndarray, theta: float) -> Json | None:

@@ -32,7 +32,6 @@ from mdi.checkpoint.gguf import (
 from mdi.checkpoint.ggufconfig import gguf_config
 from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
@@ -40,6 +39,7 @@ from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
+from mdi.kernels.layout import Matrix
 from mdi.spec.cluster import nearest_existing
 
 _TOP = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
@@ -149,8 +149,10 @@ class GgufSource(WeightSource):
         self.specs = {name: self._spec(made) for name, made in self._recipes.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
+        kinds = {tensor.type_name for tensor in self._tensors.values()}
+        self.native = next((form for kind, form in reversed(CARRIED_OVER.items()) if kind in kinds), None)
         # Weights that were rounded once keep the numbers that they were rounded to.
-        self.folds_gains = all(tensor.type_name in PLAIN for tensor in self._tensors.values())
+        self.folds_gains = kinds <= set(PLAIN)
         self.hashes = HashRecord(hashes, weights_stamp([path], self.config_hash))
 
     def __str__(self) -> str:
@@ -165,14 +167,11 @@ class GgufSource(WeightSource):
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return whole - np.float32(made.minus) if made.minus else whole
 
-    def packed(self, name: str, packing: Packing) -> PartWeights:
-        """As of any source; but blocks that are the same numbers in the kernels' format are not rounded again."""
-        spec = self.specs[name]
-        form = packing.format_of(name, spec.shape)
-        blocks = self._stored_blocks(name) if form is not None else None
-        if form is None or blocks is None or CARRIED_OVER.get(blocks[0]) != form:
-            return super().packed(name, packing)
-        return {name: carry_over(blocks[1], spec.shape[1], f"{self.path}: {name}")}
+    def carried_over(self, name: str, form: str) -> Matrix | None:
+        blocks = self._stored_blocks(name)
+        if blocks is None or CARRIED_OVER.get(blocks[0]) != form:
+            return None
+        return carry_over(*blocks, f"{self.path}: {name}")
 
     def _stored_blocks(self, name: str) -> tuple[str, np.ndarray] | None:
         """The format of a weight, and its rows as uint8 (out, bytes of a row); None if it is put together of several."""

@@ -18,8 +18,7 @@ from mdi.spec.settings_file import parse_json
 
 Json = dict[str, Any]
 
-# litgpt has no longrope, and its YaRN stretches the fast frequencies instead of the slow ones
-_ROPE_KINDS = ("default", "linear", "llama3", "dynamic")
+_ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 _LLAMA_LIKE: Json = {
     "norm_class_name": "RMSNorm",
     "mlp_class_name": "LLaMAMLP",
@@ -52,7 +51,8 @@ def derive(hf: Json) -> Json:
         TypeError, ValueError, AttributeError: one cannot be understood, or is set to what litgpt cannot do.
     """
     kind = hf["model_type"]
-    hf = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in hf.items() if value is not None}}
+    hf = {_RENAMED.get(kind, {}).get(key, key): value for key, value in hf.items() if value is not None}
+    hf = {**_DEFAULTS.get(kind, {}), **hf}
     return {**_sizes(hf), **_rope(hf), **DERIVED[kind](hf)}
 
 
@@ -84,7 +84,8 @@ def _rope(hf: Json) -> Json:
     parameters = hf.get("rope_parameters") or {}  # transformers 5 has all in one place
     scaling = hf.get("rope_scaling") or parameters
     result: Json = {"rope_base": _whole(parameters.get("rope_theta") or hf.get("rope_theta") or 10000)}
-    kind = _rope_type(scaling)
+    kind, longest = _rope_type(scaling), hf["max_position_embeddings"]
+    original = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
     if kind == "linear":
         result["rope_condense_ratio"] = scaling["factor"]
     elif kind == "llama3":
@@ -92,16 +93,32 @@ def _rope(hf: Json) -> Json:
             "factor": scaling["factor"],
             "low_freq_factor": scaling["low_freq_factor"],
             "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_seq_len": scaling["original_max_position_embeddings"],
+            "original_max_seq_len": original,
         }
-    elif kind == "dynamic":  # the same as none up to the length that it was trained with; longer is not offered
-        trained = scaling.get("original_max_position_embeddings") or hf["max_position_embeddings"]
-        result["block_size"] = min(trained, hf["max_position_embeddings"])
+    elif kind == "dynamic":  # the length that it was trained with is this one, whatever else the file says
+        factor = scaling["factor"]
+        result["rope_adjustments"] = {"rope_type": kind, "factor": factor, "max_position_embeddings": longest}
+        result["block_size"] = int(factor * longest)
+    elif kind in ("yarn", "longrope"):
+        factor = scaling.get("factor") or longest / original
+        fields = {key: scaling[key] for key in _ROPE_FIELDS[kind] if scaling.get(key) is not None}
+        own = {"factor": factor, "original_max_position_embeddings": original}
+        result["rope_adjustments"] = {"rope_type": kind, **own, **fields}
+        result["block_size"] = max(longest, int(factor * original))  # many files name the length before
     return result
+
+
+# What transformers reads besides the factor and the length.
+_ROPE_FIELDS = {
+    "yarn": ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    "longrope": ("attention_factor", "short_factor", "long_factor"),
+}
 
 
 def _rope_type(scaling: Json) -> str:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "su" or (kind == "yarn" and "short_factor" in scaling):  # as Phi 3 called it first
+        kind = "longrope"
     if kind not in _ROPE_KINDS:
         raise ValueError(f"rope scaling of the type {kind!r} is not supported, only {', '.join(_ROPE_KINDS)}")
     return str(kind)
@@ -259,18 +276,55 @@ def _phi3(hf: Json) -> Json:
 
 
 def _falcon(hf: Json) -> Json:
-    _refuse(hf, alibi=(False,), bias=(False,), parallel_attn=(True,), activation=("gelu",))
-    _refuse(hf, apply_residual_connection_post_layernorm=(False,))
+    _refuse(hf, activation=("gelu",), apply_residual_connection_post_layernorm=(False,))
     is_new = bool(hf.get("new_decoder_architecture"))
+    is_parallel = is_new or bool(hf.get("parallel_attn", True))
     one_query_group = 1 if hf.get("multi_query", True) else hf["num_attention_heads"]
+    positions = {**_NOT_ROTARY, "alibi": "falcon"} if hf.get("alibi") else {"rotary_percentage": 1.0}
     return {
         "norm_eps": hf["layer_norm_epsilon"],
-        "rotary_percentage": 1.0,
-        "bias": False,
+        "bias": bool(hf.get("bias", False)),
         "intermediate_size": hf.get("ffn_hidden_size") or 4 * hf["hidden_size"],
         "n_query_groups": (hf.get("num_kv_heads") or hf["num_attention_heads"]) if is_new else one_query_group,
-        "shared_attention_norm": not is_new or hf.get("num_ln_in_parallel_attn") == 1,
+        "parallel_residual": is_parallel,
+        "shared_attention_norm": is_parallel and (not is_new or hf.get("num_ln_in_parallel_attn") == 1),
+        **positions,
     }
+
+
+_NOT_ROTARY: Json = {"rotary_percentage": 0.0}
+_BEHIND_EACH_OTHER: Json = {**_NOT_ROTARY, "parallel_residual": False, "bias": True}
+
+
+def _bloom(hf: Json) -> Json:
+    _refuse(hf, apply_residual_connection_post_layernorm=(False,))
+    own = {"gelu_approximate": "tanh", "alibi": "bloom", "embedding_norm": True}
+    return {**_BEHIND_EACH_OTHER, "norm_eps": hf["layer_norm_epsilon"], **own}
+
+
+def _gpt2(hf: Json) -> Json:
+    _refuse(hf, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
+    own = {"norm_eps": hf["layer_norm_epsilon"], "learned_positions": True}
+    return {**_BEHIND_EACH_OTHER, **own, **_activation(hf, "gelu_new")}
+
+
+def _opt(hf: Json) -> Json:
+    _refuse(hf, word_embed_proj_dim=(hf["hidden_size"],), layer_norm_elementwise_affine=(True,))
+    _refuse(hf, _remove_final_layer_norm=(False,))
+    own = {"norm_eps": 1e-5, "learned_positions": True, "bias": hf.get("enable_bias", True)}
+    if not hf.get("do_layer_norm_before", True):  # norms behind the sums, as in the first transformers
+        behind = {"norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True}
+        own |= {**behind, "norm_after_residual": True}
+    return {**_BEHIND_EACH_OTHER, **own, **_activation(hf, "relu")}
+
+
+def _activation(hf: Json, default: str) -> Json:
+    """Of MLPs with two layers."""
+    kind = hf.get("activation_function", default)
+    _refuse(hf, activation_function=("relu", "gelu", *_TANH))
+    if kind == "relu":
+        return {"mlp_class_name": "ReluMLP"}
+    return {"gelu_approximate": "tanh" if kind in _TANH else "none"}
 
 
 def _rotary(hf: Json, default: float) -> Any:
@@ -282,7 +336,21 @@ def _rotary(hf: Json, default: float) -> Any:
 _DEFAULTS: dict[str, Json] = {
     "gemma3_text": _GEMMA3_DEFAULTS,
     "falcon": {"max_position_embeddings": 2048},
+    "bloom": {"max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5},  # any length would do
+    "gpt2": {"max_position_embeddings": 1024, "layer_norm_epsilon": 1e-5},
 }
+# What other families call otherwise.
+_RENAMED: dict[str, dict[str, str]] = {
+    "bloom": {
+        "n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size", "seq_length": "max_position_embeddings",
+    },
+    "gpt2": {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+    },
+    "opt": {"ffn_dim": "intermediate_size"},
+}  # fmt: skip
 DERIVED: dict[Any, Callable[[Json], Json]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -300,6 +368,9 @@ DERIVED: dict[Any, Callable[[Json], Json]] = {
     "phi": _phi,
     "phi3": _phi3,
     "falcon": _falcon,
+    "bloom": _bloom,
+    "gpt2": _gpt2,
+    "opt": _opt,
 }
 
 

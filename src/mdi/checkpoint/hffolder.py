@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,42 +16,52 @@ import numpy as np
 
 from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import model_name, no_checkpoint, weight_files
-from mdi.checkpoint.hfconfig import choose_config, read_hf_config
+from mdi.checkpoint.hfconfig import choose_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.quantized import Decoded, decoded, read_quantization
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes
-from mdi.checkpoint.weightfile import SafetensorsFile
+from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir
+from mdi.kernels.layout import Matrix, pack_halves
 
 # Names of modules in litgpt's model -> in transformers' one. Of several, the first one that the file has.
 _TOP = {
-    "transformer.wte": ("{model}.embed_tokens", "gpt_neox.embed_in", "transformer.word_embeddings"),
+    "transformer.wte": (
+        "{model}.embed_tokens", "gpt_neox.embed_in", "transformer.word_embeddings", "word_embeddings", "transformer.wte", "wte",
+        "model.decoder.embed_tokens", "decoder.embed_tokens",
+    ),
+    "transformer.wte_norm": ("transformer.word_embeddings_layernorm", "word_embeddings_layernorm"),
+    "transformer.wpe": ("transformer.wpe", "wpe", "model.decoder.embed_positions", "decoder.embed_positions"),
     "transformer.ln_f": (
-        "{model}.norm", "{model}.final_layernorm", "gpt_neox.final_layer_norm", "transformer.ln_f",
+        "{model}.norm", "{model}.final_layernorm", "gpt_neox.final_layer_norm", "transformer.ln_f", "ln_f",
+        "model.decoder.final_layer_norm", "decoder.final_layer_norm",
     ),
     "lm_head": ("lm_head", "{model}.lm_head", "language_model.lm_head", "embed_out"),
 }  # fmt: skip
 _BLOCK = {
-    "norm_1": ("input_layernorm", "ln_attn"),
+    "norm_1": ("input_layernorm", "ln_attn", "ln_1", "self_attn_layer_norm"),
     # Where a norm follows the attention, the one before the MLP has a name of its own.
-    "norm_2": ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_mlp"),
-    "post_attention_norm": ("post_attention_layernorm",),
-    "post_mlp_norm": ("post_feedforward_layernorm",),
+    "norm_2": ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_mlp", "ln_2", "final_layer_norm"),
+    "post_attention_norm": ("post_attention_layernorm", "self_attn_layer_norm"),
+    "post_mlp_norm": ("post_feedforward_layernorm", "final_layer_norm"),
     "attn.qkv": (
-        "self_attn.qkv_proj", "attention.query_key_value", "self_attention.query_key_value",
+        "self_attn.qkv_proj", "attention.query_key_value", "self_attention.query_key_value", "attn.c_attn",
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ),
-    "attn.proj": ("self_attn.o_proj", "self_attn.dense", "attention.dense", "self_attention.dense"),
+    "attn.proj": (
+        "self_attn.o_proj", "self_attn.dense", "attention.dense", "self_attention.dense", "attn.c_proj", "self_attn.out_proj",
+    ),
     "attn.norm_q": ("self_attn.q_norm",),
     "attn.norm_k": ("self_attn.k_norm",),
     "mlp.fc_1": ("mlp.gate_proj", "mlp.gate_up_proj"),
     "mlp.fc_2": ("mlp.up_proj", "mlp.gate_up_proj"),
-    "mlp.fc": ("mlp.fc1", "mlp.dense_h_to_4h"),
-    "mlp.proj": ("mlp.down_proj", "mlp.fc2", "mlp.dense_4h_to_h"),
+    "mlp.fc": ("mlp.fc1", "mlp.dense_h_to_4h", "mlp.c_fc", "fc1"),
+    "mlp.proj": ("mlp.down_proj", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.c_proj", "fc2"),
     "mlp.gate": ("mlp.gate", "block_sparse_moe.gate"),
 }  # fmt: skip
 _EXPERT = {
@@ -64,9 +73,11 @@ _EXPERT = {
 _LANGUAGE = ("model.language_model", "language_model.model")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision)\.")
 # Tables that follow from the settings, which older versions of transformers wrote as well.
-_NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.(bias|masked_bias))")
+_NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))")
 _BLOCK_NAME = re.compile(r"transformer\.h\.(\d+)\.(.*)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_TRANSPOSED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # (inputs, outputs)
+_FIRST_POSITION = {"embed_positions": 2}  # OPT's table begins with rows for padding
 _INTERLEAVED = ("attention.query_key_value", "self_attention.query_key_value")
 
 
@@ -78,11 +89,13 @@ class Piece:
         tensor: its name in the files.
         rows: (start, stop), or None for all.
         is_interleaved: whether they are query, key and value group by group, and not all queries first.
+        is_transposed: whether the tensor has the outputs in its columns.
     """
 
     tensor: str
     rows: tuple[int, int] | None = None
     is_interleaved: bool = False
+    is_transposed: bool = False
 
 
 class HfFolder(WeightSource):
@@ -94,15 +107,20 @@ class HfFolder(WeightSource):
         path: of the folder.
         model_name: litgpt's name of the model, see `choose_config`.
         cache: where hashes of its parts are kept; None is the place for this user's cache files.
+        takes_pickles: whether files of torch are read as well, with its restricted unpickler.
 
     Raises:
         CheckpointError: something is missing, cut short, damaged, of an unknown architecture, or of another shape than
             config.json says.
     """
 
-    def __init__(self, path: str | Path, model_name: str | None = None, cache: Path | None = None) -> None:
+    def __init__(
+        self, path: str | Path, model_name: str | None = None, cache: Path | None = None, takes_pickles: bool = False
+    ) -> None:
         self.path = Path(path)
-        self._files = _open_files(self.path)
+        opened = _open_files(self.path, takes_pickles)
+        self._opened = list({id(file): file for file in opened.values()}.values())
+        self._files = decoded(self.path, opened, read_quantization(self.path))
         self.config_dict = folder_config(self.path, model_name)
         self.config_hash = config_hash(self.config_dict)
         self.model = self.config_dict["name"]
@@ -113,7 +131,11 @@ class HfFolder(WeightSource):
         self.specs = {name: self._spec(pieces) for name, pieces in self._pieces.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
-        files = sorted({file.path for file in self._files.values()})
+        files = sorted({file.path for file in opened.values()})
+        self.native = next((f.form for f in self._files.values() if isinstance(f, Decoded) and f.form), None)
+        self.folds_gains = (
+            self.native is None
+        )  # weights that were rounded once keep the numbers that they were rounded to
         kept = (cache or default_cache_dir()) / "folders" / f"{_stamp(self.path)}.json"
         self.hashes = HashRecord(kept, weights_stamp(files, self.config_hash))
 
@@ -125,20 +147,34 @@ class HfFolder(WeightSource):
         arrays = [self._read(piece, code) for piece in self._pieces[name]]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
+    def carried_over(self, name: str, form: str) -> Matrix | None:
+        scales, halves = [], []
+        for piece in self._pieces[name]:
+            file = self._files[piece.tensor]
+            stored = file.halves() if isinstance(file, Decoded) and file.form == form else None
+            if stored is None or piece.is_transposed:
+                return None
+            scales.append(self._rows(piece, stored.scales))
+            halves.append(self._rows(piece, stored.halves))
+        return pack_halves(form, np.concatenate(scales), np.concatenate(halves))
+
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
 
     def release(self) -> None:
-        """Nothing stays mapped between two tensors."""
+        for file in self._opened:
+            file.release()
 
     def _read(self, piece: Piece, code: str) -> np.ndarray:
         file = self._files[piece.tensor]
-        array = file.array(piece.tensor)
+        return cast(self._rows(piece, file.array(piece.tensor)), file.specs[piece.tensor], code)
+
+    def _rows(self, piece: Piece, array: np.ndarray) -> np.ndarray:
         if piece.rows is not None:
             array = array[slice(*piece.rows)]
-        if piece.is_interleaved:
-            array = array[interleaved_rows(self.config_dict)]
-        return cast(array, file.specs[piece.tensor], code)
+        if piece.is_transposed:
+            array = np.ascontiguousarray(array.T)
+        return array[interleaved_rows(self.config_dict)] if piece.is_interleaved else array
 
     def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         stem, ending = name.rsplit(".", 1)
@@ -164,7 +200,7 @@ class HfFolder(WeightSource):
             self._check_rows(tensor, 2 * shape[0])
         if module in _INTERLEAVED:
             self._check_rows(tensor, shape[0])
-        return Piece(tensor, rows, module in _INTERLEAVED)
+        return Piece(tensor, rows, module in _INTERLEAVED, module in _TRANSPOSED and len(shape) == 2)
 
     def _top(self, stem: str, ending: str, shape: tuple[int, ...]) -> Piece:
         tied = {"lm_head": "transformer.wte", "transformer.wte": "lm_head"}.get(stem) if ending == "weight" else None
@@ -175,13 +211,16 @@ class HfFolder(WeightSource):
                     found = self._files[tensor].specs[tensor].shape
                     # Rows for images follow those of the words.
                     is_longer = self._prefix != "model" and len(found) == 2 and found[0] > shape[0]
-                    return Piece(tensor, (0, shape[0]) if is_longer else None)
+                    first = _FIRST_POSITION.get(module.rpartition(".")[2], 0)
+                    if first:
+                        self._check_rows(tensor, first + shape[0])
+                    return Piece(tensor, (first, first + shape[0]) if is_longer or first else None)
         if tied is not None:
             raise CheckpointError(f"{self.path} has neither an embedding nor a head")
         raise self._lacks(f"{stem}.{ending}", _TOP[stem])
 
     def _layers(self) -> str:
-        for prefix in ("gpt_neox.layers", "transformer.h"):
+        for prefix in ("gpt_neox.layers", "transformer.h", "h", "model.decoder.layers", "decoder.layers"):
             if any(name.startswith(f"{prefix}.") for name in self._files):
                 return prefix
         return f"{self._prefix}.layers"
@@ -212,6 +251,8 @@ class HfFolder(WeightSource):
         specs = []
         for piece in pieces:
             spec = self._files[piece.tensor].specs[piece.tensor]
+            if piece.is_transposed:
+                spec = TensorSpec(spec.dtype, spec.shape[::-1])
             if piece.rows is not None:
                 spec = TensorSpec(spec.dtype, (piece.rows[1] - piece.rows[0], *spec.shape[1:]))
             specs.append(spec)
@@ -227,24 +268,17 @@ class HfFolder(WeightSource):
 
 def folder_config(path: Path, model_name: str | None = None) -> dict[str, Any]:
     """litgpt's Config of a Hugging Face folder as a plain dict. Raises CheckpointError."""
-    config = choose_config(path, model_name)[0]
-    quantized = read_hf_config(path / "config.json", is_whole=True).get("quantization_config")
-    if quantized is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise CheckpointError(
-            f"{path}: its weights are quantized ({method!r}), which cannot be read from a Hugging Face folder: take the "
-            "model's original weights, or a GGUF file"
-        )
-    return config
+    read_quantization(path)  # refuses what cannot be read
+    return choose_config(path, model_name)[0]
 
 
-def _open_files(path: Path) -> dict[str, SafetensorsFile]:
+def _open_files(path: Path, takes_pickles: bool) -> dict[str, WeightFile]:
     """The file of each tensor, by its name. Raises CheckpointError."""
     files = weight_files(path)
-    if not files or any(file.suffix != ".safetensors" for file in files):
+    if not files or not (takes_pickles or all(file.suffix == ".safetensors" for file in files)):
         raise CheckpointError(no_checkpoint(path), code="unsafe" if files else None)
-    found: dict[str, SafetensorsFile] = {}
-    for file in map(SafetensorsFile, files):
+    found: dict[str, WeightFile] = {}
+    for file in map(open_weight_file, files):
         for name in file.specs:
             if name in found:
                 raise CheckpointError(f"the tensor {name} is in both {found[name].path} and {file.path}")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.download import download, gguf_tag, read_marker
 from mdi.checkpoint.folder import (
@@ -41,6 +42,7 @@ from mdi.spec.settings_file import parse_json
 VARIABLE = "MDI_STORE"
 STATE = ".mdi"  # in the store: locks, marks, what is not finished
 LAST = "last"
+EMBEDDED = "nano-llama"
 TAG = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 N_LISTED = 8
 POLL_S = 0.5
@@ -73,6 +75,13 @@ def split_name(name: str) -> tuple[str, str | None]:
     """The repository and the tag of "org/name:Q4_K_M"; None without a tag."""
     repo, colon, tag = name.partition(":")
     return repo, tag if colon else None
+
+
+def embedded_model() -> Path | None:
+    """The folder of the small model that comes along with the installed package, or with a clone."""
+    package = Path(mdi.__file__).parent
+    folders = (package / EMBEDDED, package.parents[1] / "assets" / EMBEDDED)
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def is_model_name(name: str) -> bool:
@@ -216,7 +225,7 @@ class ModelStore:
         """The names of the models, in one line."""
         names = [model.name for model in self.models()]
         if not names:
-            return f"{self.folder} has no model yet: `mdi pull org/name` fetches one"
+            return f"{self.folder} has no model yet: `mdi pull org/name` fetches one; {EMBEDDED} is here without"
         more = f" and {len(names) - N_LISTED} more" if len(names) > N_LISTED else ""
         return f"there are {', '.join(names[:N_LISTED])}{more}"
 

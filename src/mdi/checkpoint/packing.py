@@ -26,7 +26,7 @@ from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import ALIGN_BYTES, Matrix, check_range, floats, largest_of, matrix_bytes, pack, unpack
-from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, is_packable
+from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, ROUNDED, format_within, is_packable
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
@@ -62,7 +62,7 @@ class Packing:
 
     def format_of(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The format that a tensor is packed in; None for the embedding and what stays float32."""
-        return self.of_part(part_of(name)) if is_packable(name, shape) else None
+        return format_within(self.of_part(part_of(name)), name) if is_packable(name, shape) else None
 
     def stored(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
         """The stored tensors of a tensor of the model, by their names in the file.
@@ -83,7 +83,7 @@ class Packing:
     @property
     def _table_is_int8(self) -> bool:
         """One row of an embedding is read per token: 8 bits are as fast as 4, and 4 would only cost precision."""
-        return self.head in ("int8", "int4")
+        return self.head in ROUNDED
 
     def pack(self, name: str, array: np.ndarray, spec: TensorSpec) -> PartWeights:
         """A plain tensor in the form that it takes here.

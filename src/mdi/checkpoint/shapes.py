@@ -16,6 +16,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
+from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, PLAIN_MLPS, POSITIONS
 from mdi.spec.limits import excess
 from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import check_counts, read_yaml
@@ -40,8 +41,10 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes:
     n_embd, vocabulary = config["n_embd"], config["padded_vocab_size"]
     shapes = {
         **_linear("lm_head", n_embd, vocabulary, config["lm_head_bias"]),
-        "transformer.wte.weight": (vocabulary, n_embd),
-        **_norm(config, "transformer.ln_f", n_embd),
+        EMBEDDING: (vocabulary, n_embd),
+        **({POSITIONS: (config["block_size"], n_embd)} if config.get("learned_positions") else {}),
+        **(_norm(config, EMBEDDING_NORM, n_embd) if config.get("embedding_norm") else {}),
+        **({} if config.get("norm_after_residual") else _norm(config, "transformer.ln_f", n_embd)),
     }
     n_dense = config["first_k_dense_replace"] or 0  # the first blocks may have no experts
     kinds = {is_dense: dict(_block(config, is_dense)) for is_dense in (True, False)}
@@ -72,7 +75,7 @@ def _block(config: Mapping[str, Any], is_dense: bool) -> Iterator[tuple[str, Sha
     else:
         gated = kind in _GATED or is_dense
         yield from _mlp(config, "mlp", config["intermediate_size"], gated=gated).items()
-    if kind not in (*_GATED, "LLaMAMoE", "GptNeoxMLP"):
+    if kind not in (*_GATED, "LLaMAMoE", *PLAIN_MLPS):
         raise ValueError(f"MLPs of the class {kind!r}")
 
 

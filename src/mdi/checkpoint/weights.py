@@ -5,6 +5,7 @@ Knows no files, no network and no devices.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,10 +20,12 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
-from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSource(ABC):
@@ -36,6 +39,7 @@ class WeightSource(ABC):
         packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
         hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
         form: names the form that parts have here, among those hashes.
+        native: the packed format that weights have already, whose numbers `packed` keeps as they are; None if they have none.
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
     """
 
@@ -47,6 +51,7 @@ class WeightSource(ABC):
     packing: Packing | None = None
     hashes: HashRecord | None = None
     form: str = "stored"
+    native: str | None = None
     folds_gains: bool = True
 
     @abstractmethod
@@ -129,9 +134,19 @@ class WeightSource(ABC):
 
     def packed(self, name: str, packing: Packing) -> PartWeights:
         """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
+        form = packing.format_of(name, self.specs[name].shape)
+        carried = self.carried_over(name, form) if form is not None and form == self.native else None
+        return {name: carried} if carried is not None else packing.pack(name, *self.for_packing(name, packing))
+
+    def carried_over(self, name: str, form: str) -> Matrix | None:
+        """A weight in its `native` format, with the very numbers of the file; None if it is stored in another way."""
+        return None
+
+    def for_packing(self, name: str, packing: Packing) -> tuple[np.ndarray, TensorSpec]:
+        """A plain tensor in the form for packing, see checkpoint.packing.folded."""
         if not self.folds_gains:
-            return packing.pack(name, self.array(name), self.specs[name])
-        return packing.pack(name, *folded(name, packing, self.config_dict, self.array, self.specs))
+            return self.array(name), self.specs[name]
+        return folded(name, packing, self.config_dict, self.array, self.specs)
 
     @property
     def has_single_tensors(self) -> bool:
@@ -194,6 +209,15 @@ def own_packing(dtype: str) -> Packing:
     """The formats that lose nothing of weights of this type."""
     form = OWN_FORMAT.get(dtype, "float32")
     return Packing(form, form)
+
+
+def warn_of_rounding(model: str, native: str | None, form: str | None) -> None:
+    """Say that weights which were rounded to one format before, see `WeightSource.native`, are rounded again to another."""
+    if native is not None and form in ROUNDED and form != native:
+        logger.warning(
+            "warning: the weights of %s are in %s: --quantize %s rounds them a second time (--quantize %s keeps their numbers)",
+            model, native, form, native,
+        )  # fmt: skip
 
 
 def compute_info(source: WeightSource, part: str) -> PartInfo:

@@ -35,6 +35,7 @@ COMMANDS = {
     "secondary": ("mdi.cli.secondary", "run a worker node, which waits for a starter"),
     "key": ("mdi.cli.key", "make the key of a cluster, change it, or invite a board"),
     "join": ("mdi.cli.join", "make this machine a node of a cluster, with the code of an invitation"),
+    "job": ("mdi.cli.job", "run a command over the processes that Slurm, MPI, torchrun, Kubernetes or Ray started"),
     "nodes": ("mdi.cli.nodes", "list the nodes of a cluster that are in this network"),
     "prepare-model": ("mdi.cli.prepare_model", "download, convert and split a checkpoint"),
     "doctor": ("mdi.cli.doctor", "examine a cluster before a run, and say what is wrong"),
@@ -58,7 +59,7 @@ COMMANDS = {
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = (
-    "starter", "secondary", "key", "join", "nodes", "local-ring", "demo", "sample", "doctor", "plan", "explain", "serve",
+    "starter", "secondary", "key", "join", "job", "nodes", "local-ring", "demo", "sample", "doctor", "plan", "explain", "serve",
     "pull", "export", "import",
 )  # fmt: skip
 

@@ -8,15 +8,11 @@ examples:
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import mdi
 from mdi.cancel import Cancel
 from mdi.errors import UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
-NAME = "nano-llama"
 PROMPTS = ("ROMEO:", "JULIET:", "First Citizen:")
 
 
@@ -26,12 +22,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
+    from mdi.checkpoint.model_store import embedded_model
     from mdi.cli import local_ring, options_of, parser_of
 
+    if (folder := embedded_model()) is None:
+        raise UsageError("the demo's model is neither in this package nor in a clone: install a wheel", code="missing")
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     argv = [
         "--ckpt",
-        str(model_folder()),
+        str(folder),
         "--nodes",
         str(options.nodes),
         "--n-tokens",
@@ -40,12 +39,3 @@ def run(options: Options, cancel: Cancel) -> int:
     ]
     parser = parser_of(local_ring)
     return local_ring.run(options_of(parser, parser.parse_args(argv + prompts)), cancel)
-
-
-def model_folder() -> Path:
-    """The embedded model: of the installed package, or of a clone. Raises UsageError."""
-    package = Path(mdi.__file__).parent
-    for folder in (package / NAME, package.parents[1] / "assets" / NAME):
-        if folder.is_dir():
-            return folder
-    raise UsageError("the demo's model is neither in this package nor in a clone: install a wheel", code="missing")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
@@ -70,7 +73,10 @@ class Discovery:
         wanted = None if options.nodes is None else options.nodes - 1
         wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
         guests = self.guests(keys)
-        with self.sources(keys, addr) as found, inviting(starter, keys, wanted, guests) as renew:
+        with (
+            self.sources(keys, addr) as found,
+            inviting(starter, keys, 0 if options.no_invite else wanted, guests) as renew,
+        ):
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
             nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
@@ -103,7 +109,8 @@ class Discovery:
 
         if (addr, port) not in self._relays:
             relay = self._relays[addr, port] = Relay(addr, port, keys)
-            logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
+            if not self._options.no_invite:
+                logger.info("nodes that cannot be reached: mdi join --dial %s:%d", addr, relay.port)
         return self._relays[addr, port]
 
     def guests(self, keys: KeyFile) -> Guests:
@@ -162,7 +169,9 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
 
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
-            stack.callback(DialOut(split_address(options.dial, 0), keys, config.name, process, ports).close)
+            relay, is_job = split_address(options.dial, 0), options.job != ()  # all processes of a job reach each other
+            gone = partial(os.kill, os.getpid(), signal.SIGTERM) if is_job else None
+            stack.callback(DialOut(relay, keys, config.name, process, ports, is_job, gone).close)
         elif not options.no_announce:
             stack.callback(_announced(node, keys))
         yield

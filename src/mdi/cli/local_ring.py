@@ -70,7 +70,7 @@ def run_ring(
 
 
 def _show_processes(ring: LocalRing) -> None:
-    from mdi.host.neighbours import fair_threads
+    from mdi.host.threads import fair_threads
 
     nodes = (*ring.cluster.nodes, *ring.cluster.spares)
     processes = "1 process" if len(nodes) == 1 else f"{len(nodes)} processes"
@@ -86,7 +86,7 @@ def _compare(options: Options, ring: RunMetrics, cancel: Cancel, family: Callabl
     from mdi.cli import heed_interrupts
     from mdi.cli.session import nodes_of
     from mdi.cli.starter import generate_on
-    from mdi.host.neighbours import fair_threads
+    from mdi.host.threads import fair_threads
     from mdi.run.report import format_comparison
     from mdi.spec.cluster import standalone
 

@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(
         "model", "ckpt", "config", "quantize", "dtype", "kv_dtype",
         ckpt={"help": "checkpoint made by prepare_model.py"},
-        quantize={"help": "weight format: float32, bf16, fp16, int8 or int4", "read": packed_format},
+        quantize={"help": "weight format: float32, bf16, fp16, int8, int4 or mxfp4", "read": packed_format},
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
@@ -165,8 +165,7 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
         raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
 
     from mdi.checkpoint.manifest import config_hash
-    from mdi.host.neighbours import threads_of_others
-    from mdi.host.threads import choose_threads
+    from mdi.host.threads import choose_threads, threads_of_others
     from mdi.placement.planning import Model, measure_live
 
     config = _config(options, None)
@@ -200,8 +199,7 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.block_ranges import parse_layers
-    from mdi.placement.model import Workload
-    from mdi.placement.model_shape import model_shape, with_paths
+    from mdi.placement.model import Workload, model_shape, with_paths
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
     from mdi.placement.planning import smaller_shapes
@@ -277,7 +275,7 @@ def _named(name: str) -> dict[str, Any]:
 
 def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:
     """The model of the profile's times; None if it is unknown."""
-    from mdi.placement.model_shape import model_shape
+    from mdi.placement.model import model_shape
 
     if profile.config_hash == shape.config_hash:
         return model_shape(config, profile.format)

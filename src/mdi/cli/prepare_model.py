@@ -79,7 +79,7 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.checkpoint.folder import GGUF_NOTE, TOKENIZERS
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
-    from mdi.checkpoint.weights import own_packing
+    from mdi.checkpoint.weights import own_packing, warn_of_rounding
 
     directory, results = _convert(directory, options)
     if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
@@ -94,6 +94,7 @@ def run(options: Options, cancel: Cancel) -> int:
     if options.n_nodes is not None:
         own = own_packing(source.dtype)
         head = options.quantize_head or options.quantize or own.head
+        warn_of_rounding(source.model, source.native, options.quantize)
         source = PackedSource(source, Packing(options.quantize or own.blocks, head, options.allow_clipping))
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())

@@ -120,8 +120,7 @@ def _made_node(
     path = options.chunk or (found_ckpt(options.ckpt) if options.ckpt is not None else None)
     memory, cores = weight_memory(options), options.cores or config.cores
 
-    from mdi.host.neighbours import threads_of_others
-    from mdi.host.threads import choose_threads
+    from mdi.host.threads import choose_threads, threads_of_others
     from mdi.node.secondary import SecondaryNode
     from mdi.stages.model_family import ModelFamily
 

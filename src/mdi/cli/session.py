@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ def with_model(options: Options, cancel: Cancel, is_litgpt: bool = True) -> Opti
 
 def _named_model(options: Options, cancel: Cancel) -> Path:
     """The folder of the model that is named, fetched if it is not here; without a name, of the last one. Raises MdiError."""
-    from mdi.checkpoint.model_store import ModelStore, is_model_name
+    from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model, is_model_name
 
     store = ModelStore(options.ckpt_folder)
     name = options.model or store.last()
@@ -66,6 +66,8 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
         folder, name = found_ckpt(path, options.ckpt_folder), str(path.absolute())
     elif (model := store.find(name)) is not None:
         folder, name = store.folder_of(model), model.name
+    elif name == EMBEDDED and (embedded := embedded_model()) is not None:
+        folder = embedded
     elif is_model_name(name):
         try:
             logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
@@ -236,10 +238,8 @@ def sampling_params(options: Options) -> SamplingParams:
     assert options.seed is not None
     if not all(options.stop):
         raise UsageError("--stop: an empty text would end every sample at once")
-    return SamplingParams(
-        n_tokens=options.n_tokens, temperature=options.temperature, top_k=options.top_k or None, top_p=options.top_p,
-        seed=options.seed,
-    )  # fmt: skip
+    named = {field.name for field in fields(SamplingParams)}.intersection(field.name for field in fields(options))
+    return SamplingParams(**{**{name: getattr(options, name) for name in named}, "top_k": options.top_k or None})
 
 
 def show_seed(params: SamplingParams) -> None:

@@ -160,7 +160,7 @@ def _submit(
     is_streaming: bool,
 ) -> None:  # fmt: skip
     """All texts of the run, shown as they grow if that is wanted; `known` is what an earlier run has of them."""
-    from mdi.run.display import open_stream
+    from mdi.cli.output import open_stream
 
     stream = open_stream(len(prompts)) if is_streaming else None
     for i, (prompt, ids) in enumerate(zip(prompts, session.prompt_ids, strict=True)):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlencode
 
 from mdi.cancel import Cancel
 from mdi.control.messages import CONTROL_VERSION, ForwardRequest, InitRequest, PartSpec, ProbeRequest, ProfileRequest
@@ -34,7 +33,6 @@ ANSWER_S = 6.0
 # A node that has taken a part's last byte still has to bring it to its disk: minutes, on a slow card.
 PART_ANSWER_S = 300.0
 # Measuring takes a few seconds; a slow board that builds large blocks takes longer.
-PROFILE_ANSWER_S = 180.0
 PROBE_ANSWER_S = 60.0
 ECHO_S = 10.0
 SIGN_S = 1.0  # between two signs of life to a node that is watched
@@ -60,12 +58,10 @@ class ControlClient:
         return f"{self.node.name} at {self.node.addr}:{self.node.port}"
 
     def status(self, run: str | None = None, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """`GET /`; with `run`, also a sign of life to the node that waits for it."""
-        query = {"run": run} if run else {}
-        answer = self.request("GET", "/", timeout_s, query=query)
-        if not isinstance(answer.get("state"), str):
-            raise ControlError(f"{self.where} is not a node of MDI-LLM: its status has no state", problem="stranger")
-        return answer
+        """`GET /`; with `run`, asked on the ring's port, and a sign of life to the node that waits for that run."""
+        if run:
+            return self._status_in(self.ask("status", {"run": run}, timeout_s), self.port_where)
+        return self._status_in(self.request("GET", "/", timeout_s), self.where)
 
     def init(self, request: InitRequest) -> dict[str, Any]:
         """`POST /init`; the answer says which parts are missing."""
@@ -88,10 +84,33 @@ class ControlClient:
         """Have the node send a part to another one."""
         self.ask("forward", request.to_json(), PART_ANSWER_S)
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """Have the node measure itself; returns when that is done."""
-        body = json.dumps(request.to_json()).encode()
-        return self.ask("profile", {}, PROFILE_ANSWER_S, [body], len(body))
+    def profile(
+        self, request: ProfileRequest, on_progress: Callable[[Any], None] = lambda what: None, cancel: Cancel | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        """Have the node measure itself; returns when that is done. It says every second that it is still there.
+
+        Args:
+            on_progress: called with what it measures at the moment.
+            cancel: ends the waiting, with its error.
+        """
+        body, cancel = json.dumps(request.to_json()).encode(), cancel or Cancel()
+        with (
+            self.open_message("profile", {}, len(body), ANSWER_S) as message,
+            self._problems(self.port_where),
+            cancel.waking(message.sock.wake),
+        ):
+            while True:
+                try:
+                    found = message.read(ANSWER_S)
+                except ExchangeError:
+                    cancel.check()
+                    raise
+                if "go" in found:
+                    message.send([body], ANSWER_S)
+                elif "push" in found:
+                    on_progress(found["push"])
+                elif found:
+                    return self._last(found)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         """How the node reaches another one."""
@@ -124,7 +143,7 @@ class ControlClient:
                             cancel.check()
                             raise
                         if "push" in found:
-                            yield self._status_in(found)
+                            yield self._status_in(found["push"], self.port_where)
                         elif found:
                             self._last(found)
                             return
@@ -158,12 +177,10 @@ class ControlClient:
         with self._problems(self.port_where):
             return Message(node.addr, node.port_in, opening, self._keys, min(CONNECT_S, timeout_s), wait_s)
 
-    def _status_in(self, found: dict[str, Any]) -> dict[str, Any]:
-        status = found["push"]
+    @staticmethod
+    def _status_in(status: Any, where: str) -> dict[str, Any]:
         if not isinstance(status, dict) or not isinstance(status.get("state"), str):
-            raise ControlError(
-                f"{self.port_where} is not a node of MDI-LLM: its status has no state", problem="stranger"
-            )
+            raise ControlError(f"{where} is not a node of MDI-LLM: its status has no state", problem="stranger")
         return status
 
     def _last(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -193,10 +210,7 @@ class ControlClient:
     def _ask(self, method: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         return self.request(method, path, timeout_s, json.dumps(body).encode())
 
-    def request(
-        self, method: str, path: str, timeout_s: float, body: bytes = b"", query: dict[str, str] | None = None
-    ) -> dict[str, Any]:  # fmt: skip
-        target = f"{path}?{urlencode(query)}" if query else path
+    def request(self, method: str, target: str, timeout_s: float, body: bytes = b"") -> dict[str, Any]:
         if self._keys is None:
             found = self._exchange(method, target, timeout_s, body)
             if NONCE_HEADER in found.headers:

@@ -59,8 +59,15 @@ class PortNode(Protocol):
     def watch(self, run: str, epoch: str | None) -> Watched:
         """A ring of a run; without an epoch, the latest."""
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        """Measure itself; returns when that is done."""
+    def status(self, run: str | None) -> dict[str, Any]:
+        """The status of a run or of the node, as `GET /` answers it; also a sign of life from the starter of the run."""
+
+    def profile(self, request: ProfileRequest, note: Callable[[Any], None]) -> dict[str, Any]:
+        """Measure itself; returns when that is done.
+
+        Args:
+            note: called every second with what it measures at the moment; raises OSError when nobody waits any more.
+        """
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         """Try to reach another node, and report the result."""
@@ -84,7 +91,7 @@ class EchoOnly:
     def watch(self, run: str, epoch: str | None) -> Watched:
         raise self._refuse()
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self, request: ProfileRequest, note: Callable[[Any], None]) -> dict[str, Any]:
         raise self._refuse()
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
@@ -123,6 +130,7 @@ class MessageServer:
             "part": _Kind(self._part, of_run=True, limit_bytes=1 << 45),
             "watch": _Kind(self._watch, of_run=True),
             "forward": _Kind(self._forward, of_run=True),
+            "status": _Kind(self._status, of_run=False),
             "profile": _Kind(self._profile, of_run=False, limit_bytes=JSON_LIMIT_BYTES),
             "probe": _Kind(self._probe, of_run=False),
             "echo": _Kind(self._echo, of_run=False, limit_bytes=ECHO_LIMIT_BYTES),
@@ -204,6 +212,9 @@ class MessageServer:
             if is_signed:
                 watched.touch()
 
+    def _status(self, asked: Asked, args: dict[str, Any]) -> dict[str, Any]:
+        return self._node.status(WatchRequest.from_json(args).run)
+
     def _forward(self, asked: Asked, args: dict[str, Any]) -> None:
         self._node.forward(ForwardRequest.from_json(args))
 
@@ -213,7 +224,7 @@ class MessageServer:
             data = parse_json(body)
         except ValueError as e:
             raise ControlError(f"the message is not JSON: {str(e)[:200]}", 400) from None
-        return self._node.profile(ProfileRequest.from_json(data))
+        return self._node.profile(ProfileRequest.from_json(data), lambda what: asked.push(push=what))
 
     def _probe(self, asked: Asked, args: dict[str, Any]) -> dict[str, Any]:
         return self._node.probe(ProbeRequest.from_json(args))

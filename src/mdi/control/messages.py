@@ -58,6 +58,7 @@ CODES = {
 }
 COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 VERSION_LIMIT = 1 << 30
+HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 N_TEXTS = 8  # at the same time, of a run that does not say how many
 
 
@@ -258,7 +259,7 @@ class PartRequest:
 
 @dataclass(frozen=True)
 class WatchRequest:
-    """Arguments of a message `watch`: a ring of a run, None is the latest one."""
+    """Arguments of the messages `watch` and `status`: a ring of a run, None is the latest one."""
 
     run: RunId
     epoch: RunId | None = None

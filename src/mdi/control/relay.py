@@ -1,21 +1,24 @@
 """Nodes that cannot be reached, for example behind a router: they connect to a relay on the starter's machine.
 
 Each gets two ports of that machine, which stand for its control port and its ring port: a connection to one of them makes the
-node dial again, and the two connections are joined. What travels there is protected between its ends as on any other way. A
-node and its relay exchange short sealed JSON messages, then the bytes of one connection.
+node dial again, and the two connections are joined. A node that can be reached says where, and gets no ports: it dials only
+to be found. What travels there is protected between its ends as on any other way. A node and its relay exchange short sealed
+JSON messages, then the bytes of one connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
+import math
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,7 @@ from mdi.net.keys import TAG_BYTES, KeyFile, SealedSession
 from mdi.net.listener import open_socket
 from mdi.net.message import DeadlineSocket
 from mdi.net.wire import tune
+from mdi.units import duration
 
 MEET_S = 10.0  # for all messages up to the first one of a session
 ENDING_S = 15.0  # without a byte, after which a connection is over whose other direction has ended
@@ -249,7 +253,7 @@ class Relay:
     def _serve(self, message: dict[str, str], tunnel: Tunnel) -> None:
         name, process = message.get("name", "")[:NAME_LIMIT], message.get("process", "")[:NAME_LIMIT]
         try:
-            node = _DialledNode(self._addr, name, process, tunnel)
+            node = _DialledNode(self._addr, name, process, tunnel, _place_of(message))
         except MdiError as e:
             logger.warning("%s has connected to --dial-port, but %s", name, e)
             tunnel.close()
@@ -272,6 +276,20 @@ class Relay:
             with self._lock:
                 if self._nodes.get(process) is node:
                     del self._nodes[process]
+
+
+def _place_of(message: dict[str, str]) -> tuple[str, int, int] | None:
+    """Address, control port and ring port of a node that can be reached. Raises WireError."""
+    if "addr" not in message:
+        return None
+    try:
+        addr = str(ipaddress.ip_address(message["addr"]))
+        control, ring = (int(message[which]) for which in PORTS)
+    except (KeyError, ValueError):
+        raise WireError("it says unclearly where it is") from None
+    if not 0 < min(control, ring) <= max(control, ring) < 65536:
+        raise WireError("it says unclearly where it is")
+    return addr, control, ring
 
 
 def accepted(
@@ -298,16 +316,28 @@ class _Client:
 
 
 class _DialledNode:
-    def __init__(self, addr: str, name: str, process: str, tunnel: Tunnel) -> None:
+    """A node that has dialled.
+
+    Args:
+        addr: where ports are opened for it.
+        where: its own address, control port and ring port, if it can be reached there.
+    """
+
+    def __init__(
+        self, addr: str, name: str, process: str, tunnel: Tunnel, where: tuple[str, int, int] | None = None
+    ) -> None:
         self._tunnel = tunnel
         self._lock = threading.Lock()
         self._addr = addr
         self._waiting: dict[str, _Client] = {}
         self._from_elsewhere: list[_Client] = []  # waiting or served
         self._closed = threading.Event()
-        self._listeners = {which: open_socket(addr, 0, f"a port for {name}") for which in PORTS}
-        ports = [sock.getsockname()[1] for sock in self._listeners.values()]
-        self.announcement = Announcement(name, addr, ports[0], ports[1], process, "", "")
+        self._listeners: dict[str, socket.socket] = {}
+        if where is None:
+            self._listeners = {which: open_socket(addr, 0, f"a port for {name}") for which in PORTS}
+            ports = [sock.getsockname()[1] for sock in self._listeners.values()]
+            where = (addr, ports[0], ports[1])
+        self.announcement = Announcement(name, *where, process, "", "")
         for which, sock in self._listeners.items():
             threading.Thread(target=self._accept, args=(which, sock), name="relay", daemon=True).start()
         threading.Thread(target=self._ping, name="relay", daemon=True).start()
@@ -377,6 +407,7 @@ class _DialledNode:
 
 
 AGAIN_S = 3.0
+GONE_S = 120.0
 N_STREAMS = 64
 
 
@@ -386,11 +417,18 @@ class DialOut:
     Args:
         relay: address and port.
         own: address and ports of this node, by the names in mdi.control.relay.PORTS.
+        is_reached: whether it can be reached there. Then the relay only learns of it.
+        gone: called once if the relay was there, and does not come back within GONE_S.
     """
 
     def __init__(
-        self, relay: tuple[str, int], keys: KeyFile, name: str, process: str, own: dict[str, tuple[str, int]]
-    ) -> None:
+        self, relay: tuple[str, int], keys: KeyFile, name: str, process: str, own: dict[str, tuple[str, int]],
+        is_reached: bool = False, gone: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._gone = gone
+        self._first = {"name": name, "process": process}
+        if is_reached:
+            self._first |= {"addr": own["control"][0], **{which: str(port) for which, (_, port) in own.items()}}
         self._relay, self._keys, self._name, self._process, self._own = relay, keys, name, process, own
         self._closed = threading.Event()
         self._streams = threading.BoundedSemaphore(N_STREAMS)
@@ -407,14 +445,19 @@ class DialOut:
     def _run(self) -> None:
         (addr, port), due = self._relay, Periodic()
         where = f"{addr}:{port}"
-        is_reported = False
+        is_reported, met_at = False, math.inf
         while not self._closed.is_set():
             try:
                 self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys)
-                tunnel.send({"name": self._name, "process": self._process})
-                logger.info("%s is reached through %s", self._name, where)
+                tunnel.send(self._first)
+                logger.info(
+                    "%s is %s %s", self._name, "known at" if "addr" in self._first else "reached through", where
+                )
                 is_reported = False
-                self._serve(tunnel)
+                try:
+                    self._serve(tunnel)
+                finally:
+                    met_at = time.monotonic()
             except (OSError, MdiError) as e:
                 if not self._closed.is_set() and not is_reported and due.is_due():
                     is_reported = True
@@ -422,6 +465,10 @@ class DialOut:
             finally:
                 if self._tunnel is not None:
                     self._tunnel.close()
+            if self._gone is not None and time.monotonic() - met_at >= GONE_S:
+                logger.info("%s has not come back for %s", where, duration(GONE_S))
+                self._gone()
+                return
             self._closed.wait(AGAIN_S)
 
     def _serve(self, tunnel: Tunnel) -> None:

@@ -261,9 +261,6 @@ def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs
         signature.bind(*args, **kwargs)
     except TypeError as e:
         raise ControlError(f"no such address: {e}", 404) from None
-    for name, value in kwargs.items():
-        if not isinstance(value, str):
-            raise ControlError(f"{name!r} is given more than once", 400)
 
 
 def _allow(method: str) -> None:
@@ -286,11 +283,11 @@ class _Pages:
         self.join = cherrypy.expose(_answer(self._join, gate, is_public=True))
         self.default = cherrypy.expose(_answer(self._default, gate))
 
-    def _index(self, *, run: str | None = None) -> dict[str, Any]:
+    def _index(self) -> dict[str, Any]:
         _allow("GET")
         self._workers.heard()
         if self._gate.is_open or cherrypy.request.asker is not None:
-            return self._node.status(run)
+            return self._node.status(None)
         return public_status(self._node.status(None))
 
     def _init(self) -> dict[str, Any]:
@@ -439,7 +436,7 @@ class ControlServer:
         vars(self._pages).clear()  # its handlers know it: without this the node would wait for the garbage collector
 
 
-class _BeforeRun(StatusOnly):
+class _BeforeRun(StatusOnly, EchoOnly):
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -458,9 +455,10 @@ def open_ports(starter: NodeConfig, keys: KeyFile | None = None) -> Iterator[tup
     """Listen on the starter's control and ring port; gives both ports. UsageError if one cannot be listened on."""
     sock = open_socket(starter.listen_addr, starter.port_in, "starter's inference port_in")
     listener = RingListener(sock, starter.name, keys)
-    messages = MessageServer(EchoOnly(), listener)
+    node = _BeforeRun(starter.name)
+    messages = MessageServer(node, listener)
     try:
-        control = ControlServer(_BeforeRun(starter.name), starter.listen_addr, starter.port, starter.name, keys)
+        control = ControlServer(node, starter.listen_addr, starter.port, starter.name, keys)
         try:
             yield control.port, listener.port
         finally:

@@ -13,7 +13,7 @@ import numpy as np
 from mdi.errors import WireError
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.net.wire import BLOCK_INT8, ROW_FLOAT16, Frame, PayloadType
+from mdi.net.wire import BLOCK_INT8, HANDSHAKE_LIMITS, ROW_FLOAT16, Allocate, Frame, Limits, PayloadType
 
 if TYPE_CHECKING:
     import torch
@@ -262,3 +262,16 @@ def logit_rows(slices: Slices) -> list[int] | None:
         row += s.n_rows
         kept.extend(range(row - s.n_logits, row))
     return kept
+
+
+def ring_limits(widest_row: int) -> Limits:
+    """Limits of a run's frames. The text of a STOP or ERROR has a byte per column: a narrow model must not refuse it."""
+    return Limits(max_cols=max(widest_row, HANDSHAKE_LIMITS.max_cols))
+
+
+def receive_buffers(device: str) -> Allocate | None:
+    """Memory that frames are received into, on a node that computes on `device`; None is ordinary memory."""
+    if not device.startswith("cuda"):
+        return None
+
+    return pinned_buffer

@@ -279,7 +279,7 @@ class StarterEngine:
             return self._replay(plan, slices, ring)
         ids = [token for s in plan.slices for token in s.ids]
         if ids:
-            x = self.stage.embed(self._rows.ids(ids))
+            x = self.stage.embed(self._rows.ids(ids), slices)
             x = self.stage(x, slices)
         else:
             x = self._rows.none(self.stage.n_embd)

@@ -78,8 +78,8 @@ class StarterFrameStage(FrameStage, Protocol):
     def is_head_shared(self) -> bool:
         """Whether `head` needs all rows that came back, because the other nodes of a group compute their part of them."""
 
-    def embed(self, ids: Any) -> Any:
-        """(N,) token ids -> (N, n_embd)"""
+    def embed(self, ids: Any, slices: Slices) -> Any:
+        """(N,) token ids -> (N, n_embd); the slices say which positions they have."""
 
     def head(self, x: Any) -> Any:
         """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""

@@ -8,6 +8,7 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
+from mdi.errors import UsageError
 from mdi.host.device import (
     check_format,
     choose_dtype,
@@ -17,6 +18,7 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
+from mdi.spec.model import why_not_litgpt
 from mdi.spec.options import Requested
 
 
@@ -78,12 +80,14 @@ def choose_computing(
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
 
     Raises:
-        UsageError: the device cannot do that.
+        UsageError: the device cannot do that, or torch would have to compute what only the kernels can.
     """
     device, quantize = asked.device or "cpu", asked.quantize
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
+    if why is not None and (lacking := why_not_litgpt(config or {})) is not None:
+        raise UsageError(f"{lacking} can be computed by the kernels alone, which do not compute {why}", code="kernels")
     clips = asked.allow_clipping
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)

@@ -1,20 +1,109 @@
-"""Chooses a node's device and number formats. Names are those of torch."""
+"""Chooses a node's device and number formats, and loads torch if that needs it. Names are those of torch."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import logging
+import os
+import platform
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import own_packing
-from mdi.errors import MdiError, UsageError
-from mdi.host.torch_use import load_torch, may_have_gpu
+from mdi.errors import INSTALL_ALL, MdiError, UsageError
+from mdi.host.threads import tell_torch
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.page_sizes import cache_type_named
 from mdi.kernels.weight_formats import ROUNDED, check_packed
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
+
+logger = logging.getLogger("mdi")
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def warn_of_processor() -> None:
+    """Say so before a matrix product ends the process without a word."""
+    import torch
+
+    try:
+        cpuinfo = CPUINFO.read_text(encoding="utf-8", errors="replace") if sys.platform == "linux" else ""
+    except OSError:
+        return
+    if (notice := processor_notice(cpuinfo, torch.__config__.show(), torch.__version__)) is not None:
+        logger.warning("%s", notice)
+
+
+def processor_notice(cpuinfo: str, build: str, version: str) -> str | None:
+    """A warning for the user; None if nothing is known against this processor.
+
+    NVIDIA's NVPL, the BLAS of PyPI's ARM builds since 2.11, needs the atomic instructions of ARMv8.1, which a
+    Raspberry Pi 4 and every older board are without.
+
+    Args:
+        cpuinfo: the text of /proc/cpuinfo.
+        build: of torch.__config__.show().
+    """
+    features = [line.split() for line in cpuinfo.splitlines() if line.startswith("Features")]
+    lacks_atomics = bool(features) and any("asimd" in f and "atomics" not in f for f in features)
+    if not lacks_atomics or "BLAS_INFO=nvpl" not in build:
+        return None
+    return (
+        f'torch {version} is built for ARM servers: on this processor matrix products may end with "Illegal instruction". '
+        "Install the build that runs here: pip install -r requirements.txt (see docs/setup-edge.md)"
+    )
+
+
+# Of drivers of NVIDIA, NVIDIA's Jetson, AMD, and of Windows under WSL.
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd", "/dev/dxg")
+
+
+def has_torch() -> bool:
+    """Whether torch is installed; it is not loaded."""
+    try:
+        return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+    except ImportError:
+        return False
+
+
+def may_have_gpu() -> bool:
+    """Whether it is worth loading torch to look for a GPU."""
+    if not has_torch():
+        return False
+    if "torch" in sys.modules or sys.platform == "win32" or os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return True
+    if sys.platform == "darwin":
+        return platform.machine() == "arm64"
+    return any(Path(driver).exists() for driver in _DRIVERS)
+
+
+def load_torch(why: str) -> None:
+    """Load torch, and have it compute with this node's threads.
+
+    Args:
+        why: what needs it, for the message: "the device cuda", ...
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    is_new = "torch" not in sys.modules
+    if is_new:
+        logger.info("loading PyTorch: %s", why)  # which takes seconds
+    try:
+        import litgpt  # noqa: F401
+        import torch  # noqa: F401
+    except ModuleNotFoundError as e:
+        if e.name not in ("torch", "litgpt"):
+            raise
+        raise UsageError(f"{why} needs {e.name}, which is not installed here: {INSTALL_ALL}") from None
+    tell_torch()
+    if is_new:
+        warn_of_processor()
 
 
 def check_format(name: str | None, device: str) -> None:

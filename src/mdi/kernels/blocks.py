@@ -23,12 +23,13 @@ from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
+from mdi.kernels.positions import n_tables, rope_n_elem, rope_tables, score_bias, score_factor
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 PIECES = {"attention": 0, "mlp": 1, "project": 2, "attend": 3, "add_attention": 4, "add_mlp": 5}  # MdiPiece
 
 
@@ -72,7 +73,7 @@ class MdiModel(ctypes.Structure):
         *((n, c_int32) for n in ("n_embd", "n_head", "n_groups", "head_size", "rope_n_elem", "rope_interleave")),
         *((n, c_int32) for n in ("norm_type", "unit_offset", "parallel_residual", "shared_attention_norm")),
         *((n, c_int32) for n in ("qk_norm_all_heads", "activation", "n_expert_per_token", "cache_type")),
-        *((n, c_int32) for n in ("heads_per_group", "first_head")),
+        *((n, c_int32) for n in ("heads_per_group", "first_head", "norm_after_residual")),
         *((n, c_float) for n in ("norm_eps", "scale", "softcap", "expert_scale")),
     ]
 
@@ -84,6 +85,8 @@ class MdiStage(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("rope_table_floats", c_int64),
+        ("score_bias", c_void_p),
+        ("score_bias_floats", c_int64),
         ("n_blocks", c_int32),
         ("n_classes", c_int32),
         ("n_finished", c_void_p),
@@ -314,96 +317,6 @@ def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
     return busy / os.sysconf("SC_CLK_TCK") if n_found == len(cores) else None  # a sandbox may show fewer
 
 
-Floats = np.ndarray
-
-
-def rope_n_elem(config: Mapping[str, Any]) -> int:
-    """Numbers of a head that are turned."""
-    return int(config["rotary_percentage"] * config["head_size"])
-
-
-def n_tables(config: Mapping[str, Any]) -> int:
-    return 1 if config["rope_local_base_freq"] is None else 2
-
-
-def rope_tables(config: Mapping[str, Any], max_length: int) -> tuple[Floats, Floats]:
-    """Cosines and sines, float32 (n_tables, max_length, rope_n_elem).
-
-    Angles are rounded where litgpt rounds them, to float32; their cosines are then exact to the last bit or so.
-
-    Args:
-        config: litgpt's Config as a plain dict.
-    """
-    n = rope_n_elem(config)
-    base = _frequencies(config["rope_base"], n)
-    scaling = np.float32(1)
-    adjustments = config["rope_adjustments"]
-    if adjustments is not None:
-        base, scaling = _adjusted(base, n, config["rope_base"], adjustments)
-    tables = [base]
-    if config["rope_local_base_freq"] is not None:
-        tables.append(_frequencies(config["rope_local_base_freq"], n))
-    positions = np.arange(max_length, dtype=np.float32) / np.float32(config["rope_condense_ratio"])
-    angles = [np.tile(np.outer(positions, theta), (1, 2))[:, :n].astype(np.float64) for theta in tables]
-    cos = np.stack([np.cos(a).astype(np.float32) * scaling for a in angles])
-    sin = np.stack([np.sin(a).astype(np.float32) * scaling for a in angles])
-    return np.ascontiguousarray(cos, dtype=np.float32), np.ascontiguousarray(sin, dtype=np.float32)
-
-
-def _powers(base: float, n: int) -> Floats:
-    exponents = np.arange(0, n, 2, dtype=np.float32) / np.float32(n)
-    return np.power(np.float64(base), exponents.astype(np.float64)).astype(np.float32)
-
-
-def _frequencies(base: float, n: int) -> Floats:
-    return np.float32(1) / _powers(base, n)
-
-
-def _adjusted(theta: Floats, n: int, base: float, adjustments: Mapping[str, Any]) -> tuple[Floats, np.float32]:
-    """Frequencies for contexts longer than the model was first trained for, and a factor on cosines and sines."""
-    one = np.float32(1)
-    if "beta_fast" in adjustments or "beta_slow" in adjustments:
-        return _yarn(n, base, adjustments)
-    if "low_freq_factor" in adjustments:
-        factor, low = np.float32(adjustments["factor"]), np.float32(adjustments["low_freq_factor"])
-        ratio = np.float32(adjustments["original_max_seq_len"]) / (np.float32(2 * math.pi) / theta)
-        smooth = np.clip(
-            (ratio - low) / np.float32(adjustments["high_freq_factor"] - adjustments["low_freq_factor"]), 0, 1
-        )
-        return ((one - smooth) * (theta / factor) + smooth * theta).astype(np.float32), one
-    if "factor" in adjustments:
-        return theta / np.float32(adjustments["factor"]), one
-    return theta, one
-
-
-def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
-    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
-
-
-def _yarn(n: int, base: float, adjustments: Mapping[str, Any]) -> tuple[Floats, np.float32]:
-    """YaRN (Peng et al. 2023, section 3): low frequencies are stretched, high ones kept, those between are mixed."""
-    factor, longest = adjustments["factor"], adjustments["original_max_seq_len"]
-    mscale, mscale_all = adjustments.get("mscale"), adjustments.get("mscale_all_dim")
-    if mscale and mscale_all:
-        scaling = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
-    else:
-        alone = mscale_all or mscale
-        scaling = yarn_mscale(factor, alone) if alone else 1.0
-
-    def dimension(rotations: float) -> float:
-        return n * math.log(longest / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low = max(math.floor(dimension(adjustments["beta_fast"])), 0)
-    high: float = min(math.ceil(dimension(adjustments["beta_slow"])), n // 2 - 1)
-    if low == high:
-        high += 0.001
-    ramp = np.clip((np.arange(n // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
-    powers = _powers(base, n)
-    one = np.float32(1)
-    theta = one / (np.float32(factor) * powers) * (one - ramp) + one / powers * ramp
-    return theta.astype(np.float32), np.float32(scaling)
-
-
 # Settings of litgpt's Config that are read here.
 # fmt: off
 _SETTINGS = {
@@ -438,7 +351,8 @@ def _unknown(config: Mapping[str, Any]) -> str | None:
         return f"norms of type {config['norm_class_name']}"
     if config["mlp_class_name"] not in _MLPS:
         return f"MLPs of type {config['mlp_class_name']}"
-    if not 2 <= rope_n_elem(config) <= MOST_ROPE:
+    is_rotary = not (config.get("alibi") or config.get("learned_positions"))
+    if not 2 * is_rotary <= rope_n_elem(config) <= MOST_ROPE * is_rotary:
         return f"rotary positions of {rope_n_elem(config)} numbers"
     return _contradiction(config)
 
@@ -467,6 +381,7 @@ def _gelu(config: Mapping[str, Any]) -> str:
 _MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "GptNeoxMLP": _gelu,
     "GemmaMLP": _gelu,
+    "ReluMLP": lambda config: "relu",
     "LLaMAMLP": lambda config: "silu",
     "LLaMAMoE": lambda config: "silu",
 }
@@ -474,9 +389,6 @@ _MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel:
     """Settings that all blocks of a model share. The head's norm and linear layer use them as well."""
-    adjustments = config["rope_adjustments"] or {}
-    scales = adjustments.get("mscale_all_dim") and adjustments.get("factor")
-    mscale = yarn_mscale(adjustments["factor"], adjustments["mscale_all_dim"]) if scales else 1.0
     return MdiModel(
         n_embd=config["n_embd"],
         n_head=config["n_head"],
@@ -493,8 +405,9 @@ def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel
         n_expert_per_token=config["n_expert_per_token"],
         cache_type=CACHE_TYPES[cache_type],
         heads_per_group=config["n_head"] // config["n_query_groups"],
+        norm_after_residual=bool(config.get("norm_after_residual")),
         norm_eps=config["norm_eps"],
-        scale=mscale**2 / math.sqrt(config["attention_scores_scalar"] or config["head_size"]),
+        scale=score_factor(config) / math.sqrt(config["attention_scores_scalar"] or config["head_size"]),
         softcap=config["attention_logit_softcapping"] or 0.0,
         expert_scale=config["routed_scaling_factor"],
     )
@@ -516,6 +429,7 @@ class Blocks:
     caches: CachePages  # this and what follows: from `prepare` on
     _cos: np.ndarray
     _sin: np.ndarray
+    _score_bias: np.ndarray | None
     _pool: np.ndarray
     _page_bytes: np.ndarray
     _pool_address: int
@@ -547,6 +461,7 @@ class Blocks:
         """Build the tables of positions of a run, and its pools of so many pages per class."""
         self.max_length = max_length
         self._cos, self._sin = rope_tables(self.config, max_length)
+        self._score_bias = bias = self._made_score_bias(max_length)
         pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
         self.caches = CachePages(self.classes, pools)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
@@ -554,8 +469,12 @@ class Blocks:
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
         self._stage = MdiStage(
             ctypes.pointer(self._model), self._blocks, self._cos.ctypes.data, self._sin.ctypes.data,
-            self._cos[0].size, len(self._blocks), len(self.classes), self._n_finished.ctypes.data,
+            self._cos[0].size, None if bias is None else bias.ctypes.data, 0 if bias is None else bias.shape[1],
+            len(self._blocks), len(self.classes), self._n_finished.ctypes.data,
         )  # fmt: skip
+
+    def _made_score_bias(self, max_length: int) -> np.ndarray | None:
+        return score_bias(self.config, max_length)
 
     def forward(self, rows: np.ndarray, slices: Slices) -> None:
         """Run the blocks, in place.
@@ -668,7 +587,7 @@ class Blocks:
         if c["mlp_class_name"] == "LLaMAMoE" and not is_dense:
             self._experts(block, reader)
         else:
-            block.mlp = reader.mlp("mlp", n_embd, c["intermediate_size"], c["mlp_class_name"] != "GptNeoxMLP")
+            block.mlp = reader.mlp("mlp", n_embd, c["intermediate_size"], c["mlp_class_name"] not in PLAIN_MLPS)
         return block
 
     def _experts(self, block: MdiBlock, reader: BlockReader) -> None:
@@ -707,7 +626,7 @@ class Head:
         norm = _row(weights, "transformer.ln_f.weight", n_embd)
         if norm is None:
             norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
-        norms = norm, _row(weights, "transformer.ln_f.bias", n_embd)
+        norms = None if config.get("norm_after_residual") else (norm, _row(weights, "transformer.ln_f.bias", n_embd))
         self._linear = Linear(context, model_of(config), norms, matrix, bias, config["final_logit_softcapping"])
 
     def __call__(self, x: np.ndarray) -> np.ndarray:

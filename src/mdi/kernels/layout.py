@@ -10,10 +10,13 @@ bf16     1 line: 16 outputs x 2 inputs                                        2
 fp16     1 line: 2 inputs x 16 outputs                                        2
 int8     1 line of scales, 32 lines of 16 outputs x 4 inputs                  128, in two groups of 64
 int4     1 line of scales, 8 lines of 16 outputs x 8 inputs                   64, in two groups of 32
+mxfp4    1 line of scales, 16 lines of 16 outputs x 8 inputs                  128, in four groups of 32
 
-A scale belongs to one output and one group, in half precision; the line of scales holds the first group's sixteen and then
-the second's. A byte b of int8 stands for (b - 128) * scale, and b - 128 stays within +-127. A half h of a byte of int4 stands
-for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first four in the low halves and the others in the high ones.
+A scale belongs to one output and one group, in half precision; the line of scales holds the first group's sixteen, then
+the second's, and so on. A byte b of int8 stands for (b - 128) * scale, and b - 128 stays within +-127. A half h of a byte of
+int4 stands for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first four in the low halves and the others in the
+high ones. So does mxfp4 (Open Compute Project, Microscaling Formats 1.0): a half is a sign, two bits of an exponent and one of
+a fraction (0, 0.5, 1, 1.5, 2, 3, 4, 6), and a byte s is the scale 2^(s - 127). Where s is 0 or 1 the kernels count zeros.
 
 A part is cut out of a packed weight without rounding again. Scales belong to groups of inputs: a cut within a group keeps the
 group's scale, the piece that is wanted stays at its place in the group, and the rest of the group becomes zero. Inputs before
@@ -39,7 +42,7 @@ _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # 
 
 # The largest absolute value of a weight. A scale of int8 and int4 is in half precision, and stands for 127 or 8 steps.
 MOST = {
-    "float32": _FLOAT, "bf16": _BF16, "fp16": _HALF, "int8": 127 * _HALF, "int4": 8 * _HALF,
+    "float32": _FLOAT, "bf16": _BF16, "fp16": _HALF, "int8": 127 * _HALF, "int4": 8 * _HALF, "mxfp4": 6.0 * 2.0**125,
     "bfloat16": _BF16, "float16": _HALF,
 }  # fmt: skip
 
@@ -260,7 +263,7 @@ def _pack_int4(block: np.ndarray) -> Bytes:
 def pack_int4_in_numpy(values: Floats) -> Bytes:
     """Whole panels and records."""
     scale, q = quantize_int4(values.reshape(len(values), -1, 32))
-    return int4_bytes(scale, q.reshape(values.shape))
+    return bytes_of_halves("int4", scale, q.reshape(values.shape))
 
 
 def quantize_int4(groups: Floats) -> tuple[np.ndarray, np.ndarray]:
@@ -298,32 +301,104 @@ def _usable(scale: Floats) -> Floats:
     return np.where(half == 0, np.float32(1), half)
 
 
-def int4_bytes(scale: np.ndarray, halves: np.ndarray) -> Bytes:
-    """Records of int4: scales float16 (rows, n) and halves of bytes uint8 (rows, 32 * n), rows in whole panels, n even."""
+def bytes_of_halves(form: str, scale: np.ndarray, halves: np.ndarray) -> Bytes:
+    """Whole panels and records of int4 or mxfp4: scales (rows, n) as stored, and halves of bytes uint8 (rows, 32 * n)."""
     n_rows, n_in = halves.shape
     pairs = halves.reshape(n_rows, n_in // 8, 2, 4)
     lines = lines_of((pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(n_rows, n_in // 2), 4)
-    return records_of(scale, lines, 8)
+    return records_of(scale, lines, LAYOUTS[form].record_bytes // LINE_BYTES - 1)
+
+
+def pack_halves(form: str, scales: np.ndarray, halves: np.ndarray) -> Matrix:
+    """A weight of halves of bytes and scales that come from a file, as they are, without rounding.
+
+    Args:
+        form: int4 or mxfp4.
+        scales: (n_out, n_in / 32), float16 of int4, uint8 of mxfp4.
+        halves: uint8 (n_out, n_in / 2): a byte has input 2i in its low half, and 2i + 1 in its high one.
+    """
+    n_out, n_groups = scales.shape
+    layout, n_in = LAYOUTS[form], 32 * n_groups
+    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
+    panels, width = data.reshape(padded(n_out, PANEL) // PANEL, -1), padded(n_in, layout.record_inputs)
+    for first in range(0, n_out, _ROWS_AT_ONCE):
+        some = halves[first : first + _ROWS_AT_ONCE]
+        n_rows = padded(len(some), PANEL)
+        numbers = np.full((n_rows, width), _ZERO[form], dtype=np.uint8)
+        numbers[: len(some), 0:n_in:2], numbers[: len(some), 1:n_in:2] = some & 15, some >> 4
+        own = np.zeros((n_rows, width // 32), dtype=_SCALES[form])
+        own[: len(some), :n_groups] = scales[first : first + _ROWS_AT_ONCE]
+        made = bytes_of_halves(form, own, numbers)
+        panels[first // PANEL : (first + n_rows) // PANEL] = made.reshape(n_rows // PANEL, -1)
+    return Matrix(form, n_out, n_in, data)
+
+
+# Twice the magnitude of the eight halves of mxfp4 without their sign, and the middles between two of them.
+_TWICE_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12), dtype=np.float32)
+_MIDDLES = (_TWICE_E2M1[1:] + _TWICE_E2M1[:-1]) / 2
+LARGEST_SCALE = 252  # of mxfp4: six times 2^125 is the largest multiple that float32 holds
+
+
+def e2m1(halves: np.ndarray) -> Floats:
+    """The numbers that halves of bytes of mxfp4 stand for, without their scale."""
+    return np.concatenate((_TWICE_E2M1, -_TWICE_E2M1))[halves] / 2
+
+
+def power_scale(scales: np.ndarray) -> Floats:
+    """2^(s - 127) of bytes s, float32"""
+    return np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+
+
+def quantize_mxfp4(groups: Floats) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, n, 32) -> scales uint8 (rows, n) and halves of bytes uint8 (rows, n, 32).
+
+    Of two powers of two, the one that leaves the smaller squared error: the smaller one cuts off what is above six times it.
+    Numbers that are in mxfp4 already stay as they are.
+    """
+    largest = np.abs(groups).max(axis=2)
+    low = np.clip(np.frexp(largest)[1] - 3, -125, LARGEST_SCALE - 127)  # none that the kernels count as zero
+    best = np.full(largest.shape, np.inf, dtype=np.float32)
+    best_scale, best_q = np.zeros(largest.shape, dtype=np.uint8), np.zeros(groups.shape, dtype=np.uint8)
+    for power in (low, np.minimum(low + 1, LARGEST_SCALE - 127)):
+        steps = np.ldexp(groups, 1 - power[..., None])
+        magnitude = np.searchsorted(_MIDDLES, np.abs(steps)).astype(np.uint8)
+        # of a number in the middle between two, the one whose last bit is zero
+        magnitude += (magnitude & 1) & np.isin(np.abs(steps), _MIDDLES)
+        error = _sums(
+            np.square(_TWICE_E2M1[magnitude] - np.abs(steps)) * np.ldexp(np.float32(1), 2 * (power - low))[..., None]
+        )
+        better = error[..., 0] < best
+        best = np.where(better, error[..., 0], best)
+        best_scale = np.where(better, power + 127, best_scale).astype(np.uint8)
+        q = np.where((groups < 0) & (magnitude > 0), magnitude | 8, magnitude)
+        best_q = np.where(better[..., None], q, best_q)
+    return best_scale, best_q
+
+
+def _pack_mxfp4(block: np.ndarray) -> Bytes:
+    values = floats(block)
+    scale, q = quantize_mxfp4(values.reshape(len(values), -1, 32))
+    return bytes_of_halves("mxfp4", scale, q.reshape(values.shape))
 
 
 def records_of(scale: np.ndarray, lines: np.ndarray, per_record: int) -> Bytes:
-    """Scales (rows, groups) before the lines that they belong to, (panels, lines, 16, 4)."""
+    """Scales (rows, groups), as they are stored, before the lines that they belong to, (panels, lines, 16, 4)."""
     n_panels, n_lines = lines.shape[:2]
     n_records = n_lines // per_record
     records = np.empty((n_panels, n_records, 1 + per_record, LINE_BYTES), dtype=np.uint8)
-    by_panel = scale.reshape(n_panels, PANEL, n_records, 2).transpose(0, 2, 3, 1)
+    by_panel = scale.reshape(n_panels, PANEL, n_records, -1).transpose(0, 2, 3, 1)
     records[:, :, 0] = _bytes(by_panel).reshape(n_panels, n_records, LINE_BYTES)
     records[:, :, 1:] = lines.reshape(n_panels, n_records, per_record, LINE_BYTES)
     return records.reshape(-1)
 
 
-def split_records(data: Bytes, n_rows: int, n_in: int, form: str) -> tuple[Floats, np.ndarray]:
-    """Records -> scales float32 (rows, groups), lines uint8 (panels, lines, 16, 4)"""
+def split_records(data: Bytes, n_rows: int, n_in: int, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """Records -> scales as they are stored (rows, groups), lines uint8 (panels, lines, 16, 4)"""
     layout = LAYOUTS[form]
     n_panels, n_records = n_rows // PANEL, n_in // layout.record_inputs
     records = data.reshape(n_panels, n_records, layout.record_bytes // LINE_BYTES, LINE_BYTES)
-    scale = np.ascontiguousarray(records[:, :, 0]).view(np.float16).reshape(n_panels, n_records, 2, PANEL)
-    scales = scale.astype(np.float32).transpose(0, 3, 1, 2).reshape(n_rows, 2 * n_records)
+    stored = np.ascontiguousarray(records[:, :, 0]).view(_SCALES[form])
+    scales = stored.reshape(n_panels, n_records, -1, PANEL).transpose(0, 3, 1, 2).reshape(n_rows, -1)
     return scales, records[:, :, 1:].reshape(n_panels, -1, PANEL, 4)
 
 
@@ -346,14 +421,19 @@ def _unpack_fp16(data: Bytes, n_rows: int, n_in: int) -> Floats:
 def _unpack_int8(data: Bytes, n_rows: int, n_in: int) -> Floats:
     scales, lines = split_records(data, n_rows, n_in, "int8")
     q = rows_of_lines(lines, n_rows, n_in).astype(np.float32) - 128
-    return (q.reshape(n_rows, -1, 64) * scales[..., None]).reshape(n_rows, n_in)
+    return (q.reshape(n_rows, -1, 64) * scales.astype(np.float32)[..., None]).reshape(n_rows, n_in)
 
 
 def _unpack_int4(data: Bytes, n_rows: int, n_in: int) -> Floats:
     scales, lines = split_records(data, n_rows, n_in, "int4")
-    both = rows_of_lines(lines, n_rows, n_in // 2).reshape(n_rows, n_in // 8, 4)
-    halves = np.stack((both & 15, both >> 4), axis=2).reshape(n_rows, n_in)
-    return ((halves.astype(np.float32) - 8).reshape(n_rows, -1, 32) * scales[..., None]).reshape(n_rows, n_in)
+    numbers = _codes("int4", lines, n_rows, n_in).astype(np.float32) - 8
+    return (numbers.reshape(n_rows, -1, 32) * scales.astype(np.float32)[..., None]).reshape(n_rows, n_in)
+
+
+def _unpack_mxfp4(data: Bytes, n_rows: int, n_in: int) -> Floats:
+    scales, lines = split_records(data, n_rows, n_in, "mxfp4")
+    numbers = e2m1(_codes("mxfp4", lines, n_rows, n_in))
+    return (numbers.reshape(n_rows, -1, 32) * power_scale(scales)[..., None]).reshape(n_rows, n_in)
 
 
 _PACKERS = {
@@ -362,6 +442,7 @@ _PACKERS = {
     "fp16": _pack_fp16,
     "int8": _pack_int8,
     "int4": _pack_int4,
+    "mxfp4": _pack_mxfp4,
 }
 _UNPACKERS = {
     "float32": _unpack_float32,
@@ -369,6 +450,7 @@ _UNPACKERS = {
     "fp16": _unpack_fp16,
     "int8": _unpack_int8,
     "int4": _unpack_int4,
+    "mxfp4": _unpack_mxfp4,
 }
 
 
@@ -376,9 +458,9 @@ class Codes(NamedTuple):
     """weight[o, i] = number[o, i] * scales[o, i // group], where `group` is that of the format's layout.
 
     Attributes:
-        numbers: of int8, int8 (n_out, width). Of int4, uint8 (n_out, width / 2): byte 16 g + j of a row holds inputs 32 g + j
-            in its low half and 32 g + 16 + j in its high one, each 8 too large.
-        scales: float16 (n_out, width / group).
+        numbers: of int8, int8 (n_out, width). Of int4 and mxfp4, uint8 (n_out, width / 2): byte 16 g + j of a row holds
+            inputs 32 g + j in its low half and 32 g + 16 + j in its high one, as they are stored.
+        scales: (n_out, width / group) as they are stored: float16, or uint8 of mxfp4.
         width: inputs, padded with zeros to whole records.
     """
 
@@ -388,7 +470,7 @@ class Codes(NamedTuple):
 
 
 def codes_of(matrix: Matrix) -> Codes:
-    """Numbers and scales of a packed weight in int8 or int4."""
+    """Numbers and scales of a packed weight in int8, int4 or mxfp4."""
     layout = LAYOUTS[matrix.format]
     n_rows, width = padded(matrix.n_out, PANEL), padded(matrix.n_in, layout.record_inputs)
     scales, lines = split_records(matrix.data, n_rows, width, matrix.format)
@@ -399,12 +481,13 @@ def codes_of(matrix: Matrix) -> Codes:
         halves = np.stack((both & 15, both >> 4), axis=3).reshape(n_rows, -1, 2, 16)
         numbers = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(n_rows, width // 2)
     kept = slice(0, matrix.n_out)
-    return Codes(np.ascontiguousarray(numbers[kept]), scales[kept].astype(np.float16), width)
+    return Codes(np.ascontiguousarray(numbers[kept]), np.ascontiguousarray(scales[kept]), width)
 
 
 Range = tuple[int, int]
 
-_ZERO = {"int8": 128, "int4": 8}  # the code of a weight that is zero
+_ZERO = {"int8": 128, "int4": 8, "mxfp4": 0}  # the code of a weight that is zero
+_SCALES = {"int8": np.float16, "int4": np.float16, "mxfp4": np.uint8}
 # For formats without scales: the type of a number's bits, and how many numbers of one output are adjacent.
 _NUMBERS = {"float32": (np.uint32, 1), "bf16": (np.uint16, 2), "fp16": (np.uint16, 1)}
 
@@ -488,10 +571,10 @@ def _scaled(
     shape = padded(len(codes), PANEL), padded(last - start, layout.record_inputs)
     new_codes = np.full(shape, _ZERO[form], dtype=np.uint8)
     new_codes[: len(codes), n_zero : last - start] = codes[:, start + n_zero : last]
-    new_scales = np.zeros((shape[0], shape[1] // layout.group), dtype=np.float16)
+    new_scales = np.zeros((shape[0], shape[1] // layout.group), dtype=scales.dtype)
     new_scales[: len(codes), :n_groups] = scales[:, start // layout.group : start // layout.group + n_groups]
-    if form == "int4":
-        return int4_bytes(new_scales, new_codes)
+    if form != "int8":
+        return bytes_of_halves(form, new_scales, new_codes)
     return records_of(new_scales, lines_of(new_codes, 4), 32)
 
 

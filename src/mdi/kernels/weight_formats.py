@@ -15,6 +15,9 @@ from mdi.errors import UsageError
 PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
 EMBEDDING = "transformer.wte.weight"
+POSITIONS = "transformer.wpe.weight"
+EMBEDDING_NORM = "transformer.wte_norm"
+PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
 PACKING_SHARE = 0.75  # measured (docs/distributing.md): what packing a part takes, of the bytes of the plain one
 
 
@@ -47,10 +50,12 @@ LAYOUTS = {
     "fp16": Layout(2, 2, 64, 0),
     "int8": Layout(3, 128, 33 * 64, 64),
     "int4": Layout(4, 64, 9 * 64, 32),
+    "mxfp4": Layout(5, 128, 17 * 64, 32),
 }
 PACKED = tuple(LAYOUTS)
 SMALLER = ("fp16", "int8", "int4")  # that a model can be brought into to take less, the most precise first
-ROUNDED = ("int8", "int4")  # that lose something, the larger first
+HALVES = ("int4", "mxfp4")  # two weights in a byte
+ROUNDED = ("int8", "int4", "mxfp4")  # that lose something, the larger first
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "float16": "fp16"}  # loses nothing
@@ -78,9 +83,9 @@ class WeightFormat:
         """The bytes of a tensor. An embedding is never in 4 bits, because one row of it is read per token."""
         bits = 8.0 * self.value_bytes
         if name == EMBEDDING:
-            bits = FORMATS["int8"].bits if self.name == "int4" else self.bits
+            bits = FORMATS["int8"].bits if self.name in HALVES else self.bits
         elif is_packable(name, shape):
-            bits = self.bits
+            bits = FORMATS[format_within(self.name, name)].bits
         return math.prod(shape) * bits / 8
 
     def load_bytes(self, n_values: int) -> int:
@@ -113,6 +118,14 @@ def check_packed(name: str | None) -> None:
     """Raises UsageError if a name is not one of `PACKED`; None means no format."""
     if name is not None and name not in PACKED:
         raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(PACKED)}")
+
+
+def format_within(form: str, name: str) -> str:
+    """The format of one linear layer in a part that is in a format.
+
+    Models come with MLPs or experts in mxfp4, which has steps too coarse for attention and the head: those are in int8 there.
+    """
+    return "int8" if form == "mxfp4" and ".mlp." not in name else form
 
 
 def is_packable(name: str, shape: Sequence[int]) -> bool:

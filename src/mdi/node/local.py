@@ -24,7 +24,7 @@ import psutil
 
 from mdi.errors import NodeLostError, UsageError
 from mdi.files import module_environment
-from mdi.host.neighbours import fair_threads
+from mdi.host.threads import fair_threads
 from mdi.spec.cluster import ClusterConfig, load_cluster
 
 PREFIX, LOCK = "mdi-ring-", "in-use"  # of a temporary folder, and the file in it that is locked

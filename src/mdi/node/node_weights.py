@@ -31,9 +31,9 @@ from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError, UsageError
 from mdi.files import replacing
 from mdi.host.computing import Computing, choose_computing
-from mdi.host.device import check_format, choose_device, choose_dtype, why_torch
-from mdi.host.torch_use import load_torch
+from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.weight_formats import ROUNDED
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import Requested
 from mdi.stages.building import StageSpec
@@ -340,7 +340,7 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
     packing, share = spec.group.packing, spec.group.share(spec.config)
     if source.packing is not None:
         return ShardSource(source, share, packing) if source.packing == packing else None
-    is_quick = packing.blocks not in ("int8", "int4")
+    is_quick = packing.blocks not in ROUNDED
     return ShardSource(source, share, replace(packing, clips=spec.computing.clips)) if is_quick else None
 
 

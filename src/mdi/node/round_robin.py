@@ -19,6 +19,8 @@ from mdi.host.threads import compute_with
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
 
+SIGN_S = 1.0
+
 
 class AbandonedError(MdiError):
     """The ring ended before it began, or this node does not take part any more."""
@@ -59,10 +61,22 @@ class MainThreadTask:
         self._cancel.cancel(self._error)
         self._done.set()
 
-    def result(self, timeout_s: float) -> dict[str, Any]:
-        """The answer; raises what went wrong, or ControlError (504) after `timeout_s`."""
-        if not self._done.wait(timeout_s):
-            self.drop(ControlError(f"not done within {timeout_s:.0f} s", 504))
+    def result(self, timeout_s: float, note: Callable[[], None]) -> dict[str, Any]:
+        """The answer; raises what went wrong, or ControlError (504) after `timeout_s`.
+
+        Args:
+            note: called every second meanwhile; with its error the work ends.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._done.wait(min(SIGN_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                self.drop(ControlError(f"not done within {timeout_s:.0f} s", 504))
+                break
+            try:
+                note()
+            except OSError:
+                self.drop(ControlError("nobody waits for it any more"))
+                raise
         if self._error is not None:
             raise self._error
         return self._answer

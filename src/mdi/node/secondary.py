@@ -29,16 +29,15 @@ from mdi.kernels import library
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
-from mdi.net.link import STUCK, STUCK_S
+from mdi.net.link import STUCK
 from mdi.net.listener import RingListener, open_socket
-from mdi.node.forming import HAND_OVER_S
 from mdi.node.node_weights import NodeWeights
 from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
-from mdi.node.worker import RingWorker
+from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
@@ -49,7 +48,6 @@ from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, share
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
-KERNELS_S = 2.0  # kernels that are compiled already are loaded by then
 
 logger = logging.getLogger("mdi")
 
@@ -65,7 +63,7 @@ class SecondaryNode:
         kv_memory: limit for caches in bytes, in the same order; else the free memory.
         family: of the models that it can run; None is litgpt's.
         keys: of the cluster; without them, anybody who reaches the ports can use the node.
-        stuck_s: see RoundRobin.
+        waits: how long it waits.
     """
 
     def __init__(
@@ -79,9 +77,9 @@ class SecondaryNode:
         cache_bytes: int | None = None,
         weight_memory: WeightMemory | None = None,
         keys: KeyFile | None = None,
-        stuck_s: float = STUCK_S,
+        waits: Waits | None = None,
     ) -> None:
-        self.config, self._keys = config, keys
+        self.config, self._keys, self.waits = config, keys, waits or Waits()
         self.store = BlockStore(cache_dir, cache_bytes)
         own = asked.over(Requested.of(config))
         self._weights = NodeWeights(
@@ -93,7 +91,7 @@ class SecondaryNode:
         self.stages = StageStore(
             lambda device: self.profiler.available_bytes(device), config.kv_memory if kv_memory is None else kv_memory
         )
-        self.turns, self.runs = RoundRobin(stuck_s), Runs(config.name)
+        self.turns, self.runs = RoundRobin(self.waits.stuck_s), Runs(config.name)
         self._admission = threading.Lock()
         self._measurement = SelfMeasurement(
             config.name, self.profiler, self._weights, self.stages, self.store, self.turns, self.runs, self._admission,
@@ -114,7 +112,7 @@ class SecondaryNode:
         name = self.config.name
         self._weights.check_folder()
         self._kernels.start()
-        self._kernels.join(KERNELS_S)
+        self._kernels.join(self.waits.kernels_s)
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
         self.listener = RingListener(sock, name, self._keys)
         self._messages = MessageServer(self, self.listener)
@@ -173,20 +171,24 @@ class SecondaryNode:
         return not self.is_leaving and any(one.is_running and one.request.hand_over for one in self.runs.active)
 
     def leave(self) -> None:
-        """Move the blocks to other nodes, and let `run` return then, or after HAND_OVER_S."""
+        """Move the blocks to other nodes, and let `run` return then, or after some time."""
         with self._admission:
             if not self.may_hand_over:
                 return
             self.is_leaving = True
         logger.info(
-            "%s is leaving; it waits at most %.0f s until other nodes have its blocks", self.config.name, HAND_OVER_S
+            "%s is leaving; it waits at most %.0f s until other nodes have its blocks",
+            self.config.name,
+            self.waits.hand_over_s,
         )
         for worker in self.runs.active:
             if worker.is_running and worker.request.hand_over:
                 worker.announce_leave()
             else:
                 worker.abort(Fault(self.config.name, "it was asked to end", self.config.name, "left"))
-        self._deadline = threading.Timer(HAND_OVER_S, self._abort_all, ("its blocks were not taken over in time",))
+        self._deadline = threading.Timer(
+            self.waits.hand_over_s, self._abort_all, ("its blocks were not taken over in time",)
+        )
         self._deadline.daemon = True
         self._deadline.start()
         self._leave_if_idle()
@@ -293,7 +295,7 @@ class SecondaryNode:
         assert self.listener is not None
         worker = RingWorker(
             self.config.name, self.process, request, held, self._weights, self.stages, self.turns, self.listener,
-            self._leave_if_idle,
+            self.waits.lease_s, self._leave_if_idle,
         )  # fmt: skip
         self.runs.add(worker)
         self.workers = [*(one for one in self.workers if one.is_alive), worker]
@@ -359,8 +361,8 @@ class SecondaryNode:
     def _unknown_run(self) -> ControlError:
         return ControlError(f"{self.config.name} does not take part in this run", 409, code="run")
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
-        return self._measurement.profile(request)
+    def profile(self, request: ProfileRequest, note: Callable[[Any], None] = lambda what: None) -> dict[str, Any]:
+        return self._measurement.profile(request, note)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         return self._measurement.probe(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from mdi.cancel import Cancel
@@ -56,7 +57,7 @@ class SelfMeasurement:
         if self._task is not None:
             raise ControlError(f"{self._name} is busy measuring itself", 409, code="busy")
 
-    def profile(self, request: ProfileRequest) -> dict[str, Any]:
+    def profile(self, request: ProfileRequest, note: Callable[[Any], None]) -> dict[str, Any]:
         """Runs have to wait for its few seconds. What was measured before, a node in a run can tell as well."""
         is_kept = self._is_kept(request)
 
@@ -81,7 +82,7 @@ class SelfMeasurement:
         if is_kept:
             return self._profile(request, Cancel())
         self._turns.post(task)
-        return task.result(PROFILE_S)
+        return task.result(PROFILE_S, lambda: note(self._profiler.progress))
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         self.check_echo()

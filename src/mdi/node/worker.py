@@ -6,23 +6,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
-from mdi.control.messages import InitRequest
+from mdi.control.messages import HAND_OVER_S, InitRequest
 from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
+from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend, SecondaryLoop
 from mdi.errors import MdiError, NodeLostError, RingError
 from mdi.host.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
 from mdi.net.handshake import join_ring
 from mdi.net.hello import Fault
+from mdi.net.link import STUCK_S
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat, TcpRing
-from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
 from mdi.stages.group_part import GroupPart, share_metrics
@@ -30,9 +32,24 @@ from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.store import KEPT_S, CacheReport, HeldStage, StageStore
 from mdi.units import size
 
-LEASE_S = 10.0  # before the ring is closed, a starter that is silent for so long is gone
-
 logger = logging.getLogger("mdi")
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How long a node waits, in seconds.
+
+    Attributes:
+        lease_s: before the ring is closed, for a sign of life from its starter.
+        kernels_s: for its kernels when it begins; if they have to be compiled, it says so then.
+        hand_over_s: for other nodes to take its blocks when it leaves.
+        stuck_s: see RoundRobin.
+    """
+
+    lease_s: float = 10.0
+    kernels_s: float = 2.0
+    hand_over_s: float = HAND_OVER_S
+    stuck_s: float = STUCK_S
 
 
 class RingLease(Cancel):
@@ -42,8 +59,9 @@ class RingLease(Cancel):
         failure: what went wrong while weights came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float) -> None:
         super().__init__()
+        self._lease_s = lease_s
         self.failure: MdiError | None = None
         self._last_sign = time.monotonic()
 
@@ -53,7 +71,7 @@ class RingLease(Cancel):
 
     @property
     def is_silent(self) -> bool:
-        return time.monotonic() - self._last_sign > LEASE_S
+        return time.monotonic() - self._last_sign > self._lease_s
 
     @property
     def error(self) -> BaseException | None:
@@ -61,7 +79,11 @@ class RingLease(Cancel):
             return self.failure
         if (error := super().error) is not None:
             return error
-        return AbandonedError(f"the starter has been silent for {LEASE_S:.0f} s: given up") if self.is_silent else None
+        return (
+            AbandonedError(f"the starter has been silent for {self._lease_s:.0f} s: given up")
+            if self.is_silent
+            else None
+        )
 
 
 class RingWorker:
@@ -74,6 +96,7 @@ class RingWorker:
         store: of stages.
         turns: computes the ring's frames.
         listener: the ring port.
+        lease_s: see Waits.
         on_end: called from the thread when the ring has ended.
 
     Attributes:
@@ -95,14 +118,13 @@ class RingWorker:
 
     def __init__(
         self, name: str, process: str, request: InitRequest, held: HeldStage, weights: NodeWeights, store: StageStore,
-        turns: RoundRobin, listener: RingListener,
-        on_end: Callable[[], None] = lambda: None,
+        turns: RoundRobin, listener: RingListener, lease_s: float, on_end: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._name, self._process = name, process
         self.request, self.held = request, held
         self._weights, self._store, self._turns, self._listener = weights, store, turns, listener
         self._on_end = on_end
-        self.cancel = RingLease()
+        self.cancel = RingLease(lease_s)
         self.changed = threading.Condition()
         self.n_changes = 0
         self.has_ended = threading.Event()

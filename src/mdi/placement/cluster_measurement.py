@@ -20,12 +20,11 @@ from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import BUSY_S, Route, reach_node, try_node
 from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 ALL_PAIRS_LIMIT = 4  # up to so many nodes every link is tried, so that other orders can be judged as well
-SIGN_S = 1.0  # between two questions whether a node that measures is still there
 BROKEN_S = 1e4  # round trip of a way that does not exist: no placement will want it
 
 logger = logging.getLogger("mdi")
@@ -41,6 +40,7 @@ class ClusterMeasurement:
         wait_s: how long to wait for a node that does not answer yet.
         cancel: its end ends the waiting.
         own_format: that the starter measures in.
+        ask: asks a secondary, as ControlClient.profile does; busy_s: so long again, while it is busy.
     """
 
     def __init__(
@@ -51,8 +51,11 @@ class ClusterMeasurement:
         wait_s: float,
         cancel: Cancel,
         own_format: str = "",
+        ask: Callable[..., dict[str, Any]] | None = None,
+        busy_s: float = BUSY_S,
     ) -> None:
         self._own_format = own_format
+        self._ask_client, self._busy_s = ask or ControlClient.profile, busy_s
         self._cluster = cluster
         self._request = request
         self._own = own
@@ -62,7 +65,7 @@ class ClusterMeasurement:
         self._found: dict[str, NodeProfile] = {}
         self._formats: dict[str, str] = {}
         self._reached: set[str] = set()
-        self._watched: FanOut[None] | None = None
+        self._measuring: dict[str, Any] = {}  # what a node measures at the moment
         self._ended = self._cancel.child()
 
     def run(self) -> tuple[tuple[NodeProfile, ...], tuple[LinkProfile, ...]]:
@@ -83,7 +86,6 @@ class ClusterMeasurement:
     def _profiles(self) -> tuple[NodeProfile, ...]:
         each = {node.name: [node] for node in self._cluster.secondaries}
         self._wait(self._all(each, self._reach))
-        self._watched = self._all(each, self._watch)
         hosts: dict[str, list[NodeConfig]] = {}
         for node in self._cluster.secondaries:
             hosts.setdefault(host_of(node.addr), []).append(node)
@@ -123,8 +125,6 @@ class ClusterMeasurement:
         while asked.is_working:
             self._cancel.check()
             asked.raise_error()
-            if self._watched is not None:
-                self._watched.raise_error()
             if report.is_due():
                 self._report()
             asked.join(0.1)
@@ -134,30 +134,19 @@ class ClusterMeasurement:
         reach_node(self._clients[node.name], self._wait_s, self._ended)
         self._reached.add(node.name)
 
-    def _watch(self, node: NodeConfig) -> None:
-        """The request for a profile takes minutes; meanwhile the node still answers status requests."""
-        while True:
-            self._ended.wait(SIGN_S)
-            try:
-                self._clients[node.name].status()
-            except ControlError as e:
-                raise self._lost(node, e) from None
-
-    @staticmethod
-    def _lost(node: NodeConfig, error: ControlError) -> NodeLostError:
-        return NodeLostError(node.name, f"{node.name} was lost while it measured itself: {error}")
-
     def _ask(self, node: NodeConfig) -> None:
-        deadline = time.monotonic() + BUSY_S
+        deadline = time.monotonic() + self._busy_s
         request = replace(self._request, device=node.device, threads=node.threads)
         while True:
             self._ended.check()
             try:
-                answer = self._clients[node.name].profile(request)
+                answer = self._ask_client(
+                    self._clients[node.name], request, partial(self._measuring.__setitem__, node.name), self._ended
+                )
                 break
             except ControlError as e:
                 if e.status is None:
-                    raise self._lost(node, e) from None
+                    raise NodeLostError(node.name, f"{node.name} was lost while it measured itself: {e}") from None
                 if e.code != "busy" or time.monotonic() > deadline:
                     raise
                 self._ended.wait(0.2)
@@ -179,14 +168,8 @@ class ClusterMeasurement:
                 )
 
     def _report(self) -> None:
-        for name, client in self._clients.items():
-            if name in self._found:
-                continue
-            try:
-                what = client.status(timeout_s=1.0).get("measuring")
-            except ControlError:
-                continue
-            if isinstance(what, dict):
+        for name, what in list(self._measuring.items()):
+            if name not in self._found and isinstance(what, dict):
                 logger.info("%s measures %s (%s of %s)", name, what.get("what"), what.get("done"), what.get("total"))
 
     def _links(self) -> tuple[LinkProfile, ...]:

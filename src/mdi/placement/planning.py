@@ -19,8 +19,7 @@ from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device
 from mdi.kernels.weight_formats import SMALLER
 from mdi.placement.cluster_measurement import ClusterMeasurement
-from mdi.placement.model import ModelShape, Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import PlanReport, left_out_lines, plan
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.placement.profiler import Profiler

@@ -116,7 +116,7 @@ class ClusterProfile:
     Attributes:
         links: any pairs; `mdi.placement.profile` guesses the others.
         model, config_hash, format: what `block_s` and `head_s` were measured with ("float32", "bfloat16", "float16", "fp16",
-            "int8", "int4").
+            "int8", "int4", "mxfp4").
     """
 
     nodes: Annotated[tuple[NodeProfile, ...], Meta(min_length=1, max_length=N_NODES_LIMIT)]

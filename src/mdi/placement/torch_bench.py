@@ -11,8 +11,8 @@ from litgpt.config import Config
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
+from mdi.placement.kernel_bench import random_weights
 from mdi.placement.profiling import Bench
-from mdi.placement.random_weights import random_weights
 from mdi.stages.torch_packed import Weights, install, layers_for
 from mdi.stages.torch_stage import Stage, StarterStage
 

@@ -12,18 +12,16 @@ from typing import Any
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.weights import own_packing
+from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
 from mdi.control.messages import N_TEXTS
 from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
-from mdi.host.device import check_format, choose_device, choose_dtype
+from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
-from mdi.host.torch_use import load_torch
-from mdi.kernels.weight_formats import AUTO, LAYOUTS, ROUNDED, held_bytes
+from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
 from mdi.placement.cost import CostModel
-from mdi.placement.model import Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
 from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
@@ -114,6 +112,7 @@ class Choice:
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
+        warn_of_rounding(weights.model, weights.native, options.quantize)
         self._set_format(options.quantize)
 
     def close(self) -> None:
@@ -473,11 +472,14 @@ def with_format(options: StarterOptions, form: str | None) -> StarterOptions:
 
 
 def formats_to_try(weights: StarterWeights) -> list[str | None]:
-    """For "auto": what loses nothing first, then ever smaller ones. Weights that are stored in a format keep it."""
+    """For "auto": what loses nothing first, then ever smaller ones. Weights that are stored in a packed format keep it."""
     if weights.quantize is not None:
         return [weights.quantize]
+    if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
+        return [weights.native]
     own = LAYOUTS[own_packing(weights.dtype).blocks].bits
-    return [None, *(form for form in ROUNDED if LAYOUTS[form].bits < own)]
+    rounded = SMALLER[1:] if weights.native is None else (weights.native,)
+    return [None, *(form for form in rounded if LAYOUTS[form].bits < own)]
 
 
 def first_that_fits(formats: list[str | None], place: Callable[[str | None], None]) -> None:

@@ -26,6 +26,7 @@ from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
 from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
+from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
 from mdi.host.computing import Computing
@@ -34,7 +35,6 @@ from mdi.kernels import library
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
-from mdi.node.forming import receive_buffers, ring_limits
 from mdi.node.part_sending import Holders
 from mdi.node.runs import ahead_extension
 from mdi.node.setup import SecondarySetup, with_true_port

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from mdi.cancel import Cancel, CancelledError
+from mdi.cancel import Cancel
 from mdi.control.client import ControlClient, FanOut
+from mdi.control.messages import HAND_OVER_S
 from mdi.engine.recorder import Recorder
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
-from mdi.node.forming import HAND_OVER_S
 from mdi.placement.profile import NodeProfile
 from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
@@ -175,7 +175,7 @@ class Lookout:
         while True:
             try:
                 self._cancel.wait(NOTICE_S)
-            except CancelledError as e:
+            except MdiError as e:  # whatever the run was ended with, as by a server that ends
                 e.with_traceback(None)  # the run keeps the error, and it this frame
                 return
             ring = self._present()

@@ -124,8 +124,7 @@ class NodeSource:
         """The nodes; this process computes with its share of its machine from now on. Raises MdiError."""
         cluster = self._find()
         starter = cluster.starter
-        from mdi.host.neighbours import threads_of_others
-        from mdi.host.threads import choose_threads
+        from mdi.host.threads import choose_threads, threads_of_others
 
         cores = starter.cores if self._cores is None else self._cores
         choose_threads(self._threads or starter.threads, cores, threads_of_others(starter, cluster.nodes))

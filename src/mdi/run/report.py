@@ -80,8 +80,8 @@ class Records:
         self._open.clear()
 
     def so_far(self, first_s: float | None) -> list[Recovery]:
-        """All of them, where the first token after the open ones came at `first_s`."""
-        seconds = None if first_s is None else first_s - self._last_s
+        """All of them, where the first token of the present ring came at `first_s`; one from before the loss is none."""
+        seconds = None if first_s is None or first_s <= self._last_s else first_s - self._last_s
         return [*self._closed, *(replace(one, seconds=seconds) for one in self._open)]
 
 

@@ -28,10 +28,9 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.speculation import MOST_ROWS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
-from mdi.host.neighbours import host_of
+from mdi.host.threads import host_of
 from mdi.metrics import NodeMetrics, RunMetrics
-from mdi.placement.model import Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
 from mdi.run.choice import Choice, model_of

@@ -26,8 +26,7 @@ from mdi.engine.sequence import Constraint
 from mdi.errors import EngineError, MdiError, PlacementError, UsageError, WireError
 from mdi.host.diagnosis import NodeFinding, Report
 from mdi.host.doctor import reach_nodes, starter_finding
-from mdi.placement.model import ModelShape, Workload
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.serve.host import ModelHost

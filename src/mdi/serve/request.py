@@ -49,14 +49,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class RequestFields(msgspec.Struct, kw_only=True):
-    """Fields that completions and chats have in common, with OpenAI's defaults; null is a field that is not there."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that `mdi.engine.sequence.SamplingParams` has by the same names, with OpenAI's defaults."""
 
-    model: str = ""
-    n: Choices = 1
-    best_of: Choices | None = None
-    max_tokens: Limit | None = None
-    max_completion_tokens: Limit | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
@@ -65,6 +60,16 @@ class RequestFields(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] = {}
+
+
+class RequestFields(SamplingFields, kw_only=True):
+    """Fields that completions and chats have in common, with OpenAI's defaults; null is a field that is not there."""
+
+    model: str = ""
+    n: Choices = 1
+    best_of: Choices | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     seed: int | None = None
     stop: Any = None
     stream: bool = False
@@ -182,13 +187,8 @@ def _sampling(fields: RequestFields, n_logprobs: int | None) -> Sampling:
     if seed is not None and not -(1 << 63) <= seed < 1 << 64:
         raise invalid("seed", "expected a whole number of 64 bits")
     values = {
-        "temperature": fields.temperature,
-        "top_p": fields.top_p,
+        **{name: getattr(fields, name) for name in SamplingFields.__struct_fields__},
         "top_k": fields.top_k if fields.top_k > 0 else None,
-        "min_p": fields.min_p,
-        "presence_penalty": fields.presence_penalty,
-        "frequency_penalty": fields.frequency_penalty,
-        "repetition_penalty": fields.repetition_penalty,
         "logit_bias": _logit_bias(fields.logit_bias),
         "n_logprobs": n_logprobs,
     }

@@ -2,13 +2,15 @@
 
 Its names and its plain form are those of the Config of litgpt, as in model_config.yaml, chunks and requests to nodes. So a
 litgpt Config becomes one by its fields, a Hugging Face config.json by checkpoint/hfconfig.py, and the head of a GGUF file
-by checkpoint/ggufconfig.py.
+by checkpoint/ggufconfig.py. What litgpt's Config cannot say has fields of our own (`OWN_FIELDS`), which the plain form has only
+where they are set.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +32,16 @@ class ModelConfig:
         attention_scores_scalar: whose root divides the scores; None is the head's size.
         sliding_window_size, sliding_window_indices: positions that a token sees in the blocks with a 1.
         rotary_percentage: the share of a head that is rotated.
-        rope_condense_ratio, rope_adjustments: scaling of positions.
+        rope_condense_ratio, rope_adjustments: scaling of positions; the latter as litgpt has it, or with a "rope_type" in the
+            terms of transformers: "yarn", "longrope" (both with their factor) or "dynamic" (with max_position_embeddings).
         rope_local_base_freq, rope_indices: the base of the blocks with a 1; the others have `rope_base`.
         intermediate_size, moe_intermediate_size: width of an MLP, and of an expert where it differs.
         first_k_dense_replace: so many blocks at the beginning have no experts.
         latent_attention: ranks and sizes of DeepSeek's attention.
+        alibi: scores get less with the distance, and nothing is rotated: "bloom", or "falcon", which rounds to bfloat16.
+        learned_positions: an embedding of positions (block_size, n_embd) is added to that of tokens, and nothing is rotated.
+        embedding_norm: a norm follows the embedding.
+        norm_after_residual: norms follow the sums of attention and MLP with what they read, and no norm is before the head.
 
     Raises:
         ValueError: fields that do not fit each other.
@@ -91,6 +98,10 @@ class ModelConfig:
     latent_attention: dict[str, Any] | None = None
     rope_local_base_freq: float | None = None
     rope_indices: list[int] | None = None
+    alibi: str | None = None
+    learned_positions: bool = False
+    embedding_norm: bool = False
+    norm_after_residual: bool = False
 
     def __post_init__(self) -> None:
         def fill(key: str, value: Any) -> None:
@@ -119,6 +130,7 @@ class ModelConfig:
             object.__setattr__(self, "rope_indices", self._per_block("rope_indices"))
         self._check_latent()
         self._check_experts()
+        self._check_positions()
 
     @property
     def rope_n_elem(self) -> int:
@@ -128,8 +140,8 @@ class ModelConfig:
         return int(self.rotary_percentage * self.head_size)
 
     def plain(self) -> dict[str, Any]:
-        """All fields, as JSON and YAML have them."""
-        return dataclasses.asdict(self)
+        """All fields, as JSON and YAML have them; of `OWN_FIELDS` those that are set."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key not in OWN_FIELDS or value}
 
     def _per_block(self, key: str) -> list[int]:
         given: Sequence[int] | None = getattr(self, key)
@@ -148,6 +160,19 @@ class ModelConfig:
         if self.n_head != self.n_query_groups:
             raise ValueError("latent_attention has as many query groups as heads")
 
+    def _check_positions(self) -> None:
+        is_rotary = not (self.alibi or self.learned_positions)
+        if self.alibi not in (None, "bloom", "falcon"):
+            raise ValueError(f"ALiBi of the kind {self.alibi!r}")
+        if not is_rotary and (self.rope_n_elem or (self.alibi and self.learned_positions)):
+            raise ValueError("more than one kind of positions")
+        if self.norm_after_residual and (
+            self.parallel_residual or not (self.post_attention_norm and self.post_mlp_norm)
+        ):
+            raise ValueError("norm_after_residual is for norms behind attention and MLP, one after the other")
+        if "rope_type" in (self.rope_adjustments or {}):
+            check_rope(self.rope_adjustments or {}, self.rope_n_elem)
+
     def _check_experts(self) -> None:
         if self.first_k_dense_replace is not None and self.mlp_class_name != "LLaMAMoE":
             raise ValueError("first_k_dense_replace is for models with experts")
@@ -161,3 +186,65 @@ class ModelConfig:
             raise ValueError("n_topk_scores_per_group is more than a group has")
         if self.n_topk_scores_per_group is None:
             raise ValueError("n_topk_scores_per_group is missing")
+
+
+OWN_FIELDS = ("alibi", "learned_positions", "embedding_norm", "norm_after_residual")
+_LARGEST = 1e9  # of a number in `rope_adjustments`
+_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", "max_position_embeddings"),
+}
+
+
+def check_rope(adjustments: Mapping[str, Any], n_elem: int) -> None:
+    """Raises ValueError for scaling of positions of which no table of `n_elem` numbers can be made."""
+    kind, factors = adjustments["rope_type"], ("short_factor", "long_factor")
+    if kind not in _ROPE_NUMBERS:
+        raise ValueError(f"rope scaling of the type {str(kind)[:40]!r}")
+    if n_elem < 4 or n_elem % 2:
+        raise ValueError(f"rope scaling of the type {kind!r} of {n_elem} numbers")
+    for key in _ROPE_NUMBERS[kind]:
+        if key not in adjustments:
+            raise ValueError(f"rope scaling of the type {kind!r} without {key}")
+    numbers = {key: value for key, value in adjustments.items() if key not in ("rope_type", "truncate", *factors)}
+    if kind == "longrope":
+        for key in factors:
+            found = adjustments.get(key)
+            if not isinstance(found, list) or len(found) != n_elem // 2:
+                raise ValueError(f"{key}: expected {n_elem // 2} numbers")
+            numbers |= {f"{key}[{i}]": number for i, number in enumerate(found)}
+    for key, value in numbers.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not 0 < value <= _LARGEST:
+            raise ValueError(f"rope scaling: {str(key)[:40]} is {str(value)[:40]}")
+    if kind == "longrope" and adjustments["original_max_position_embeddings"] < 2:
+        raise ValueError("longrope of texts of one token")
+
+
+def why_not_litgpt(config: Mapping[str, Any]) -> str | None:
+    """Name what litgpt's model lacks of this one, which the kernels have; None if it is a model of litgpt's."""
+    if found := next((key for key in OWN_FIELDS if config.get(key)), None):
+        return {
+            "alibi": "ALiBi",
+            "learned_positions": "learned positions",
+            "embedding_norm": "a norm of the embedding",
+        }.get(found, "norms behind residuals")
+    return "MLPs with ReLU" if config.get("mlp_class_name") == "ReluMLP" else None
+
+
+def litgpt_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields from which litgpt's own model is made, as training has it.
+
+    Raises:
+        ValueError: it would compute something else.
+    """
+    lacking, fields, adjustments = why_not_litgpt(config), dict(config), config.get("rope_adjustments") or {}
+    kind = adjustments.get("rope_type")
+    if kind == "dynamic":  # nothing, up to the length that the model was trained with
+        fields.update(rope_adjustments=None, block_size=adjustments["max_position_embeddings"])
+    elif kind is not None:
+        lacking = f"positions scaled by {kind}"
+    if lacking is not None:
+        raise ValueError(f"litgpt's model has no {lacking}; only nodes that generate compute that")
+    return fields

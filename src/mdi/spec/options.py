@@ -95,8 +95,8 @@ class Requested:
         "CPU threads to compute with (default: the nodes file, else this node's share of the cores)"
     )] = None
     quantize: Annotated[Text | None, Option(
-        "format of the blocks' weights: float32, bf16, fp16, int8 or int4 (on NVIDIA GPUs int8 and int4 only); smaller is "
-        "faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
+        "format of the blocks' weights: float32, bf16, fp16, int8, int4 or mxfp4 (on NVIDIA GPUs the last three only); smaller "
+        "is faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
         "else the checkpoint's own numbers)", metavar="FORMAT", read=_format,
     )] = None
     quantize_head: Annotated[Text | None, Option(
@@ -303,6 +303,7 @@ class Options(StarterOptions):
         "without a nodes file: let nodes that cannot be reached, for example behind a router, connect to this port (`mdi join "
         "--dial`)", metavar="PORT",
     )] = None
+    no_invite: Annotated[bool, Option("print no code for machines that want to join")] = False
     stop_nodes: Annotated[bool, Option("end the secondaries' processes after the run")] = False
     spares: Annotated[NotNegative, Option("extra nodes, which replace lost ones (%(default)s)", metavar="N")] = 0
     devices: Annotated[str | None, Option("device of each node, starter first", metavar="DEV,DEV,...")] = None
@@ -322,6 +323,19 @@ class Options(StarterOptions):
     dial: Annotated[str | None, Option(
         "behind a router: connect to the --dial-port of a starter, which then reaches this node", metavar="ADDR:PORT"
     )] = None
+    # A process of a job
+    rank: Annotated[NotNegative | None, Option(
+        "number of this process, from 0; process 0 runs COMMAND (default: MDI_RANK, else as the engine says)", metavar="N"
+    )] = None
+    size: Annotated[Count | None, Option(
+        "number of processes of the job (default: MDI_SIZE, else as the engine says)", metavar="N"
+    )] = None
+    head: Annotated[str | None, Option(
+        "where process 0 is (default: MDI_HEAD, else MASTER_ADDR, else as the engine says)", metavar="HOST[:PORT]"
+    )] = None
+    job: Annotated[tuple[str, ...], Option(
+        "starter, run or serve, with its flags: what process 0 does", ("job",), metavar="COMMAND", nargs="..."
+    )] = ()
     quiet: Annotated[bool, Option("")] = False
     until_stdin_closes: Annotated[bool, Option("")] = False
     where: Annotated[str | None, Option(
@@ -476,7 +490,7 @@ MODEL = (
     "sequence_length",
 )  # fmt: skip
 ACCESS = ("key", "insecure")
-DISCOVERY = ("nodes", "machines", "addr", "dial_port")
+DISCOVERY = ("nodes", "machines", "addr", "dial_port", "no_invite")
 RING = (
     "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "wait_s", "wire_dtype", "n_frames",
 )  # fmt: skip

@@ -17,12 +17,13 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.engine.rows import ArrayRows
 from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, Context, Head, Weights, array_of, n_tables, rope_n_elem
+from mdi.kernels.blocks import Blocks, Context, Head, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
-from mdi.kernels.slices import Slices
-from mdi.kernels.weight_formats import EMBEDDING
+from mdi.kernels.positions import n_tables, rope_n_elem, score_bias_bytes
+from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, POSITIONS
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
 HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
@@ -137,6 +138,24 @@ class NoCaches:
         """Nothing."""
 
 
+class EmbeddingNorm:
+    """The LayerNorm between the embedding and the first block; few rows, computed in float64."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Weights) -> None:
+        self._weight, self._bias = (array_of(weights, f"{EMBEDDING_NORM}.{what}") for what in ("weight", "bias"))
+        if any(part.shape != (config["n_embd"],) for part in (self._weight, self._bias)):
+            raise KernelError(f"{EMBEDDING_NORM} is no norm of {config['n_embd']} numbers")
+        self._eps = float(config["norm_eps"])
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """float32 (N, n_embd) -> float32 (N, n_embd)"""
+        wide = x.astype(np.float64)
+        wide -= wide.mean(axis=1, keepdims=True)
+        wide /= np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + self._eps)
+        normed: np.ndarray = (wide * self._weight + self._bias).astype(np.float32)
+        return normed
+
+
 class Ends:
     """The embedding, and the final norm and head for what comes back. Alone, it is a stage without blocks.
 
@@ -156,15 +175,25 @@ class Ends:
         self._table = table
         self._scale = weights["embedding"].get(EMBEDDING_SCALE)
         self._factor = np.float32(self.n_embd**0.5) if config["scale_embeddings"] else None
+        own, self._positions, self._norm = weights["embedding"], None, None
+        if config.get("learned_positions"):
+            self._positions = floats(array_of(own, POSITIONS))
+            if self._positions.shape != (config["block_size"], self.n_embd):
+                raise KernelError(f"the learned positions of this model are {config['block_size']} x {self.n_embd}")
+        if config.get("embedding_norm"):
+            self._norm = EmbeddingNorm(config, own)
         self.head = head
         self.is_head_shared = isinstance(head, SharedHead)
         self.caches = NoCaches()
 
-    def embed(self, ids: np.ndarray) -> np.ndarray:
+    def embed(self, ids: np.ndarray, slices: Slices = NO_SLICES) -> np.ndarray:
         """(N,) token ids -> float32 (N, n_embd)
 
+        Args:
+            slices: of the rows; for learned positions.
+
         Raises:
-            EngineError: a token that the model does not have.
+            EngineError: a token or a position that the model does not have.
         """
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._table):
             raise EngineError(f"token ids from {ids.min()} to {ids.max()}, but the model has {len(self._table)}")
@@ -173,7 +202,20 @@ class Ends:
         if self._scale is not None:
             assert isinstance(self._scale, np.ndarray)
             x = x * self._scale[ids, None]
-        return x if self._factor is None else x * self._factor
+        if self._factor is not None:
+            x = x * self._factor
+        if self._positions is not None:
+            x = x + self._positions[self._checked_positions(slices, len(ids))]
+        return x if self._norm is None else self._norm(x)
+
+    def _checked_positions(self, slices: Slices, n_rows: int) -> np.ndarray:
+        assert self._positions is not None
+        positions = np.concatenate(
+            [np.arange(start, start + n) for _, start, n, *_ in slices] or [np.empty(0, np.int64)]
+        )
+        if len(positions) != n_rows or (n_rows and not 0 <= positions.min() <= positions.max() < len(self._positions)):
+            raise EngineError(f"{n_rows} rows at positions that the model does not have")
+        return positions
 
     def __call__(self, x: np.ndarray, slices: Slices) -> np.ndarray:
         """The rows, which go through no block here."""
@@ -198,7 +240,7 @@ class KernelStage:
     """
 
     rows = ArrayRows()
-    embed: Callable[[np.ndarray], np.ndarray]  # (N,) token ids -> float32 (N, n_embd)
+    embed: Callable[..., np.ndarray]  # see Ends.embed
     head: HeadFunction
 
     def __init__(
@@ -340,5 +382,5 @@ class KernelStage:
 
 def run_bytes(config: Mapping[str, Any], start: int, stop: int, cache_type: str, max_length: int) -> int:
     """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
-    tables = 2 * 4 * max_length * rope_n_elem(config) * n_tables(config)
+    tables = 2 * 4 * max_length * rope_n_elem(config) * n_tables(config) + score_bias_bytes(config, max_length)
     return tables + sum(c.n_bytes(max_length) for c in cache_classes(config, start, stop, cache_type)[0])

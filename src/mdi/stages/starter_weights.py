@@ -78,6 +78,7 @@ class StarterWeights:
 
     Attributes:
         blocks: of each node of the ring.
+        native: see WeightSource.
         groups: of each node of the ring, as that node sees it; None for one whose stage is its own. Empty: there are none.
         id: stands for the hashes of the starter's own parts, which nobody else needs.
 
@@ -91,6 +92,7 @@ class StarterWeights:
     config_hash: str
     dtype: str
     stored_format: str | None
+    native: str | None
     quantize: str | None
     quantize_head: str | None
     is_cut_by_chunks: bool
@@ -134,6 +136,7 @@ class StarterWeights:
         self.model, self.config = first.model, first.config_dict
         self.config_hash, self.dtype = first.config_hash, first.dtype
         self.stored_format = first.packing.blocks if first.packing else None
+        self.native = first.native
         packing = first.packing or own_packing(first.dtype)
         lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
         self.quantize, self.quantize_head = (

@@ -1,7 +1,7 @@
 """Layers in torch whose weights stay packed, for blocks that the kernels do not compute as a whole.
 
 On a CPU the kernels multiply where they are, else the weight is unpacked for each product: slow, and equal within rounding.
-Activations of int8 and int4 are then not rounded.
+Activations of int8, int4 and mxfp4 are then not rounded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
 from mdi.kernels.blocks import Context, Linear, MdiModel
-from mdi.kernels.layout import Matrix, codes_of, floats, unpack
+from mdi.kernels.layout import Matrix, codes_of, e2m1, floats, unpack
 from mdi.kernels.library import load
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import HALVES, LAYOUTS
 
 Weights = Mapping[str, torch.Tensor | Matrix | np.ndarray]
 
@@ -96,7 +96,7 @@ class HostLayers:
 
 
 class DeviceLinear(nn.Module):
-    """y = x W^T + b, with W in int8 or int4 in a GPU's memory, unpacked for each product. Activations are not rounded.
+    """y = x W^T + b, with W in int8, int4 or mxfp4 in a GPU's memory, unpacked for each product. Activations are not rounded.
 
     Args:
         bias: float32 (n_out).
@@ -149,11 +149,15 @@ class DeviceEmbedding(nn.Module):
 def unpacked(numbers: torch.Tensor, scales: torch.Tensor, form: str, dtype: torch.dtype, n_in: int) -> torch.Tensor:
     """The weight (n_out, n_in) from numbers and scales (kernels.codes), rounded to `dtype` once."""
     n_out, group = len(numbers), LAYOUTS[form].group
-    if form == "int4":
+    if form in HALVES:
         grouped = numbers.view(n_out, -1, group // 2)
-        whole = torch.cat((grouped & 15, grouped >> 4), dim=2).float() - 8
+        halves = torch.cat((grouped & 15, grouped >> 4), dim=2)
+        values = torch.from_numpy(e2m1(np.arange(16))).to(halves.device)
+        whole = halves.float() - 8 if form == "int4" else values[halves.int()]
     else:
         whole = numbers.view(n_out, -1, group).float()
+    if form == "mxfp4":
+        scales = (scales.int() << 23).view(torch.float32)  # the bits of 2^(s - 127), zero for s = 0
     return (whole * scales[..., None]).to(dtype).view(n_out, -1)[:, :n_in]
 
 

@@ -23,7 +23,8 @@ from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import cache_classes
-from mdi.kernels.slices import Slices
+from mdi.kernels.positions import rope_tables
+from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.stages.torch_attention import Batch, cached, keep_rows_apart
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
 from mdi.stages.torch_packed import Weights, install, is_packed, layers_for
@@ -131,10 +132,8 @@ class Stage(nn.Module):
             dtype: number type of the caches.
             cache_limit: bytes that all caches together will take at most; None is not known.
         """
-        # litgpt's table builder is a method that reads just these two attributes.
-        spec = SimpleNamespace(config=self.config, max_seq_length=max_length)
         self.max_length = max_length
-        self.cos, self.sin = GPT.rope_cache(spec, device=device)  # (max_length, rope_n_elem[, 2 kinds of layers])
+        self.cos, self.sin = _position_tables(self.config, max_length, device)
         size = self.sin.size(1)
         self.sin[:, : size - size // 2].neg_()  # as `rotate` needs it
         config = vars(self.config)
@@ -199,6 +198,18 @@ class Stage(nn.Module):
             raise EngineError(f"--compile: torch cannot compile here: {(str(e).splitlines() or [''])[0]}") from e
 
 
+def _position_tables(config: Config, max_length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (max_length, rope_n_elem[, 2 kinds of layers]): litgpt's, or scaled in ways that it lacks."""
+    if "rope_type" in (config.rope_adjustments or {}):
+        cos, sin = (torch.from_numpy(table[0]).to(device) for table in rope_tables(vars(config), max_length))
+        return cos, sin
+    # litgpt's table builder is a method that reads just these two attributes.
+    found: tuple[torch.Tensor, torch.Tensor] = GPT.rope_cache(
+        SimpleNamespace(config=config, max_seq_length=max_length), device=device
+    )
+    return found
+
+
 def run_bytes(config: Config, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
     tables = 2 * 4 * max_length * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)
@@ -230,7 +241,7 @@ class StarterStage(Stage):
         return int(self.config.n_embd)
 
     @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, slices: Slices = NO_SLICES) -> torch.Tensor:
         """(N,) token ids -> (N, n_embd)"""
         x = self.transformer["wte"](ids)
         if self.config.scale_embeddings:

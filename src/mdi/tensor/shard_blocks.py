@@ -10,6 +10,7 @@ import numpy as np
 
 from mdi.errors import EngineError
 from mdi.kernels.blocks import PIECES, Blocks, Context, MdiFrame, MdiNorm, Tensors
+from mdi.kernels.positions import score_bias
 from mdi.kernels.slices import Slices
 from mdi.tensor.mesh import Tally
 from mdi.tensor.shares import Share
@@ -119,6 +120,10 @@ class ShardBlocks(Blocks):
         is_normed = config["post_attention_norm"] or config["post_mlp_norm"]
         self._is_parallel = bool(config["parallel_residual"])
         self._is_one_sum = self._is_parallel and not is_normed
+
+    def _made_score_bias(self, max_length: int) -> np.ndarray | None:
+        of_all = score_bias(self._share.config, max_length)
+        return None if of_all is None else np.ascontiguousarray(of_all[slice(*self._share.heads)])
 
     def _take_norms(self, tensors: Callable[[int], Tensors]) -> None:
         """Norms over all heads need a sum over all nodes, and are computed here."""

@@ -13,14 +13,14 @@ import numpy as np
 
 from mdi.checkpoint.chunks import ChunkFile, PartFile
 from mdi.checkpoint.derived import packed_form
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, stored_bytes
-from mdi.checkpoint.parts import Part
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, stored_bytes
+from mdi.checkpoint.parts import Part, part_of
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS, format_within
 from mdi.tensor.shares import Piece, Share, piece_of
 
 SHARD_KEY = "shard"
@@ -90,7 +90,7 @@ class ShardSource(DerivedSource):
         assert piece is not None
         shape = self._whole[name]
         form = self.packing.format_of(name, shape)
-        if self._source.packing is None and form is not None and not piece.is_whole:
+        if self._source.packing is None and form is not None and not piece.is_whole and form != self._source.native:
             return {name: self._packed_piece(name, shape, form, piece)}
         weights = self._whole_tensor(name, shape)
         found = weights[name]
@@ -110,7 +110,7 @@ class ShardSource(DerivedSource):
     def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
         """Packs only the needed part of a plain tensor, with the result of packing all of it first."""
         source = self._source
-        array, spec = folded(name, self.packing, source.config_dict, source.array, source.specs)
+        array, spec = source.for_packing(name, self.packing)
         rows = piece.rows or ((0, shape[0]),)
         first, last = piece.columns or (0, shape[1])
         group = LAYOUTS[form].group or 1
@@ -169,4 +169,4 @@ class ShardFile(PartFile):
         piece = piece_of(name, self.share)
         if piece is None or piece.columns is None or self.packing is None:
             return 0
-        return skipped(self.packing.blocks, *piece.columns)
+        return skipped(format_within(self.packing.of_part(part_of(name)), name), *piece.columns)

@@ -1,4 +1,4 @@
-// int8 and int4 for nine rows and more on Intel's matrix unit (AMX): a packed group of int8 is one of its tiles as it lies. Sums
+// int8, int4 and mxfp4 for nine rows and more on Intel's matrix unit (AMX): a packed group of int8 is one of its tiles as it lies. Sums
 // are whole numbers, so that the bits are those of dot products.
 #pragma once
 
@@ -12,7 +12,7 @@ struct TileShapes {
   uint8_t rows[16];
 };
 alignas(64) static const TileShapes kInt8Tiles = {1, 0, {}, {64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16}};
-alignas(64) static const TileShapes kInt4Tiles = {1, 0, {}, {64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 8, 8}};
+alignas(64) static const TileShapes kHalfTiles = {1, 0, {}, {64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 8, 8}};
 
 // Weights that are asked for while the sums of a record are scaled: asked for all at once they would stand in each other's way,
 // and a tile load does not ask ahead by itself (16 rows of int8, 1.1 B shape: 8 GB/s without, 12 with).
@@ -37,13 +37,14 @@ inline void multiply_int8(const uint8_t* record, const int8_t* q, GroupSums& sum
   _tile_stored(1, sums.of[1], 64);
 }
 
-inline void multiply_int4(const uint8_t* record, const int8_t* q, GroupSums& sums) {
+template <int kFormat>
+inline void multiply_halves(const uint8_t* step, const int8_t* q, GroupSums& sums) {
   alignas(64) uint8_t lines[16 * 64];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
-    W both = load_line(record + 64 + i * 64);
-    _mm512_store_si512(lines + 128 * i, low_halves(both).v);
-    _mm512_store_si512(lines + 128 * i + 64, high_halves(both).v);
+    W both = load_line(step + i * 64);
+    _mm512_store_si512(lines + 128 * i, half_weights<kFormat>(low_halves(both)).v);
+    _mm512_store_si512(lines + 128 * i + 64, half_weights<kFormat>(high_halves(both)).v);
   }
   _tile_zero(0);
   _tile_loadd(2, q, 64);
@@ -86,45 +87,55 @@ inline void int8_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0
   }
 }
 
-inline void int4_matrix(const MdiMatrix& w, int panel, const ByteRows& x, int m0, F (&total)[kMatrixBlock]) {
-  int n_records = padded(w.n_in, 64) / 64;
-  const uint8_t* record = w.data + (int64_t)panel * n_records * (9 * 64);
+template <int kFormat>
+inline void half_matrix(const MdiMatrix& w, const uint8_t* panel, const ByteRows& x, int m0, F (&total)[kMatrixBlock]) {
+  int n = n_steps<kFormat>(w);
   const int8_t* q = x.bytes(m0);
   const float* scale = x.scales(m0);
   const int32_t* sum = x.sums(m0);
   GroupSums sums[2];
-  multiply_int4(record, q, sums[0]);
-  for (int r = 0; r < n_records; r++, record += 9 * 64) {
+  multiply_halves<kFormat>(step_lines<kFormat>(panel, 0), q, sums[0]);
+  for (int step = 0; step < n; step++) {
     q += 64 * kMatrixBlock;
-    if (r + 1 < n_records) multiply_int4(record + 9 * 64, q, sums[(r + 1) % 2]);
-    F s0 = load_half((const uint16_t*)record), s1 = load_half((const uint16_t*)record + 16);
+    if (step + 1 < n) multiply_halves<kFormat>(step_lines<kFormat>(panel, step + 1), q, sums[(step + 1) % 2]);
+    F s0 = step_scales<kFormat>(panel, step, 0), s1 = step_scales<kFormat>(panel, step, 1);
+    const uint8_t* lines = step_lines<kFormat>(panel, step);
 #pragma GCC unroll 16
     for (int m = 0; m < kMatrixBlock; m++) {
-      if (m < 9) prefetch(record + kRecordsAhead + 64 * m);
-      F a = shifted(sums[r % 2].of[0], m, 8 * sum[m]), b = shifted(sums[r % 2].of[1], m, 8 * sum[kMatrixBlock + m]);
+      if (m < 9) prefetch(lines - 64 + kRecordsAhead + 64 * m);
+      F a = shifted(sums[step % 2].of[0], m, kHalfOffset<kFormat> * sum[m]);
+      F b = shifted(sums[step % 2].of[1], m, kHalfOffset<kFormat> * sum[kMatrixBlock + m]);
       total[m] = fma(fma(b, s1, mul(a, s0)), splat(scale[m]), total[m]);
     }
     scale += kMatrixBlock, sum += 2 * kMatrixBlock;
   }
 }
 
-inline void matrix_unit_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
-  _tile_loadconfig(w.format == kInt8 ? &kInt8Tiles : &kInt4Tiles);
-  int64_t panel_bytes = w.format == kInt8 ? (int64_t)padded(w.n_in, 128) / 128 * (33 * 64) : (int64_t)padded(w.n_in, 64) / 64 * (9 * 64);
+template <int kFormat>
+inline void matrix_unit_format(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
+  _tile_loadconfig(kFormat == kInt8 ? &kInt8Tiles : &kHalfTiles);
+  int64_t panel_bytes = (int64_t)padded(w.n_in, 128) / 128 * (33 * 64);
+  if constexpr (kFormat != kInt8) panel_bytes = (int64_t)n_steps<kFormat>(w) / kRecordSteps<kFormat> * kRecordBytes<kFormat>;
   for (int p = first; p < last; p++) {
+    const uint8_t* start = w.data + p * panel_bytes;
     for (int m0 = 0; m0 < n_rows; m0 += kMatrixBlock) {
       F total[kMatrixBlock];
       for (int m = 0; m < kMatrixBlock; m++) total[m] = splat(0.0f);
-      if (w.format == kInt8) int8_matrix(w, p, x, m0, total);
-      else int4_matrix(w, p, x, m0, total);
-      const uint8_t* start = w.data + p * panel_bytes;
-      for (int m = 0; m < kMatrixBlock && m0 + m < n_rows; m++) {
-        F sum = w.format == kInt8 ? add_large<kInt8>(total[m], start, x, m0 + m) : add_large<kInt4>(total[m], start, x, m0 + m);
-        finish(sum, w, p, out, m0 + m);
-      }
+      if constexpr (kFormat == kInt8) int8_matrix(w, p, x, m0, total);
+      else half_matrix<kFormat>(w, start, x, m0, total);
+      for (int m = 0; m < kMatrixBlock && m0 + m < n_rows; m++)
+        finish(add_large<kFormat>(total[m], start, x, m0 + m), w, p, out, m0 + m);
     }
   }
   _tile_release();
+}
+
+inline void matrix_unit_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
+  switch (w.format) {
+    case kInt8: return matrix_unit_format<kInt8>(w, first, last, x, n_rows, out);
+    case kInt4: return matrix_unit_format<kInt4>(w, first, last, x, n_rows, out);
+    default: return matrix_unit_format<kMxfp4>(w, first, last, x, n_rows, out);
+  }
 }
 
 }  // namespace MDI_NS

@@ -91,6 +91,7 @@ inline F load_cached(const uint8_t* from, int64_t at) {
 struct Queries {
   const float* const* q;  // (n) pointers to head_size numbers
   const int32_t* position;
+  const float* const* bias;  // (n) pointers to what is added to the scores of the keys from position 0 on; or null
   float* weights;         // (n, 32) of the page at hand
   float* most;            // (n) largest score so far
   float* total;           // (n) sum of e^(score - most)
@@ -121,6 +122,7 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
       x = sub(x, sub(x, x));  // NaN if it is infinite: minus infinity would have no weight, and a cap would make it a number
       if constexpr (kType == kCacheInt8) x = mul(x, load(page.key_scales + 16 * half));
       if (model.softcap != 0) x = mul(tanh(div(x, splat(model.softcap))), splat(model.softcap));
+      if (queries.bias) x = add(x, load(queries.bias[at + i] + first_position + 16 * half));
       int end = last + 1 - 16 * half, start = first - 16 * half;
       if (end < 16) x = first_lanes(x, end > 0 ? end : 0, none);
       if (start > 0) x = first_lanes(none, start < 16 ? start : 16, x);

@@ -63,6 +63,7 @@ inline F erf(F x) {
 
 inline F activate(F x, int kind) {
   if (kind == kSilu) return mul(x, sigmoid(x));
+  if (kind == kRelu) return max(splat(0.0f), x);
   F half = mul(x, splat(0.5f));
   if (kind == kGelu) return fma(half, erf(mul(x, splat(0.707106781186547524f))), half);
   F inner = mul(splat(0.797884560802865356f), fma(mul(mul(x, x), x), splat(0.044715f), x));

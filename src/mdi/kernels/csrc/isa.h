@@ -14,7 +14,7 @@ struct InstructionSet {
   void (*step)(const MdiStage&, int block, int half, const MdiFrame&, Team&, void* scratch);
   // Norm, if it has a weight, then a matrix: x (n, n_in) -> y (n, n_out).
   void (*linear)(const MdiModel&, const MdiNorm&, const MdiMatrix&, const float* x, int n, float* y, Team&, void* scratch);
-  // functions.h over n numbers: 0 exp, 1 tanh, 2 erf, 3 to 5 the activations. For tests.
+  // functions.h over n numbers: 0 exp, 1 tanh, 2 erf, 3 to 6 the activations. For tests.
   void (*function)(int which, const float* x, int64_t n, float* y);
   // Rows of 16 outputs per panel, of `width` inputs in whole records -> the panels; factors: see layout.py.
   void (*pack_int4)(const float* rows, int n_panels, int width, const float* factors, int n_factors, uint8_t* to);

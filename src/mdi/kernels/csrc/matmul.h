@@ -97,7 +97,43 @@ void float_panels(const MdiMatrix& w, int first, int last, const float* x, int n
   for (; p < last; p++) float_rows<1, kFormat>(w, p, x, n_rows, out);
 }
 
-// ---- int8 and int4: bytes times bytes in whole numbers, a scale per group on both sides
+// ---- int8, int4 and mxfp4: bytes times bytes in whole numbers, a scale per group on both sides
+
+// Halves of bytes: int4 and mxfp4. Both lie in steps of 64 inputs, eight lines in two groups of 32; a record has one step of int4
+// with scales in half precision, or two of mxfp4 with a byte for a power of two.
+template <int kFormat> constexpr int kRecordSteps = kFormat == kMxfp4 ? 2 : 1;
+template <int kFormat> constexpr int kRecordBytes = 64 * (1 + 8 * kRecordSteps<kFormat>);
+template <int kFormat> constexpr int kHalfOffset = kFormat == kMxfp4 ? 12 : 8;  // how much too large the bytes of weights are
+
+// Bits of a number of mxfp4 (E2M1) -> twice the number, plus 12.
+alignas(16) static const uint8_t kTwiceE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+template <int kFormat>
+inline W half_weights(W halves) {
+  if constexpr (kFormat == kMxfp4) return looked_up(halves, kTwiceE2m1);
+  return halves;
+}
+
+template <int kFormat>
+inline const uint8_t* step_lines(const uint8_t* panel, int step) {
+  constexpr int n = kRecordSteps<kFormat>;
+  return panel + (int64_t)(step / n) * kRecordBytes<kFormat> + 64 + step % n * 512;
+}
+
+// Scales of group 0 or 1 of a step.
+template <int kFormat>
+inline F step_scales(const uint8_t* panel, int step, int group) {
+  constexpr int n = kRecordSteps<kFormat>;
+  const uint8_t* line = panel + (int64_t)(step / n) * kRecordBytes<kFormat>;
+  if constexpr (kFormat == kMxfp4) return load_exponents(line + 16 * (step % n * 2 + group));
+  else return load_half((const uint16_t*)line + 16 * group);
+}
+
+template <int kFormat>
+inline int n_steps(const MdiMatrix& w) {
+  constexpr int n = kRecordSteps<kFormat>;
+  return padded(w.n_in, 64 * n) / 64;
+}
 
 // What the large numbers of a row add, from the bytes that the tile has just read.
 template <int kFormat>
@@ -111,9 +147,15 @@ inline F add_large(F total, const uint8_t* panel, const ByteRows& x, int m) {
       q = sub(byte_of_lane(record + 64 + k % 128 / 4 * 64, k % 4 * 8, 255), splat(128.0f));
       scale = load_half((const uint16_t*)record + k % 128 / 64 * 16);
     } else {
-      const uint8_t* record = panel + (int64_t)(k / 64) * (9 * 64);
-      q = sub(byte_of_lane(record + 64 + k % 64 / 8 * 64, k % 4 * 8 + k % 8 / 4 * 4, 15), splat(8.0f));
-      scale = load_half((const uint16_t*)record + k % 64 / 32 * 16);
+      q = byte_of_lane(step_lines<kFormat>(panel, k / 64) + k % 64 / 8 * 64, k % 4 * 8 + k % 8 / 4 * 4, 15);
+      if constexpr (kFormat == kMxfp4) {
+        alignas(64) float lane[16];
+        store(lane, q);
+        for (float& a : lane) a = kTwiceE2m1[(int)a];
+        q = load(lane);
+      }
+      q = sub(q, splat((float)kHalfOffset<kFormat>));
+      scale = step_scales<kFormat>(panel, k / 64, k % 64 / 32);
     }
     total = fma(mul(q, scale), splat(large[i].value), total);
   }
@@ -161,10 +203,9 @@ void int8_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
       finish(add_large<kInt8>(total[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
-template <int kRows, int kPanels>
-void int4_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
-  int n_records = padded(w.n_in, 64) / 64;
-  int64_t panel_bytes = (int64_t)n_records * (9 * 64);
+template <int kRows, int kPanels, int kFormat>
+void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
+  int64_t panel_bytes = (int64_t)n_steps<kFormat>(w) / kRecordSteps<kFormat> * kRecordBytes<kFormat>;
   const uint8_t* start = w.data + panel * panel_bytes;
   const int8_t* q = x.bytes(m0);
   const float* scale = x.scales(m0);
@@ -172,21 +213,20 @@ void int4_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
   F total[kRows][kPanels];
   for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kPanels; p++) total[m][p] = splat(0.0f);
-  const uint8_t* record = start;
-  for (int r = 0; r < n_records; r++, record += 9 * 64) {
+  for (int step = 0; step < n_steps<kFormat>(w); step++) {
     F part[kRows][kPanels];
     for (int g = 0; g < 2; g++) {
       I sum[kRows][kPanels];
       for (int m = 0; m < kRows; m++)
-        for (int p = 0; p < kPanels; p++) sum[m][p] = splat_int(-8 * sums[m]);
-      const uint8_t* line = record + 64 + g * 256;
+        for (int p = 0; p < kPanels; p++) sum[m][p] = splat_int(-kHalfOffset<kFormat> * sums[m]);
+      const uint8_t* line = step_lines<kFormat>(start, step) + g * 256;
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         W low[kPanels], high[kPanels];
         for (int p = 0; p < kPanels; p++) {
           prefetch(line + p * panel_bytes + i * 64 + kAhead);
           W both = load_line(line + p * panel_bytes + i * 64);
-          low[p] = low_halves(both), high[p] = high_halves(both);
+          low[p] = half_weights<kFormat>(low_halves(both)), high[p] = half_weights<kFormat>(high_halves(both));
         }
         for (int m = 0; m < kRows; m++)
           for (int p = 0; p < kPanels; p++) {
@@ -195,7 +235,7 @@ void int4_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
           }
       }
       for (int p = 0; p < kPanels; p++) {
-        F s = load_half((const uint16_t*)(record + p * panel_bytes) + 16 * g);
+        F s = step_scales<kFormat>(start + p * panel_bytes, step, g);
         for (int m = 0; m < kRows; m++) {
           F a = to_float(sum[m][p]);
           part[m][p] = g ? fma(a, s, part[m][p]) : mul(a, s);
@@ -209,13 +249,14 @@ void int4_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
   }
   for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kPanels; p++)
-      finish(add_large<kInt4>(total[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
+      finish(add_large<kFormat>(total[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
 template <int kRows, int kPanels>
 inline void byte_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
   if (w.format == kInt8) int8_tile<kRows, kPanels>(w, panel, x, m0, out);
-  else int4_tile<kRows, kPanels>(w, panel, x, m0, out);
+  else if (w.format == kInt4) half_tile<kRows, kPanels, kInt4>(w, panel, x, m0, out);
+  else half_tile<kRows, kPanels, kMxfp4>(w, panel, x, m0, out);
 }
 
 template <int kRows>
@@ -247,7 +288,7 @@ inline void byte_panels(const MdiMatrix& w, int first, int last, const ByteRows&
 
 // ---- any format
 
-inline bool wants_bytes(const MdiMatrix& w) { return w.format == kInt8 || w.format == kInt4; }
+inline bool wants_bytes(const MdiMatrix& w) { return w.format >= kInt8; }
 
 // Rows in the form that a matrix wants, made once for all matrices that read them.
 struct Rows {

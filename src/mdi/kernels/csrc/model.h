@@ -2,10 +2,10 @@
 #pragma once
 #include <cstdint>
 
-enum MdiFormat { kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4 };  // of weights; layout.py says how they lie
+enum MdiFormat { kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4, kMxfp4 = 5 };  // of weights; layout.py says how they lie
 enum MdiCacheType { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheFp16 = 2, kCacheInt8 = 3 };
 enum MdiNormType { kRmsNorm = 0, kLayerNorm = 1 };
-enum MdiActivation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+enum MdiActivation { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
 
 // Pieces of a block that can be computed alone. The first two read the frame's rows and write y (n_rows, n_embd).
 enum MdiPiece {
@@ -57,6 +57,7 @@ struct MdiModel {
   int32_t activation, n_expert_per_token, cache_type;
   int32_t heads_per_group;         // queries that share keys and values, on all nodes together
   int32_t first_head;              // place of the first head in its group, of which another node may have some
+  int32_t norm_after_residual;     // norms follow the sums of attention and MLP with what they read
   float norm_eps, scale, softcap, expert_scale;  // softcap 0: none
 };
 
@@ -67,6 +68,8 @@ struct MdiStage {
   const float* cos;  // per table (max_length, rope_n_elem), one table after the other
   const float* sin;
   int64_t rope_table_floats;  // of one table
+  const float* score_bias;    // (n_head, score_bias_floats): added to the scores of the keys at each position (ALiBi); may be null
+  int64_t score_bias_floats;  // of one head: whole pages of positions
   int32_t n_blocks, n_classes;
   int64_t* n_finished;  // counts the blocks that `forward` has finished, for other threads; may be null
 };

@@ -74,7 +74,7 @@ static bool same(const Floats& a, const Floats& b) {
 
 // ---- packed weights of chance, as layout.py describes them
 
-static const char* const kFormats[] = {"float32", "bf16", "fp16", "int8", "int4"};
+static const char* const kFormats[] = {"float32", "bf16", "fp16", "int8", "int4", "mxfp4"};
 
 static uint16_t half_near(Random& random, int exponent) {  // +-2^exponent and up to twice that
   return (uint16_t)(random.bits() % 2 << 15 | (uint32_t)(exponent + 15) << 10 | random.bits() % 1024);
@@ -83,9 +83,10 @@ static uint16_t half_near(Random& random, int exponent) {  // +-2^exponent and u
 static void fill_line(Random& random, int format, bool scales, uint8_t* line) {
   for (int i = 0; i < 64; i++) {
     if (format == kInt8) line[i] = (uint8_t)(1 + random.bits() % 255);
+    if (format == kMxfp4) line[i] = (uint8_t)(scales ? 110 + random.bits() % 14 : random.bits());
     if (format == kInt4) line[i] = (uint8_t)((1 + random.bits() % 15) | (1 + random.bits() % 15) << 4);
   }
-  for (int i = 0; i < 32; i++) {
+  for (int i = 0; i < 32 && format != kMxfp4; i++) {
     float number = 0.1f * random.number();
     uint32_t bits;
     std::memcpy(&bits, &number, sizeof bits);
@@ -102,7 +103,7 @@ struct Weight {
   MdiMatrix matrix;
 
   Weight(Random& random, int format, int n_out, int n_in, bool with_bias = false) {
-    const int inputs[] = {1, 2, 2, 128, 64}, lines[] = {1, 1, 1, 33, 9};
+    const int inputs[] = {1, 2, 2, 128, 64, 128}, lines[] = {1, 1, 1, 33, 9, 17};
     size_t n_lines = (size_t)((n_out + 15) / 16) * ((n_in + inputs[format] - 1) / inputs[format]) * lines[format];
     data = (uint8_t*)std::aligned_alloc(64, 64 * n_lines);
     for (size_t i = 0; i < n_lines; i++)
@@ -309,6 +310,7 @@ int main(int argc, char** argv) {
       {"fp16-window", kFp16, kCacheFp16, false, false, false, false, true},
       {"int8-interleaved", kInt8, kCacheInt8, false, false, true, false, false},
       {"int4-experts", kInt4, kCacheFloat32, false, false, false, true, false},
+      {"mxfp4-experts", kMxfp4, kCacheBf16, false, false, false, true, true},
       {"int8-window", kInt8, kCacheInt8, false, false, false, false, true},
   };
   std::istringstream sets(mdi_instruction_sets());
@@ -317,7 +319,7 @@ int main(int argc, char** argv) {
     require(!mdi_force(set.c_str()), set + " cannot be forced");
     try_functions(set.c_str());
     try_packing(set.c_str());
-    for (int format = kFloat32; format <= kInt4; format++) {
+    for (int format = kFloat32; format <= kMxfp4; format++) {
       try_linear(set.c_str(), format, 16 * 5 + 5, 301);
       try_linear(set.c_str(), format, 7, 64);
     }

@@ -15,7 +15,7 @@ constexpr int kMostThreads = 256;
 struct Scratch {
   struct PerThread {
     Buffer<float> weights, most, total, result;
-    Buffer<const float*> q;
+    Buffer<const float*> q, bias;
     Buffer<int32_t> position;
   };
   Buffer<float> normed, heads, attended, gate, up, result, chosen, expert, shifted;
@@ -81,14 +81,16 @@ class Runner {
     experts(block, normed, y);
   }
 
-  // rows += norm(y); rows is the frame's.
+  // rows += norm(y), or rows = norm(rows + y); rows is the frame's.
   void add_normed(const MdiNorm& norm, float* y) {
     int width = model_.n_embd;
     team_.run_rows(n_, [&](int m, int) {
       float* row = y + (int64_t)m * width;
-      if (norm.weight) normalize(model_, norm, row, width, row);
+      bool after = model_.norm_after_residual;
+      if (norm.weight && !after) normalize(model_, norm, row, width, row);
       float* to = frame_.rows + (int64_t)m * width;
       for (int i = 0; i < width; i++) to[i] = row[i] + to[i];
+      if (norm.weight && after) normalize(model_, norm, to, width, to);
     });
   }
 
@@ -221,12 +223,14 @@ class Runner {
     if (end > model_.n_head) end = model_.n_head;
     int repeat = end - first_head, n_queries = n * repeat;
     Scratch::PerThread& own = scratch_.threads[thread];
-    Queries queries{own.q.of((size_t)n_queries), own.position.of((size_t)n_queries),
+    const float** bias = stage_.score_bias ? own.bias.of((size_t)n_queries) : nullptr;
+    Queries queries{own.q.of((size_t)n_queries), own.position.of((size_t)n_queries), bias,
                     own.weights.of((size_t)n_queries * kPage), own.most.of((size_t)n_queries),
                     own.total.of((size_t)n_queries), own.result.of((size_t)n_queries * padded_size), n_queries};
     for (int i = 0; i < n_queries; i++) {
       own.q.data()[i] = heads + (int64_t)(row0 + i / repeat) * width + (first_head + i % repeat) * size;
       own.position.data()[i] = slice.start + first + i / repeat;
+      if (bias) bias[i] = stage_.score_bias + (first_head + i % repeat) * stage_.score_bias_floats;
     }
     auto page_at = [&](int p) { return page_of(block, slice, p, group); };
     switch (model_.cache_type) {

@@ -80,6 +80,10 @@ inline W high_halves(W w) {
   __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(w.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(w.b, 4), mask)};
 }
+inline W looked_up(W w, const uint8_t* table) {
+  __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return {_mm256_shuffle_epi8(t, w.a), _mm256_shuffle_epi8(t, w.b)};
+}
 inline __m256i four_bytes(const int8_t* x) { return _mm256_set1_epi32(*(const int32_t*)x); }
 #ifdef MDI_VNNI
 inline W int8_line(const uint8_t* p) { return load_line(p); }
@@ -122,6 +126,12 @@ inline F load_half(const uint16_t* p) {
 inline void store_half(uint16_t* p, F x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, 0));
   _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, 0));
+}
+inline F load_exponents(const uint8_t* p) {
+  __m128i e = _mm_loadu_si128((const __m128i*)p);
+  e = _mm_or_si128(_mm_subs_epu8(e, _mm_set1_epi8(1)), _mm_cmpeq_epi8(e, _mm_set1_epi8(-1)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(e), 23)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(e, 8)), 23))};
 }
 inline __m256 widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 inline F load_bf16(const uint16_t* p) {

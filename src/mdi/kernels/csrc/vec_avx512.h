@@ -46,6 +46,9 @@ inline W load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline W int8_line(const uint8_t* p) { return load_line(p); }
 inline W low_halves(W a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline W high_halves(W a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+inline W looked_up(W a, const uint8_t* table) {  // table[a], of bytes below 16
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
+}
 // Each lane adds the products of its four weights with the same four signed bytes.
 inline I dot(I sum, W w, const int8_t* x) { return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(*(const int32_t*)x))}; }
 inline I dot_halves(I sum, W w, const int8_t* x) { return dot(sum, w, x); }
@@ -56,6 +59,11 @@ inline F byte_of_lane(const uint8_t* line, int shift, int mask) {  // (word of e
 
 inline F load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline void store_half(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, 0)); }
+inline F load_exponents(const uint8_t* p) {  // 2^(e - 128) of sixteen bytes; 0 for 0 and 1, infinity for 255
+  __m128i e = _mm_loadu_si128((const __m128i*)p);
+  e = _mm_or_si128(_mm_subs_epu8(e, _mm_set1_epi8(1)), _mm_cmpeq_epi8(e, _mm_set1_epi8(-1)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(e), 23))};
+}
 inline F load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }

@@ -62,6 +62,7 @@ inline W load_line(const uint8_t* p) { W r; MDI_EACH(r.v[i] = vld1q_u8(p + 16 * 
 inline W int8_line(const uint8_t* p) { W r; MDI_EACH(r.v[i] = veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(0x80))) return r; }
 inline W low_halves(W a) { W r; MDI_EACH(r.v[i] = vandq_u8(a.v[i], vdupq_n_u8(15))) return r; }
 inline W high_halves(W a) { W r; MDI_EACH(r.v[i] = vshrq_n_u8(a.v[i], 4)) return r; }
+inline W looked_up(W a, const uint8_t* table) { W r; uint8x16_t t = vld1q_u8(table); MDI_EACH(r.v[i] = vqtbl1q_u8(t, a.v[i])) return r; }
 inline int32x4_t dot_register(int32x4_t sum, int8x16_t w, int8x16_t x) {
 #ifdef MDI_DOT
   return vdotq_s32(sum, w, x);
@@ -89,6 +90,13 @@ inline F load_half(const uint16_t* p) {
   F r; MDI_EACH(r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))) return r;
 }
 inline void store_half(uint16_t* p, F a) { MDI_EACH(vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])))) }
+inline F load_exponents(const uint8_t* p) {
+  uint8x16_t e = vld1q_u8(p);
+  e = vorrq_u8(vqsubq_u8(e, vdupq_n_u8(1)), vceqq_u8(e, vdupq_n_u8(255)));
+  uint16x8_t low = vmovl_u8(vget_low_u8(e)), high = vmovl_u8(vget_high_u8(e));
+  uint16x4_t parts[4] = {vget_low_u16(low), vget_high_u16(low), vget_low_u16(high), vget_high_u16(high)};
+  F r; MDI_EACH(r.v[i] = vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(parts[i]), 23))) return r;
+}
 inline F load_bf16(const uint16_t* p) {
   F r; MDI_EACH(r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))) return r;
 }

@@ -43,6 +43,7 @@ inline W load_line(const uint8_t* p) { W r; std::memcpy(r.v, p, 64); return r; }
 inline W int8_line(const uint8_t* p) { W r; for (int i = 0; i < 64; i++) r.v[i] = p[i] ^ 0x80; return r; }
 inline W low_halves(W a) { for (uint8_t& b : a.v) b &= 15; return a; }
 inline W high_halves(W a) { for (uint8_t& b : a.v) b >>= 4; return a; }
+inline W looked_up(W a, const uint8_t* table) { for (uint8_t& b : a.v) b = table[b]; return a; }
 inline I dot(I sum, W w, const int8_t* x) {
   MDI_LANES(const uint8_t* q = w.v + 4 * i;
             sum.v[i] += (int8_t)q[0] * x[0] + (int8_t)q[1] * x[1] + (int8_t)q[2] * x[2] + (int8_t)q[3] * x[3])
@@ -76,6 +77,9 @@ inline uint16_t float_to_half(float x) {  // to the nearest, ties to even
     return (uint16_t)(sign | (uint32_t)(int32_t)__builtin_nearbyintf(magnitude * 16777216.0f));
   }
   return (uint16_t)(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
+}
+inline F load_exponents(const uint8_t* p) {
+  F r; MDI_LANES(uint32_t bits = (uint32_t)(p[i] == 255 ? 255 : p[i] ? p[i] - 1 : 0) << 23; std::memcpy(&r.v[i], &bits, 4)) return r;
 }
 inline float bf16_to_float(uint16_t h) { uint32_t bits = (uint32_t)h << 16; float x; std::memcpy(&x, &bits, 4); return x; }
 inline F load_half(const uint16_t* p) { F r; MDI_LANES(r.v[i] = half_to_float(p[i])) return r; }

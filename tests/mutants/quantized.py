@@ -1,0 +1,103 @@
+"""Quantized weights of files, and the kernels' mxfp4."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+FILES, LAYOUT, BLOCKS = "tests/test_quantized.py", "tests/kernels/test_layout.py", "tests/kernels/test_kernel_blocks.py"
+RAGGED = f"{BLOCKS}::test_ragged_shapes_of_one_layer"
+GGUF = "tests/test_gguf.py"
+
+MUTANTS = [
+    Mutant(
+        "halves of mxfp4 are multiplied without their table",
+        "csrc:half_weights",
+        "looked_up(halves, kTwiceE2m1)",
+        "halves",
+        RAGGED,
+    ),
+    Mutant(
+        "a record of mxfp4 repeats the lines of its first half",
+        "csrc:step_lines",
+        "step % n * 512",
+        "step % n * 0",
+        RAGGED,
+    ),
+    Mutant(
+        "the second half of a record of mxfp4 has the scales of the first",
+        "csrc:step_scales",
+        "(step % n * 2 + group)",
+        "group",
+        RAGGED,
+    ),
+    Mutant(
+        "numbers that were not rounded meet the bits of mxfp4 instead of its numbers",
+        "csrc:add_large",
+        "kTwiceE2m1[(int)a]",
+        "a",
+        f"{BLOCKS}::test_large_numbers_keep_the_precision_of_the_others",
+    ),
+    Mutant(
+        "a scale that is no number is not seen in the result",
+        "csrc:load_exponents",
+        "p[i] == 255 ? 255",
+        "p[i] == 255 ? 254",
+        "tests/kernels/test_not_finite.py",
+    ),
+    Mutant(
+        "a number in the middle between two of mxfp4 becomes the smaller one",
+        "quantize_mxfp4",
+        "(magnitude & 1) & np.isin",
+        "(magnitude & 0) & np.isin",
+        LAYOUT,
+    ),
+    Mutant(
+        "mxfp4 has the scale of the standard only",
+        "quantize_mxfp4",
+        "np.minimum(low + 1, LARGEST_SCALE - 127)",
+        "low",
+        LAYOUT,
+    ),
+    Mutant(
+        "attention is in mxfp4, too", "format_within", '".mlp." not in name', "False", "tests/test_weight_formats.py"
+    ),
+    Mutant("FP8 that is no number is read", "Fp8Tensor.array", "(rows & _NAN) == _NAN", "(rows & _NAN) == 0xFF", FILES),
+    Mutant(
+        "blocks of FP8 are as wide as high",
+        "Fp8Tensor.array",
+        "np.repeat(scales[i], width)",
+        "np.repeat(scales[i], width - 1)",
+        FILES,
+    ),
+    Mutant("all experts are the first one", "Mxfp4Tensor.halves", "blocks[self._expert]", "blocks[0]", FILES),
+    Mutant("a scale of MXFP4 that is no number is read", "Mxfp4Tensor.halves", "> LARGEST_SCALE", "> 255", FILES),
+    Mutant(
+        "a scale of a GGUF file's MXFP4 that is no number is read", "_check_powers", "> LARGEST_SCALE", "> 255", GGUF
+    ),
+    Mutant(
+        "scales of int4 are carried over rounded",
+        "PackedInt4.halves",
+        "not np.array_equal(half.astype(np.float32), scales)",
+        "False",
+        FILES,
+    ),
+    Mutant(
+        "rows of a scale do not follow their weights",
+        "HfFolder.carried_over",
+        "self._rows(piece, stored.scales)",
+        "stored.scales[::-1]",
+        FILES,
+    ),
+    Mutant(
+        "shards of what is carried over are rounded",
+        "ShardSource.shard_of",
+        "form != self._source.native",
+        "True",
+        FILES,
+    ),
+    Mutant("auto rounds mxfp4", "formats_to_try", 'weights.native == "mxfp4"', "False", "tests/test_format_choice.py"),
+    Mutant("nobody is told of a second rounding", "warn_of_rounding", "form != native", "form == native", FILES),
+    Mutant(
+        "zero points are as good as none", "_check_compressed", "symmetric=(True,)", "symmetric=(True, False)", FILES
+    ),
+]

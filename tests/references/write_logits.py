@@ -1,0 +1,117 @@
+"""Writes tiny random models as transformers does, and the logits that it computes at every position of a text.
+
+`make references` runs this in its environment, as it does write_models.py:
+
+    .venv-references/bin/python tests/references/write_logits.py FOLDER
+
+For each case, FOLDER gets a directory with config.json and safetensors as `save_pretrained` writes them, the ids of a text in
+`ids.json`, and the logits behind each of them, float32 (ids, vocabulary), in `logits.npy`. `version.txt` is this file's hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 320,
+    "max_position_embeddings": 160, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GROUPS: dict[str, Any] = {"num_key_value_heads": 2}
+HEADS: dict[str, Any] = {**GROUPS, "head_dim": 16}
+
+
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+def _long(original: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 3.0, 6.0, 9.0]}
+    return {"original_max_position_embeddings": original, **_rope("longrope", **factors)}
+
+
+_FACTOR = {"attention_factor": 0.7}
+_MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.6, "beta_fast": 8.0, "beta_slow": 2.0}
+
+FALCON: dict[str, Any] = {"ffn_hidden_size": 64, "max_position_embeddings": 320}
+
+# directory -> class of transformers without "Config" and "ForCausalLM", its settings, and the length of the text
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "yarn": ("Llama", {**GROUPS, **_rope("yarn", factor=4.0, original_max_position_embeddings=40)}, 90),
+    "yarn-not-truncated": (
+        "Qwen3", {**HEADS, **_rope("yarn", factor=8.0, original_max_position_embeddings=20, truncate=False)}, 90
+    ),
+    "yarn-mscale": ("Qwen2", {**GROUPS, **_rope("yarn", factor=5.0, original_max_position_embeddings=32, **_MSCALE)}, 90),
+    "yarn-attention-factor": (
+        "Mistral",
+        {**GROUPS, "sliding_window": 30, **_rope("yarn", factor=4.0, original_max_position_embeddings=40, **_FACTOR)},
+        90,
+    ),
+    "longrope-short": ("Phi3", {**GROUPS, "sliding_window": None, **_long(90)}, 90),
+    "longrope-long": ("Phi3", {**GROUPS, "sliding_window": None, **_long(89)}, 90),
+    "dynamic": ("Llama", {**GROUPS, "max_position_embeddings": 40, **_rope("dynamic", factor=3.0)}, 90),
+    "dynamic-within": ("Llama", {**GROUPS, **_rope("dynamic", factor=3.0)}, 90),
+    "bloom": ("Bloom", {}, 150),
+    "bloom-eight-heads": ("Bloom", {"hidden_size": 64, "n_head": 8}, 90),
+    # Positions from 257 on are rounded in bfloat16.
+    "falcon-rw": ("Falcon", {**FALCON, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}, 300),
+    "falcon-alibi-one-group": ("Falcon", {**FALCON, "alibi": True}, 90),
+    "falcon-biases": ("Falcon", {**FALCON, "alibi": False, "bias": True, "parallel_attn": False}, 90),
+    "gpt2": ("GPT2", {"n_inner": 80}, 90),
+    "gpt2-relu": ("GPT2", {"activation_function": "relu"}, 60),
+    "opt": ("OPT", {"ffn_dim": 96}, 90),
+    "opt-norms-behind": ("OPT", {"ffn_dim": 96, "do_layer_norm_before": False}, 90),
+    "opt-gelu": ("OPT", {"ffn_dim": 96, "activation_function": "gelu", "enable_bias": False}, 60),
+}  # fmt: skip
+
+
+def version() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def make(name: str) -> Any:
+    """The model, with every number of its state random: weights of norms around one, all others around zero."""
+    import transformers
+
+    kind, own, _ = CASES[name]
+    sizes = {
+        key: value for key, value in SIZES.items() if kind not in ("Bloom", "GPT2", "OPT") or key != "intermediate_size"
+    }
+    if kind == "Bloom":
+        del sizes["max_position_embeddings"]
+    if "n_head" in own:
+        del sizes["num_attention_heads"]
+    attention = "sdpa" if kind == "Falcon" else "eager"  # there, Falcon's eager form adds what ALiBi gives twice
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **own}, attn_implementation=attention)
+    torch.manual_seed(list(CASES).index(name))
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for key, tensor in sorted(model.state_dict().items()):
+            tensor.normal_(0, 0.3)
+            if tensor.dim() == 1 and ("norm" in key or "ln_" in key) and key.endswith("weight"):
+                tensor += 1
+    return model
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name, (_, _, n_ids) in CASES.items():
+        model = make(name)
+        model.save_pretrained(folder / name)
+        ids = torch.randint(1, SIZES["vocab_size"], (n_ids,), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0]
+        (folder / name / "ids.json").write_text(json.dumps(ids.tolist()), encoding="utf-8")
+        np.save(folder / name / "logits.npy", logits.numpy())
+        print(f"{name}: logits to {float(logits.abs().max()):.1f}", flush=True)
+    (folder / "version.txt").write_text(version(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""BLOOM, Falcon RW, GPT-2 and OPT, which litgpt lacks: the kernels against numpy, and all ways in which a stage can be held."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from forced import forced, instruction_sets
+from safetensors.numpy import save_file
+
+from mdi.cancel import Cancel
+from mdi.checkpoint.chunks import ChunkFile, write_chunks
+from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.export import hf_config
+from mdi.checkpoint.hfconfig import derive_config
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.weights import WeightSource
+from mdi.errors import CheckpointError, UsageError
+from mdi.host.computing import choose_computing
+from mdi.kernels import library
+from mdi.kernels.positions import alibi_slopes, score_bias
+from mdi.kernels.slices import Slice
+from mdi.spec.options import Requested
+from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.window import open_window
+from mdi.stages.window_budget import RunMemory, WindowOptions
+from mdi.tensor.shard_blocks import GroupSum
+from mdi.tensor.shard_source import ShardSource
+from mdi.tensor.shares import Share, share_out
+from mdi_training.new_model import load_shape
+from tensor_groups import meshes, on_all, sums
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+LENGTH = 70  # beyond two pages of caches
+FRAMES = (40, 1, 1, 28)
+PLAIN = Packing("float32", "float32")
+_SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 96}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bloom": {"model_type": "bloom"},
+    "falcon-rw": {
+        "model_type": "falcon", "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "gpt2": {"model_type": "gpt2", "n_positions": LENGTH},
+    "opt": {"model_type": "opt", "ffn_dim": 80, "max_position_embeddings": LENGTH},
+    "opt-behind": {
+        "model_type": "opt", "ffn_dim": 80, "max_position_embeddings": LENGTH, "do_layer_norm_before": False,
+    },
+}  # fmt: skip
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(params=FAMILIES)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> LitCheckpoint:
+    config = derive_config({**_SIZES, **FAMILIES[request.param]}, request.param, Path("config.json"))
+    generator, folder = np.random.default_rng(5), tmp_path / request.param
+    state = {}
+    for name, shape in model_shapes(config, "").items():
+        state[name] = 0.3 * generator.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 1 and ("norm" in name or "ln_f" in name) and name.endswith("weight"):
+            state[name] += 1
+    folder.mkdir()
+    save_file(state, folder / "lit_model.safetensors")
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return LitCheckpoint(folder)
+
+
+def ids_of(source: WeightSource) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, source.config_dict["vocab_size"], LENGTH)
+
+
+def logits_of(stage: KernelStage, ids: np.ndarray) -> np.ndarray:
+    found, start = [], 0
+    for n in FRAMES:
+        slices = [Slice(3, start, n, n)]
+        found.append(stage.head(stage(stage.embed(ids[start : start + n], slices), slices)))
+        start += n
+    return np.concatenate(found)
+
+
+def stage_of(source: WeightSource, cache_type: str = "float32", packing: Packing | None = None) -> KernelStage:
+    n_layer = source.config_dict["n_layer"]
+    weights = Resident(stage_parts(0, n_layer, starter=True), lambda part: source.weights(part, packing))
+    stage = KernelStage(source.config_dict, 0, n_layer, weights, cache_type=cache_type)
+    stage.prepare(LENGTH)
+    return stage
+
+
+def expected(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
+    """Logits of the whole text in float64, straight from the definitions."""
+    c, kind = source.config_dict, source.model
+    w = {name: source.array(name).astype(np.float64) for name in source.specs}
+    positions = np.arange(len(ids))
+    mask = np.where(positions[:, None] >= positions, 0.0, -np.inf)
+    size, n_head = c["head_size"], c["n_head"]
+
+    def norm(x: np.ndarray, path: str) -> np.ndarray:
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
+        return x * w[f"{path}.weight"] + w[f"{path}.bias"]
+
+    def linear(x: np.ndarray, path: str) -> np.ndarray:
+        return x @ w[f"{path}.weight"].T + w[f"{path}.bias"]
+
+    def attention(x: np.ndarray, path: str) -> np.ndarray:
+        q, k, v = linear(x, f"{path}.qkv").reshape(len(ids), 3, n_head, size).transpose(1, 2, 0, 3)
+        scores = q @ k.transpose(0, 2, 1) / math.sqrt(size)
+        if kind in ("bloom", "falcon-rw"):  # of six heads: four, and two of those of eight
+            slopes = np.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
+            scores += slopes[:, None, None] * positions / (1 if kind == "bloom" else math.sqrt(size))
+        weights = np.exp(scores + mask - (scores + mask).max(-1, keepdims=True))
+        mixed = weights / weights.sum(-1, keepdims=True) @ v
+        return linear(mixed.transpose(1, 0, 2).reshape(len(ids), -1), f"{path}.proj")
+
+    def mlp(x: np.ndarray, path: str) -> np.ndarray:
+        x = linear(x, f"{path}.fc")
+        if "opt" in kind:
+            x = np.maximum(x, 0)
+        elif kind == "falcon-rw":
+            x = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+        else:
+            x = x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+        return linear(x, f"{path}.proj")
+
+    x = w["transformer.wte.weight"][ids]
+    if kind == "bloom":
+        x = norm(x, "transformer.wte_norm")
+    elif kind != "falcon-rw":
+        x = x + w["transformer.wpe.weight"][: len(ids)]
+    for block in (f"transformer.h.{i}" for i in range(c["n_layer"])):
+        if kind == "opt-behind":
+            x = norm(x + attention(x, f"{block}.attn"), f"{block}.post_attention_norm")
+            x = norm(x + mlp(x, f"{block}.mlp"), f"{block}.post_mlp_norm")
+        else:
+            x = x + attention(norm(x, f"{block}.norm_1"), f"{block}.attn")
+            x = x + mlp(norm(x, f"{block}.norm_2"), f"{block}.mlp")
+    x = x if kind == "opt-behind" else norm(x, "transformer.ln_f")
+    return x @ w["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("force", instruction_sets())
+def test_logits_are_those_of_the_definition(source: LitCheckpoint, force: str) -> None:
+    ids = ids_of(source)
+    with forced(force):
+        found = logits_of(stage_of(source), ids)
+    assert np.abs(found - expected(source, ids)).max() < 2e-4
+
+
+@pytest.mark.parametrize(("cache_type", "tolerance"), [("bf16", 0.3), ("fp16", 0.03), ("int8", 0.6)])
+def test_caches_of_fewer_bits_are_near(source: LitCheckpoint, cache_type: str, tolerance: float) -> None:
+    ids = ids_of(source)
+    difference = np.abs(logits_of(stage_of(source, cache_type), ids) - logits_of(stage_of(source), ids)).max()
+    assert 0 < difference < tolerance
+
+
+def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp_path: Path) -> None:
+    packed, ids = PackedSource(source, Packing("int8", "int8")), ids_of(source)
+    (path,) = write_chunks(packed, tmp_path / "chunks", (source.config_dict["n_layer"],))
+    chunk = ChunkFile(path)
+    whole = logits_of(stage_of(chunk), ids)
+    assert np.array_equal(whole, logits_of(stage_of(source, packing=Packing("int8", "int8")), ids))
+    parts = stage_parts(0, source.config_dict["n_layer"], starter=True)
+    weights = open_window(
+        "starter", WindowOptions(2), parts, lambda part: chunk, Packing("int8", "int8"), tmp_path, RunMemory(0, None, 0),
+        Cancel(),
+    )  # fmt: skip
+    stage = KernelStage(source.config_dict, 0, source.config_dict["n_layer"], weights)
+    try:
+        stage.prepare(LENGTH)
+        assert np.array_equal(logits_of(stage, ids), whole)
+    finally:
+        stage.close()
+
+
+def test_shares_of_a_group_add_up(source: LitCheckpoint) -> None:
+    config, ids = source.config_dict, ids_of(source)
+    shares = share_out(config, (1.0, 3.0, 0.0, 2.0))
+    n_layer, n = config["n_layer"], shares.n_nodes
+    with meshes(n) as found:
+        reduces = sums(found)
+
+        def work(rank: int) -> np.ndarray | None:
+            share = Share(shares, rank, config)
+            shard = ShardSource(source, share, PLAIN)
+            group = GroupSum(share)
+            group.join("all", reduces[rank])
+            parts = stage_parts(0, n_layer, starter=rank == 0)
+            stage = KernelStage(config, 0, n_layer, Resident(parts, shard.weights), group=group)
+            stage.prepare(LENGTH)
+            ends = stage_of(source).ends
+            assert ends is not None
+            rows, start = [], 0
+            for n_rows in FRAMES:
+                slices = [Slice(3, start, n_rows, n_rows)]
+                rows.append(ends.head(stage(ends.embed(ids[start : start + n_rows], slices), slices)))
+                start += n_rows
+            return np.concatenate(rows)
+
+        for logits in on_all(n, work):
+            assert logits is not None and np.abs(logits - expected(source, ids)).max() < 2e-4
+
+
+def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoint) -> None:
+    config = source.config_dict
+    for asked in (Requested(device="cpu", dtype="bfloat16"), Requested(device="cuda")):
+        with pytest.raises(UsageError) as caught:
+            choose_computing(config, asked, source.dtype)
+        assert caught.value.code == "kernels"
+    with pytest.raises(CheckpointError) as refused:
+        load_shape(source.path)
+    assert refused.value.code == "shape"
+    with pytest.raises(CheckpointError):
+        hf_config(config)
+
+
+def test_falcons_positions_are_rounded_to_bfloat16() -> None:
+    """Numbers of 9 bits lose their last one: 257 becomes 256, and 259 becomes 260."""
+    config = {"alibi": "falcon", "n_head": 2, "head_size": 16}
+    found = score_bias(config, 300)
+    assert found is not None and found.shape == (2, 320)
+    assert found[0, [255, 257, 259, 261]].tolist() == [n * 2.0**-4 / 4 for n in (255, 256, 260, 260)]
+    six = alibi_slopes(6)  # none of which bfloat16 rounds; those of 12 heads it does
+    assert score_bias({**config, "n_head": 6}, 32)[:, 1].tolist() == (six / 4).tolist()  # type: ignore[index]
+    twelve = score_bias({**config, "n_head": 12}, 32)
+    assert twelve is not None and not np.array_equal(twelve[:, 1], alibi_slopes(12) / 4)
+    assert np.allclose(twelve[:, 1], alibi_slopes(12) / 4, rtol=2**-8)
