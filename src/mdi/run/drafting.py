@@ -12,7 +12,7 @@ from mdi.engine.rows import ArrayRows
 from mdi.errors import UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
-from mdi.placement.model_shape import model_shape
+from mdi.placement.model import model_shape
 from mdi.spec.cluster import WeightMemory
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
