@@ -31,7 +31,7 @@ _NAN = 0x7F  # of FP8 without its sign
 
 
 class TensorFile(Protocol):
-    """What has tensors: a file, or one that is decoded from some of its tensors."""
+    """A holder of tensors: a file, or one that is decoded from some of its tensors."""
 
     @property
     def path(self) -> Path: ...
@@ -96,7 +96,7 @@ class Decoded:
 
 
 def read_quantization(folder: Path) -> Mapping[str, Any] | None:
-    """What config.json says of quantized weights; None if they are plain.
+    """The words of config.json on quantized weights; None if they are plain.
 
     Raises:
         CheckpointError: in a way that is not read.

@@ -40,7 +40,7 @@ _ENGINES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of a job this is.
+    """The place of this process in a job.
 
     Attributes:
         head, port: where process 0 waits for the others.
@@ -85,7 +85,7 @@ _NO_KEY = "the processes need a key: make one with `mdi key FILE` where all mach
 
 
 def head_flags(options: Options, place: Place, command: str) -> list[str]:
-    """What the starter's command needs besides the user's flags. Raises UsageError."""
+    """Flags that the starter's command needs besides the user's flags. Raises UsageError."""
     from mdi.cli.access import ip_address, own_address
 
     if place.size == 1:

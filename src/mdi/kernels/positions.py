@@ -49,7 +49,7 @@ def rope_tables(config: Mapping[str, Any], max_length: int) -> tuple[Floats, Flo
 
 
 def score_bias(config: Mapping[str, Any], max_length: int) -> Floats | None:
-    """What is added to the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
+    """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
 
     ALiBi (Press et al. 2022): the heads' slopes times the position, counted from the text's first token as in transformers
     (softmax takes the same from all keys). With "falcon", slopes, positions and their products are rounded to bfloat16, and
@@ -82,7 +82,7 @@ def _as_bf16(x: Floats) -> Floats:
 
 
 def score_factor(config: Mapping[str, Any]) -> float:
-    """What scores are multiplied with besides the root of the head's size: for litgpt's YaRN, which is DeepSeek's."""
+    """The factor of scores besides the root of the head's size: for litgpt's YaRN, which is DeepSeek's."""
     adjustments = config["rope_adjustments"] or {}
     if "rope_type" in adjustments or not (adjustments.get("mscale_all_dim") and adjustments.get("factor")):
         return 1.0
