@@ -223,6 +223,19 @@ def test_a_source_that_is_wrong_pauses_longer_each_time() -> None:
     assert gaps == [65, 129, 257, 513, 1025, 1025]
 
 
+def test_guesses_may_come_before_a_ring_is_measured() -> None:
+    """Over a new ring no time is known, while the rates of the sources are."""
+    speculation = Speculation(kinds=frozenset({"lookup"}))
+    text = Text(1, tuple([5] * 20), SamplingParams(n_tokens=100), 1000)
+    speculation.begin(text, None)
+    for _ in range(20):
+        text.guess(speculation.propose(text, 1))
+        text.take_drawn(5)
+        speculation.judge(text, 1, False)
+    speculation.begin_ring(3)
+    assert speculation.propose(text, 1) == [5]
+
+
 def test_the_price_of_unknown_rows_follows_from_fewer() -> None:
     prices = Prices()
     assert prices.of(3, 7.0) == 7.0
