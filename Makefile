@@ -75,10 +75,13 @@ $(REFERENCES)/.installed: requirements-references.txt
 $(REFERENCES)/models/version.txt: $(REFERENCES)/.installed tests/references/write_models.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_models.py $(REFERENCES)/models
 
+$(REFERENCES)/models/beams.json: $(REFERENCES)/models/version.txt tests/references/write_beams.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_beams.py $(REFERENCES)/models
+
 $(REFERENCES)/logits/version.txt: $(REFERENCES)/.installed tests/references/write_logits.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_logits.py $(REFERENCES)/logits
 
-references: $(REFERENCES)/models/version.txt $(REFERENCES)/logits/version.txt
+references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt
 
 mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py

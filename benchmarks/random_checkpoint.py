@@ -1,11 +1,24 @@
-"""Checkpoints of named shapes with random weights: speed does not depend on what the weights say."""
+#!/usr/bin/env python3
+"""Checkpoints of named shapes with random weights: speed does not depend on what the weights say.
+
+    benchmarks/random_checkpoint.py bloom-560m FOLDER
+    benchmarks/random_checkpoint.py bloom-7b1 FOLDER --format int8 --n-nodes 3
+
+With --format, FOLDER gets packed chunks for so many nodes and no plain weights: little memory is needed, and no more disk than
+they take. src/starter.py runs them with --ckpt FOLDER, or --chunk FOLDER/chunks/3nodes-int8/model_starter.safetensors.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 LLAMA = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "parallel_residual": False, "bias": False}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -16,6 +29,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
     "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
 }
+# As bigscience's config.json has them; litgpt lacks the family.
+BLOOM_SHAPES: dict[str, dict[str, Any]] = {
+    "bloom-tiny": {"n_layer": 3, "n_embed": 128, "n_head": 8, "vocab_size": 512},
+    "bloom-560m": {"n_layer": 24, "n_embed": 1024, "n_head": 16},
+    "bloom-1b1": {"n_layer": 24, "n_embed": 1536, "n_head": 16},
+    "bloom-1b7": {"n_layer": 24, "n_embed": 2048, "n_head": 16},
+    "bloom-3b": {"n_layer": 30, "n_embed": 2560, "n_head": 32},
+    "bloom-7b1": {"n_layer": 30, "n_embed": 4096, "n_head": 32},
+    "bloom-176b": {"n_layer": 70, "n_embed": 14336, "n_head": 112},
+}
+BLOOM_VOCABULARY = 250880
 PACKED_ONLY = ("llama-2-7b", "tiny-3m")  # made in packed formats, without plain weights: see random_packed
 DTYPE = "bfloat16"  # of plain weights
 VOCABULARY = 32000
@@ -24,7 +48,13 @@ _DONE = "made.json"
 
 
 def config_of(shape: str) -> Any:
-    """litgpt's Config of a shape."""
+    """litgpt's Config of a shape; of BLOOM's our own."""
+    if shape in BLOOM_SHAPES:
+        from mdi.checkpoint.hfconfig import derive_config
+        from mdi.spec.model import ModelConfig
+
+        hf = {"model_type": "bloom", "vocab_size": BLOOM_VOCABULARY, **BLOOM_SHAPES[shape]}
+        return ModelConfig(**derive_config(hf, shape, Path("config.json")))
     from litgpt.config import Config
 
     return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, block_size=CONTEXT,
@@ -45,8 +75,6 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     Every bfloat16 number is a float32 number, so that all systems read the same weights in every format. All of it
     stands in memory while it is made. Shapes in PACKED_ONLY get no weights.
     """
-    from litgpt.utils import save_config
-
     if (folder / _DONE).is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -54,24 +82,55 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     config = config_of(shape)
     if shape not in PACKED_ONLY:
         _make_weights(folder, config)
-    save_config(config, folder)
+    _write_rest(folder, shape, config)
+
+
+def make_chunks(folder: Path, shape: str, form: str, n_nodes: int) -> None:
+    """Packed chunks of a shape, an even cut over so many nodes, and what a run needs besides."""
+    from mdi.block_ranges import default_split
+    from mdi.checkpoint.chunks import write_chunks
+    from random_packed import RandomPacked
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(shape)
+    source = RandomPacked(_plain(config), form)
+    write_chunks(source, folder, default_split(source.config_dict, n_nodes))
+    _write_rest(folder, shape, config)
+
+
+def _write_rest(folder: Path, shape: str, config: Any) -> None:
+    import yaml
+
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(_plain(config)), encoding="utf-8")
     write_tokenizer(folder)
     (folder / _DONE).write_text(json.dumps({"shape": shape}))
 
 
+def _plain(config: Any) -> dict[str, Any]:
+    from mdi.spec.model import ModelConfig
+
+    return (config if isinstance(config, ModelConfig) else ModelConfig(**asdict(config))).plain()
+
+
 def _make_weights(folder: Path, config: Any) -> None:
     import torch
-    from litgpt.model import GPT
 
-    with torch.device("meta"):
-        names = GPT(config).state_dict()
+    from mdi.checkpoint.shapes import model_shapes
+
+    if config.name in SHAPES:
+        from litgpt.model import GPT
+
+        with torch.device("meta"):
+            names = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
+    else:
+        names = model_shapes(_plain(config), config.name)
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, DTYPE)
     weights = {
-        name: torch.ones(t.shape, dtype=dtype)
-        if t.dim() == 1
-        else torch.empty(t.shape, dtype=dtype).normal_(0, 0.02, generator=generator)
-        for name, t in names.items()
+        name: torch.ones(shape, dtype=dtype)
+        if len(shape) == 1
+        else torch.empty(shape, dtype=dtype).normal_(0, 0.02, generator=generator)
+        for name, shape in names.items()
     }
     torch.save(weights, folder / "lit_model.pth")
 
@@ -86,3 +145,20 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=[*SHAPES, *BLOOM_SHAPES])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--format", help="make packed chunks in this weight format")
+    parser.add_argument("--n-nodes", type=int, default=3, help="nodes that the chunks are for (%(default)s)")
+    args = parser.parse_args()
+    if args.format is None:
+        make_checkpoint(args.folder, args.shape)
+    else:
+        make_chunks(args.folder, args.shape, args.format, args.n_nodes)
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
-from random_checkpoint import CONTEXT, SHAPES, config_of  # noqa: E402
+from random_checkpoint import BLOOM_SHAPES, CONTEXT, SHAPES, config_of  # noqa: E402
 
 CHUNK = 64
 
@@ -108,7 +108,7 @@ def measure(profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny-llama-1.1b")
+    parser.add_argument("--shape", choices=[*SHAPES, *BLOOM_SHAPES], default="tiny-llama-1.1b")
     parser.add_argument("--blocks", type=int, default=10, help="more than the processor's caches hold (%(default)s)")
     parser.add_argument("--formats", default=",".join(LAYOUTS), help="(%(default)s)")
     parser.add_argument("--sequences", default="1,8,16")

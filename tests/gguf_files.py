@@ -36,14 +36,15 @@ def gguf_families() -> list[str]:
 
 def write_gguf(
     path: Path, family: str, config: Config, state: State, matrices: str = "F32", tokens: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None, more: dict[str, np.ndarray] | None = None,
 ) -> Path:  # fmt: skip
     """One file with all weights; norms, biases and routers in F32 as llama.cpp wants them.
 
     Args:
         matrices: ggml's name of the type of all others; rows that do not divide stay in F16.
         tokens: the tokenizer's fields; None is a file without one.
-        changes: fields that are to be wrong.
+        changes: fields that are to be wrong, or others.
+        more: tensors that no checkpoint has.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[HF_KINDS[family][0]])
@@ -53,7 +54,7 @@ def write_gguf(
     for key, value in (changes or {}).items():
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
-    _write(writer, gguf_arrays(family, config, state), matrices)
+    _write(writer, {**gguf_arrays(family, config, state), **(more or {})}, matrices)
     return path
 
 
@@ -165,6 +166,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from pathlib import Path
 
@@ -303,3 +304,32 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as e:
         GgufSource(path)
     assert "'mamba'" in str(e.value)
+
+
+def test_scaling_of_positions_by_yarn_is_read_from_the_file(tmp_path: Path) -> None:
+    config, state = tiny_state("Qwen2.5-0.5B")
+    changes = {
+        "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 40, "qwen2.rope.scaling.yarn_beta_fast": 16.0,
+    }  # fmt: skip
+    path = write_gguf(tmp_path / "m.gguf", "Qwen2.5-0.5B", config, state, changes=changes)
+    assert GgufSource(path).config_dict["rope_adjustments"] == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40, "beta_fast": 16.0,
+        "attention_factor": pytest.approx(0.1 * math.log(4) + 1),
+    }  # fmt: skip
+
+
+def test_factors_of_longrope_are_read_from_their_tensors(tmp_path: Path) -> None:
+    config, state = tiny_state("Phi-3-mini-4k-instruct")
+    n = config.rope_n_elem // 2
+    factors = {"short": np.linspace(1, 2, n, dtype=np.float32), "long": np.linspace(3, 9, n, dtype=np.float32)}
+    path = write_gguf(
+        tmp_path / "m.gguf", "Phi-3-mini-4k-instruct", config, state,
+        changes={"phi3.rope.scaling.original_context_length": 16, "phi3.rope.scaling.attn_factor": 1.25},
+        more={f"rope_factors_{which}.weight": of_which for which, of_which in factors.items()},
+    )  # fmt: skip
+    found = GgufSource(path).config_dict["rope_adjustments"]
+    assert found == {
+        "rope_type": "longrope", "factor": config.block_size / 16, "original_max_position_embeddings": 16,
+        "attention_factor": 1.25, **{f"{which}_factor": of_which.tolist() for which, of_which in factors.items()},
+    }  # fmt: skip

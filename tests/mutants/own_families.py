@@ -60,9 +60,9 @@ MUTANTS = [
     Mutant("dynamic scaling forgets its power", "_dynamic", "(n / (n - 2))", "1", POSITIONS),
     Mutant(
         "scores have no bias",
-        "csrc:score",
-        "load(queries.bias[at + i] + first_position + 16 * half)",
-        "splat(0.0f)",
+        "csrc:attend_rows",
+        "stage_.score_bias ? own.bias.of((size_t)n_queries) : nullptr",
+        "(const float**)nullptr",
         LOGITS,
     ),
     Mutant(

@@ -85,7 +85,7 @@ class Copy:
             [sys.executable, "-B", "-c", program],
             cwd=self._directory / "src", env=self._environment(), capture_output=True, text=True,
         )  # fmt: skip
-        return done.stdout.strip() or done.stderr.strip()
+        return done.stdout.strip() or (done.stderr.strip() if done.returncode else "")
 
     def try_one(self, mutant: Mutant) -> Trial:
         if mutant.is_cpp:

@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "suspected texts run together",
         "Scheduler._admit",
-        "sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running)",
+        "unit[0].seq_id in self._suspects and not self._suspects.isdisjoint(self._running)",
         "False",
         f"{TEST}::test_suspected_texts_run_one_by_one_until_each_has_its_next_token",
     ),
@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "a resumed text draws its first numbers again",
         "StarterEngine.submit",
-        "ids = [*prompt, *generated]",
-        "prompt, ids = (*prompt, *generated), [*prompt, *generated]",
+        "sequence.ids += generated",
+        "sequence = self._sequence((*prompt_ids, *generated), params, owner)",
         SEED,
     ),
     Mutant(
@@ -81,14 +81,14 @@ MUTANTS = [
     Mutant(
         "who was put out waits behind all others",
         "Scheduler._preempt",
-        "self._waiting.appendleft(sequence)",
-        "self._waiting.append(sequence)",
+        "self._waiting.appendleft(one)",
+        "self._waiting.append(one)",
         f"{TEST}::test_who_was_put_out_is_let_in_again_before_those_who_wait",
     ),
     Mutant(
         "a text that was put out goes on as if it had its caches",
         "Scheduler._preempt",
-        "sequence.rewind()",
+        "one.rewind()",
         "pass",
         f"{TEST}::test_who_came_last_is_put_out_and_let_in_again_as_a_prompt_of_all_its_tokens",
     ),
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "texts grow into memory that is not there",
         "Scheduler._admit",
-        "self._use.ahead([*self._running.values(), sequence])",
+        "self._use.ahead([*self._running.values(), *unit])",
         "self._use.total",
         f"{TEST}::test_first_come_first_served_when_memory_is_short",
     ),
@@ -266,5 +266,33 @@ MUTANTS = [
         "pool.share(int(page))",
         "pass",
         "tests/kernels/test_pages.py::test_every_sequence_keeps_what_it_wrote",
+    ),
+    Mutant(
+        "rows of a cohort that were back are not computed again",
+        "Scheduler.resume",
+        "len(sequence.ids) - 1)",
+        "len(sequence.ids))",
+        "tests/recovery/test_replays.py::test_texts_are_those_of_an_undisturbed_ring",
+    ),
+    Mutant(
+        "a cohort is put out in parts",
+        "Scheduler._preempt",
+        "sequence.unit",
+        "(sequence,)",
+        "tests/test_cohorts.py::test_little_memory_changes_no_text",
+    ),
+    Mutant(
+        "early stopping never is as false",
+        "Cohort._is_over",
+        "length = self.most_tokens",
+        "pass",
+        "tests/test_cohorts.py::test_a_cohort_finds_what_beam_search_is_defined_to",
+    ),
+    Mutant(
+        "texts that end beyond the best count",
+        "Cohort.choose",
+        "reason != UNMATCHED and rank < len(self.texts)",
+        "reason != UNMATCHED",
+        "tests/test_cohorts.py::test_a_cohort_finds_what_beam_search_is_defined_to",
     ),
 ]

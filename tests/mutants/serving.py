@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "texts of the API do not end at the model's own end",
         "Outlet.submit",
-        "eos_ids=self._eos_ids",
+        "eos_ids=self._codec.eos_ids",
         "eos_ids=frozenset()",
         FIELDS,
     ),

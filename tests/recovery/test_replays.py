@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mdi.engine.cohort import Beams, Cohort
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Plan, SamplingParams, Sequence
@@ -122,6 +124,7 @@ class World:
         self.flying: list[tuple[Plan, int]] = []  # and how many nodes have computed it
         self.texts: dict[int, list[int]] = {}
         self.ended: set[int] = set()
+        self.cohorts: dict[int, Cohort] = {}
 
     def submit(self, seq_id: int, n_prompt: int, n_tokens: int) -> None:
         """Texts with long prompts have the same one, which they share."""
@@ -129,6 +132,16 @@ class World:
         first = 9000 if n_prompt > PAGE else 1000 * seq_id
         prompt = tuple(first + k for k in range(n_prompt))
         self.scheduler.submit(Sequence(seq_id, prompt, SamplingParams(n_tokens), 1000))
+
+    def submit_beams(self, n_prompt: int, n_tokens: int, n: int) -> None:
+        first = len(self.texts)
+        prompt = tuple(5000 + k for k in range(n_prompt))
+        texts = [Sequence(first + i, prompt, SamplingParams(n_tokens, eos_ids=frozenset({0})), 1000) for i in range(n)]
+        cohort = Cohort(texts, Beams(n))
+        for text in texts:
+            text.cohort = tuple(texts)
+            self.texts[text.seq_id], self.cohorts[text.seq_id] = [], cohort
+            self.scheduler.submit(text)
 
     def leave(self) -> bool:
         plan = self.scheduler.schedule()
@@ -168,19 +181,35 @@ class World:
         if not self.flying or self.flying[0][1] < 2:
             return
         plan, _ = self.flying.pop(0)
-        tokens = {}
-        for part in plan.slices:
-            if part.n_logits:
+        tokens, complete = {}, []
+        for part, is_live in zip(plan.slices, self.scheduler.due(plan.number)[1], strict=True):
+            if part.n_logits and (cohort := self.cohorts.get(part.seq_id)) is not None:
+                tokens[part.seq_id] = []
+                ids = self.nodes[1][part.seq_id][: part.start + part.n_rows]
+                logits = np.random.default_rng(ids).normal(size=9).astype(np.float32)
+                if is_live and cohort.take(part.seq_id, logits):
+                    complete.append(cohort)
+            elif part.n_logits:
                 ids = self.nodes[1][part.seq_id]
                 tokens[part.seq_id] = [(sum(ids[: part.start + part.n_rows]) + part.seq_id) % 997]
         for event in self.scheduler.update(plan.number, tokens):
             self.texts[event.seq_id] += event.tokens
             if event.finish_reason:
                 self.ended.add(event.seq_id)
+        for cohort in complete:
+            if choices := cohort.choose():
+                self.scheduler.regroup(cohort.texts, [(choice.parent, choice.token) for choice in choices])
+                continue
+            for text, ended in zip(cohort.texts, cohort.ended, strict=True):
+                self.texts[text.seq_id] += ended.tokens
+                self.ended.add(text.seq_id)
+                self.scheduler.cancel(text.seq_id, ended.reason)
 
     def lose(self, n_kept: int) -> None:
         """The second node is replaced by one without caches; the rows of `n_kept` texts can be replayed."""
         self.flying.clear()
+        for cohort in self.cohorts.values():
+            cohort.forget()
         self.nodes[1] = {}
         kept = {seq_id: len(rows) for seq_id, rows in list(self.sent.items())[:n_kept]}
         for seq_id in self.sent.keys() - kept.keys():
@@ -206,15 +235,19 @@ Steps = st.lists(st.sampled_from(STEPS), max_size=60)
     st.lists(st.tuples(st.integers(1, 9) | st.just(PAGE + 3), st.integers(1, 6)), min_size=1, max_size=4),
     st.integers(1, 3),
     st.integers(1, 5) | st.just(PAGE),
+    st.none() | st.tuples(st.sampled_from([2, PAGE + 3]), st.integers(1, 6), st.integers(1, 4)),
     Steps,
 )
 def test_texts_are_those_of_an_undisturbed_ring(
-    texts: list[tuple[int, int]], n_frames: int, chunk_rows: int, steps: list[str | int]
-) -> None:
+    texts: list[tuple[int, int]], n_frames: int, chunk_rows: int, beams: tuple[int, int, int] | None,
+    steps: list[str | int],
+) -> None:  # fmt: skip
     worlds = [World(n_frames, chunk_rows), World(n_frames, chunk_rows)]
     for world in worlds:
         for seq_id, (n_prompt, n_tokens) in enumerate(texts):
             world.submit(seq_id, n_prompt, n_tokens)
+        if beams is not None:
+            world.submit_beams(*beams)
     undisturbed, disturbed = worlds
     actions: dict[str, Callable[[], object]] = {
         "leave": disturbed.leave, "back": disturbed.back,

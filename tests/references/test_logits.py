@@ -8,14 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from litgpt.config import Config
+from safetensors.torch import load_file, save_file
 
 from mdi.checkpoint.convert import convert
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
+from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.spec.cluster import standalone
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.torch_stage import StarterStage
 from references.test_references import generated
 from references.write_logits import CASES, version
 from secondaries import cluster_of, secondaries
@@ -107,3 +112,38 @@ def test_a_ring_of_three_continues_a_text_as_one_node_and_as_transformers_begins
     assert alone[1][0] == pytest.approx(row.max() - np.log(np.exp(row - row.max()).sum()) - row.max(), abs=TOLERANCE)
     with secondaries(2, tmp_path) as nodes:
         assert generated(cluster_of(nodes), folder, prompt, N_TOKENS) == alone
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("bloom", "transformer."), ("gpt2", "transformer."), ("opt", "model.")])
+def test_official_names_without_their_prefix_and_in_pickles(name: str, prefix: str, tmp_path: Path) -> None:
+    """As the first files on the hub have them, with buffers that follow from the settings."""
+    folder, ids, expected = folder_of(name, tmp_path)
+    tensors = {key.removeprefix(prefix): tensor for key, tensor in load_file(folder / "model.safetensors").items()}
+    assert len(tensors) > 30 and not any(key.startswith(prefix) for key in tensors)
+    if name == "gpt2":
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError) as refused:
+        open_source(folder)
+    assert refused.value.code == "unsafe"
+    made = tmp_path / "made"
+    made.mkdir()
+    convert(folder, target=made, progress=False)
+    n_layer = int(open_source(made).config_dict["n_layer"])
+    same(logits_of(stages_of(open_source(made), [0, n_layer], len(ids)), ids), expected)
+    (folder / "pytorch_model.bin").unlink()
+    save_file(tensors, folder / "model.safetensors")
+    same(logits_of(stages_of(open_source(folder), [0, n_layer], len(ids)), ids), expected)
+
+
+@pytest.mark.parametrize("name", ["yarn", "longrope-long", "dynamic"])
+def test_torch_has_the_same_positions(name: str, tmp_path: Path) -> None:
+    folder, ids, expected = folder_of(name, tmp_path)
+    source = open_source(folder)
+    n_layer = int(source.config_dict["n_layer"])
+    stage = StarterStage(Config(**source.config_dict), n_layer)
+    stage.load(stage_parts(0, n_layer, starter=True), source.tensors, torch.device("cpu"), torch.float32)
+    stage.prepare(len(ids), torch.device("cpu"), torch.float32)
+    slices = [(0, 0, len(ids))]
+    same(stage.head(stage(stage.embed(torch.tensor(ids), slices), slices)).numpy(), expected)

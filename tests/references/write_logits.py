@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "bloom-eight-heads": ("Bloom", {"hidden_size": 64, "n_head": 8}, 90),
     # Positions from 257 on are rounded in bfloat16.
     "falcon-rw": ("Falcon", {**FALCON, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}, 300),
-    "falcon-alibi-one-group": ("Falcon", {**FALCON, "alibi": True}, 90),
+    "falcon-alibi-one-group": ("Falcon", {**FALCON, "num_attention_heads": 12, "alibi": True}, 300),
     "falcon-biases": ("Falcon", {**FALCON, "alibi": False, "bias": True, "parallel_attn": False}, 90),
     "gpt2": ("GPT2", {"n_inner": 80}, 90),
     "gpt2-relu": ("GPT2", {"activation_function": "relu"}, 60),

@@ -6,14 +6,16 @@ import asyncio
 import json
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from mdi.cli.serve_settings import read_key
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, WireError
+from mdi.errors import CheckpointError, UsageError, WireError
 from mdi.files import module_environment
 from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
@@ -21,7 +23,7 @@ from mdi.serve.api_state import Admission
 from mdi.serve.chat import Chat, ChatAnswer, parse_tools
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, ServedTokenizer
-from mdi.serve.request import RequestFields, TextPiece, common_fields, encoded, read_fields
+from mdi.serve.request import RequestFields, TextPiece, check_beams, common_fields, encoded, read_fields
 from mdi.text.templates import ChatTemplate
 from mdi.text.tokenizer import FileTokenizer
 
@@ -162,9 +164,11 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
 
     a, b = socket.socketpair()
     ours, theirs = lines.Lines(a), lines.Lines(b)
-    outlet = Outlet("m", cast(Any, SimpleNamespace(submit=submit)), frozenset({4}), ours)
+    outlet = Outlet(
+        "m", cast(Any, SimpleNamespace(submit=submit)), cast(Any, SimpleNamespace(eos_ids=frozenset({4}))), ours
+    )
     sampling = json.loads(json.dumps({**fields.sampling.values, "n_tokens": 11, "seed": fields.sampling.seed}))
-    outlet.submit(1, {"ids": [1, 2], "sampling": sampling, "owner": "me"}, None)
+    outlet.submit({"numbers": [1], "ids": [1, 2], "sampling": sampling, "owner": "me"}, None)
     outlet.close()
     ours.close()
     theirs.close()
@@ -172,6 +176,36 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
         **FIELDS, n_tokens=11, seed=9, logit_bias=((5, -2.5),), n_logprobs=3, eos_ids=frozenset({4})
     )
     assert submitted == [([1, 2], expected, "me")]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 9}, "n"), ({"n": 2, "best_of": 9}, "best_of"), ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 4, "max_tokens": 5000}, "max_tokens"), ({"early_stopping": "always"}, "early_stopping"),
+        ({"use_beam_search": False, "best_of": 2}, "best_of"),
+    ],
+)  # fmt: skip
+def test_beams_that_an_api_key_may_not_have_are_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_beams(common_fields(read_fields(RequestFields, {"use_beam_search": True, **body}), 16, None), None, 9999)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_api_key_says_how_many_beams_it_may_have() -> None:
+    key = read_key(1, "long-enough alpha 3 beams=2 beam_tokens=20 operator")
+    assert (key.name, key.priority, key.role, key.beams, key.beam_tokens) == ("alpha", 3, "operator", 2, 20)
+    fields = common_fields(
+        read_fields(RequestFields, {"use_beam_search": True, "best_of": 2, "max_tokens": 10}), 16, None
+    )
+    assert fields.n_running == 2 and fields.n == 1
+    check_beams(fields, key, 9999)
+    for worse in (replace(key, beams=1), replace(key, beam_tokens=19)):
+        with pytest.raises(ApiError):
+            check_beams(fields, worse, 9999)
+    check_beams(fields, replace(key, beam_tokens=8), 4)
+    with pytest.raises(UsageError):
+        read_key(1, "long-enough alpha beams=many")
 
 
 def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:

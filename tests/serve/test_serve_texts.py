@@ -86,6 +86,38 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, expected:
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
 
 
+def test_the_best_texts_are_those_of_the_command(client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found with more beams than texts, streamed at the end, with probabilities, and up to a stop string."""
+    flags = [
+        "--beams",
+        "4",
+        "--n-samples",
+        "2",
+        "--n-tokens",
+        "20",
+        "--length-penalty",
+        "0.5",
+        "--early-stopping",
+        "never",
+    ]
+    assert launch("sample", ["--ckpt", str(NANO), "--prompt", PROMPT, *flags, "--json", "--device", "cpu"]) == 0
+    best = [sample["text"] for sample in json.loads(capsys.readouterr().out)["samples"]]
+    assert len(set(best)) == 2
+    more = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
+    fields: dict[str, Any] = {"n": 2, "best_of": 4, "max_tokens": 20, "extra_body": more}
+    answer = complete(client, logprobs=1, **fields)
+    assert [choice.text for choice in answer.choices] == best and answer.usage.completion_tokens == 40
+    assert all(len(choice.logprobs.tokens) == 20 for choice in answer.choices)
+    pieces = [piece.choices[0] for piece in complete(client, stream=True, **fields)]
+    assert [piece.text for piece in pieces if piece.text] == best
+    stop = best[0][5:8]
+    stopped = complete(client, stop=stop, **fields)
+    assert all(stop not in choice.text for choice in stopped.choices)
+    assert "stop" in {choice.finish_reason for choice in stopped.choices}
+    with pytest.raises(openai.BadRequestError):
+        complete(client, **{**fields, "best_of": 30})
+
+
 def test_a_stop_string_is_cut_off(client: openai.OpenAI, expected: list[str]) -> None:
     stop = expected[0][12:15]
     answer = complete(client, stop=[stop, "not in it"], **SAMPLED).choices[0]

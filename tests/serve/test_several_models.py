@@ -158,7 +158,7 @@ def test_a_model_that_is_not_there_any_more_cannot_be_had(folder: Path, nodes: l
         async with server(folder, nodes) as made:
             assert (await made.client.ask("load", {"model": "four"}))["code"] == "usage"
             with pytest.raises(EngineError):
-                made.host.submit("four", 1, {"ids": [1], "sampling": {}}, None)
+                made.host.submit("four", {"numbers": [1], "ids": [1], "sampling": {}}, None)
             assert await made.write("one", 5) == right("one", 5)
 
     run(scenario())

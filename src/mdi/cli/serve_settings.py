@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MDI_API_KEY"
 PRIORITY_LIMIT = 1000
+LIMITS = ("beams", "beam_tokens")  # of a key; see ApiKey
 
 
 def serve_settings(options: Options) -> ServeSettings:
@@ -70,11 +72,17 @@ def read_key(number: int, line: str) -> ApiKey:
     from mdi.serve.process import ROLES, ApiKey, digest_of
 
     parts = line.split()
+    limits = dict(part.split("=", 1) for part in parts[1:] if part.startswith(tuple(f"{name}=" for name in LIMITS)))
+    parts = [part for part in parts if part not in {f"{name}={value}" for name, value in limits.items()}]
+    if not all(value.isascii() and value.isdigit() and len(value) < 10 for value in limits.values()):
+        raise UsageError(
+            f"API key {number}: expected a whole number behind {' and '.join(f'{name}=' for name in limits)}"
+        )
     role = parts.pop() if len(parts) > 1 and parts[-1] in ROLES else "user"
     if not 1 <= len(parts) <= 3 or len(parts[0]) < 8:
         raise UsageError(
-            f"API key {number}: expected at least 8 characters without blanks, then its name, its priority and its role "
-            f"({' or '.join(ROLES)})"
+            f"API key {number}: expected at least 8 characters without blanks, then its name, its priority, its limits "
+            f"({' and '.join(f'{limit}=N' for limit in LIMITS)}) and its role ({' or '.join(ROLES)})"
         )
     name = parts[1] if len(parts) > 1 else f"key{number}"
     try:
@@ -83,7 +91,9 @@ def read_key(number: int, line: str) -> ApiKey:
         raise UsageError(f"API key {number}: its priority is not a whole number") from None
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
-    return ApiKey(digest_of(parts[0]), name, priority, role)
+    key = ApiKey(digest_of(parts[0]), name, priority, role)
+    beams, beam_tokens = (int(limits.get(name, getattr(key, name))) for name in LIMITS)
+    return replace(key, beams=beams, beam_tokens=beam_tokens)
 
 
 def _check_tls(cert: Path, key: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from mdi.spec.options import Options
 
 if TYPE_CHECKING:
     from mdi.cli.discover import Discovery
+    from mdi.engine.cohort import Beams, EarlyStopping
     from mdi.engine.sequence import SamplingParams
     from mdi.node.local import LocalRing
     from mdi.run.nodes import NodeSource
@@ -240,6 +242,19 @@ def sampling_params(options: Options) -> SamplingParams:
         raise UsageError("--stop: an empty text would end every sample at once")
     named = {field.name for field in fields(SamplingParams)}.intersection(field.name for field in fields(options))
     return SamplingParams(**{**{name: getattr(options, name) for name in named}, "top_k": options.top_k or None})
+
+
+def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:
+    """How the best texts are searched; None: tokens are drawn. Raises UsageError."""
+    from mdi.engine.cohort import Beams
+
+    if options.beams is None:
+        return None
+    kinds: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
+    beams = Beams(options.beams, options.length_penalty, kinds[options.early_stopping])
+    if (n := max(Counter(prompts).values(), default=0)) > beams.n:
+        raise UsageError(f"--beams {beams.n}: fewer than the {n} texts of a prompt that are wanted (--n-samples)")
+    return beams
 
 
 def show_seed(params: SamplingParams) -> None:

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mdi.cli.resume import Journaling
+    from mdi.engine.cohort import Beams
     from mdi.engine.sequence import SamplingParams
     from mdi.metrics import RunMetrics
     from mdi.run.journal import JournalText
     from mdi.run.nodes import NodeSource
     from mdi.run.run import Run
+    from mdi.run.texts import OnText
     from mdi.spec.cluster import ClusterConfig
     from mdi.stages.model_family import ModelFamily
 
@@ -115,7 +117,7 @@ def generate(
 ) -> RunMetrics:
     from mdi.cli import ignore_interrupts
     from mdi.cli.output import report
-    from mdi.cli.session import run_options, sampling_params, show_seed, with_model, with_seed
+    from mdi.cli.session import beams_of, run_options, sampling_params, show_seed, with_model, with_seed
     from mdi.errors import MdiError
     from mdi.run.run import Run
     from mdi.spec.prompts import read_prompts
@@ -126,22 +128,25 @@ def generate(
         prompts = read_prompts(options.prompt, options.n_samples, default=options.samples_of_one)
     else:
         prompts = [text.prompt for text in known]
-    params = sampling_params(options)
+    params, beams = sampling_params(options), beams_of(options, prompts)
+    if beams is not None:  # texts of one prompt one after the other, the best first
+        prompts.sort(key={prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}.__getitem__)
     options = with_model(options, cancel, is_litgpt=family is None)
     is_streaming = is_reported and not (options.json or options.no_stream)
     failure: BaseException | None = None
     with make_nodes() as nodes:
         session = Run(
             nodes, run_options(options), options.n_tokens, prompts if known is None else [text.prompt_ids for text in known],
+            n_texts=None if beams is None else beams.n * len(set(prompts)),
             family=family, leave=options.stop_nodes, on_close=ignore_interrupts, cancel=cancel,
         )  # fmt: skip
         try:
             with session:
                 if journaling is not None:
                     journaling.begin(options, session, prompts)
-                if is_reported:
+                if is_reported and beams is None:
                     show_seed(params)
-                _submit(session, prompts, params, options.stop, known, is_streaming)
+                _submit(session, prompts, params, options.stop, known, is_streaming, beams)
                 session.read()
         except (MdiError, KeyboardInterrupt) as e:
             if not session.was_open:
@@ -157,17 +162,30 @@ def generate(
 
 def _submit(
     session: Run, prompts: list[str], params: SamplingParams, stop: Sequence[str], known: list[JournalText] | None,
-    is_streaming: bool,
+    is_streaming: bool, beams: Beams | None,
 ) -> None:  # fmt: skip
     """All texts of the run, shown as they grow if that is wanted; `known` is what an earlier run has of them."""
     from mdi.cli.output import open_stream
 
     stream = open_stream(len(prompts)) if is_streaming else None
-    for i, (prompt, ids) in enumerate(zip(prompts, session.prompt_ids, strict=True)):
-        on_text = None
-        if stream is not None:
-            on_text = partial(stream.show, i)
+    on_texts: list[OnText | None] = [None] * len(prompts)
+    if stream is not None:
+        for i, prompt in enumerate(prompts):
+            on_texts[i] = partial(stream.show, i)
             stream.show(i, prompt + ("" if session.model.codec.prompt_style is None else "\n"))
-        before, reason = ((), None) if known is None else (known[i].ids, known[i].finish_reason)
-        sample = session.submit(prompt, ids, params, stop, on_text, before=before, finish_reason=reason)
-        sample.may_differ_from = None if known is None else known[i].may_differ_from
+    before: list[tuple[Sequence[int], str | None]] = [((), None)] * len(prompts)
+    if known is not None:
+        before = [(text.ids, text.finish_reason) for text in known]
+    places: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        places.setdefault(prompt if beams is not None else str(i), []).append(i)
+    for own in places.values():  # of one prompt, if its best texts are searched, else of one text
+        first = own[0]
+        prompt, ids = prompts[first], session.prompt_ids[first]
+        if beams is not None:
+            shown, reached = [on_texts[i] for i in own], [before[i] for i in own]
+            session.submit_beams(prompt, ids, params, beams, stop, shown, reached)
+            continue
+        tokens, reason = before[first]
+        sample = session.submit(prompt, ids, params, stop, on_texts[first], before=tokens, finish_reason=reason)
+        sample.may_differ_from = None if known is None else known[first].may_differ_from

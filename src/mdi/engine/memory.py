@@ -57,12 +57,13 @@ class CacheMemory:
         """Whether every node can hold its share of `n_bytes`."""
         return all(n <= node.limit_bytes for n, node in zip(n_bytes, self.nodes, strict=True))
 
-    def refusal(self, length: int) -> str | None:
-        """Why a sequence of `length` positions can never enter; None if it can."""
-        for node, needed in zip(self.nodes, self.needs(length), strict=True):
-            if needed > node.limit_bytes:
+    def refusal(self, length: int, n_together: int = 1) -> str | None:
+        """Why sequences of `length` positions, so many that run together, can never enter; None if they can."""
+        for node, each in zip(self.nodes, self.needs(length), strict=True):
+            if (needed := n_together * each) > node.limit_bytes:
+                who = "a sequence" if n_together == 1 else f"{n_together} beams"
                 return (
-                    f"a sequence of up to {length} tokens needs {size(needed)} of cache on {node.name}, which has "
+                    f"{who} of up to {length} tokens needs {size(needed)} of cache on {node.name}, which has "
                     f"{size(node.limit_bytes)} for caches: ask for fewer tokens, give it more (--kv-memory), store less "
                     "per token (--kv-dtype bf16), or give it fewer blocks (--layers)"
                 )

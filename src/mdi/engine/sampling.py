@@ -28,6 +28,7 @@ class Row(NamedTuple):
         ids: of the sequence so far, prompt included, for penalties.
         n_prompt: how many of them are the prompt.
         allowed: bool (vocabulary); None are all tokens.
+        logprob: of the tokens drawn before, where a chooser compares texts (engine.cohort).
     """
 
     params: SamplingParams
@@ -35,6 +36,7 @@ class Row(NamedTuple):
     ids: Sequence[int] = ()
     n_prompt: int = 0
     allowed: np.ndarray | None = None
+    logprob: float = 0.0
 
     @property
     def is_plain(self) -> bool:

@@ -153,7 +153,7 @@ class Scheduler:
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why the sequence could not be admitted even if it were alone; None if it could."""
-        return None if self.memory is None else self.memory.refusal(sequence.n_positions)
+        return None if self.memory is None else self.memory.refusal(sequence.n_positions, len(sequence.unit))
 
     def cancel(self, seq_id: int, reason: str = "cancelled") -> Event | None:
         """End a sequence now; None if it has ended already."""
@@ -228,7 +228,7 @@ class Scheduler:
         for queue in (self._ready, self._prefilling, self._replays):
             queue.clear()
         for sequence in self._running.values():
-            n_done = flying.get(sequence.seq_id, (sequence.n_sent, 0))[0]
+            n_done = min(flying.get(sequence.seq_id, (sequence.n_sent, 0))[0], len(sequence.ids) - 1)
             if sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0):
                 sequence.return_to(n_done)
                 if has_fresh:
@@ -332,10 +332,27 @@ class Scheduler:
             events += self._take_drawn(self._running[part.seq_id], part, tokens[part.seq_id])
         return events
 
+    def regroup(self, texts: Collection[Sequence], choices: Collection[tuple[int, int]]) -> None:
+        """Continue a cohort whose rows are all back: each text with the ids and caches of one of them, and a token behind it.
+
+        Args:
+            choices: for each text, the place of the one that it continues, and the token.
+        """
+        before = [(one.seq_id, one.ids) for one in texts]
+        for one, (place, token) in zip(texts, choices, strict=True):
+            source, ids = before[place]
+            if source != one.seq_id:
+                self._copies.append((source, one.seq_id))
+            one.ids = [*ids, token]
+            self._count(one)
+            self._ready.append(one)
+
     def _take_drawn(self, sequence: Sequence, part: PlannedSlice, tokens: Iterable[int]) -> list[Event]:
         self._suspects.discard(part.seq_id)
         events, n_drawn, n_before = [], 0, sequence.n_confirmed
         sequence.n_flying -= 1
+        if sequence.cohort:
+            return []  # see `regroup`
         has_guesses = bool(sequence.guessed)
         for token in tokens:
             new = sequence.take_drawn(token)
@@ -370,19 +387,20 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit sequences that fit."""
         while self._waiting:
-            sequence = self._waiting[0]
-            if sequence.seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
+            unit = self._waiting[0].unit
+            if unit[0].seq_id in self._suspects and not self._suspects.isdisjoint(self._running):
                 return
-            if not self._holds(self._use.ahead([*self._running.values(), sequence])):
+            if not self._holds(self._use.ahead([*self._running.values(), *unit])):
                 return  # first come, first served
-            self._waiting.popleft()
-            self._running[sequence.seq_id] = sequence
-            self._prefilling.append(sequence)
-            self._count(sequence)
-            sequence.siblings = self._by_prompt.setdefault((sequence.owner, sequence.prompt_ids), [])
-            if not any(self._leads(other, sequence) for other in sequence.siblings):
-                self._reuse(sequence)
-            sequence.siblings.append(sequence)
+            for sequence in unit:  # which stand one after the other
+                self._waiting.popleft()
+                self._running[sequence.seq_id] = sequence
+                self._prefilling.append(sequence)
+                self._count(sequence)
+                sequence.siblings = self._by_prompt.setdefault((sequence.owner, sequence.prompt_ids), [])
+                if not any(self._leads(other, sequence) for other in sequence.siblings):
+                    self._reuse(sequence)
+                sequence.siblings.append(sequence)
 
     def _leads(self, other: Sequence, sequence: Sequence) -> bool:
         """Whether another one's caches have the prompt that this one can share, or will have it."""
@@ -430,10 +448,11 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put out the one that came last: it gives its caches back, and is the first to be let in again."""
-        self._leave(sequence)
-        sequence.rewind()
-        self.n_preempted += 1
-        self._waiting.appendleft(sequence)
+        for one in reversed(sequence.unit):
+            self._leave(one)
+            one.rewind()
+            self.n_preempted += 1
+            self._waiting.appendleft(one)
 
     def _leave(self, sequence: Sequence) -> None:
         """It runs no more; its caches are freed with the next frame, or kept if it has ended.
@@ -445,7 +464,6 @@ class Scheduler:
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
             del self._by_prompt[sequence.owner, sequence.prompt_ids]
-        self._copies = [pair for pair in self._copies if pair[1] != sequence.seq_id]
         for queue in (self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
@@ -453,7 +471,10 @@ class Scheduler:
         del self._running[sequence.seq_id]
         self._suspects.discard(sequence.seq_id)
         self._use.drop(sequence)
-        if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or sequence.n_sent < PAGE:
+        is_coming = any(new_id == sequence.seq_id for _, new_id in self._copies)
+        self._copies = [pair for pair in self._copies if pair[1] != sequence.seq_id]
+        is_short = is_coming or sequence.n_sent < PAGE
+        if self._prefixes is None or sequence.owner is None or not sequence.finish_reason or is_short:
             self._freed.append(sequence.seq_id)
             return
         n_known, n_far = min(sequence.n_sent, len(sequence.ids)), max(sequence.n_sent, sequence.n_far)
@@ -469,9 +490,11 @@ class Scheduler:
         if not self._ready:
             return []
         n_slices = min(self._share(), len(self._ready))
-        slices = []
-        for _ in range(n_slices):
-            sequence = self._ready.popleft()
+        slices: list[PlannedSlice] = []
+        cohort: tuple[Sequence, ...] = ()
+        while self._ready and (len(slices) < n_slices or (cohort and self._ready[0].cohort is cohort)):
+            sequence = self._ready.popleft()  # a cohort stays together: it needs all of its rows to go on
+            cohort = sequence.cohort
             guesses = [] if self.guesser is None else self._guesses(sequence, 1)
             slices.append(self._with_guesses(sequence, 1, guesses) if guesses else next_slice(sequence, 1))
         return slices
@@ -508,7 +531,7 @@ class Scheduler:
         """Guesses for the next slice of a sequence, behind so many known rows; none where their rows would be of no use, or
         take memory that texts will need.
         """
-        if self.guesser is None or not sequence.is_guessed:
+        if self.guesser is None or not sequence.is_guessed or sequence.cohort:
             return []
         n_texts = max(1, self._n_decoding)
         n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts)

@@ -94,6 +94,7 @@ class Sequence:
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
         is_guessed: whether its tokens may be guessed.
         prediction: ids of a text that it probably repeats in parts.
+        cohort: all texts that are continued together with it, itself included; () if it is alone (engine.cohort).
         siblings: running texts of its owner with the same prompt, in the order in which they came, and itself.
     """
 
@@ -121,6 +122,7 @@ class Sequence:
 
     n_prompt: int = field(init=False)
     n_positions: int = field(init=False)
+    cohort: tuple[Sequence, ...] = ()
     siblings: list[Sequence] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,6 +134,11 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.ids[self.n_prompt :]
+
+    @property
+    def unit(self) -> tuple[Sequence, ...]:
+        """What runs and waits as a whole: its cohort, or itself."""
+        return self.cohort or (self,)
 
     @property
     def n_shared(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mdi.engine.cohort import Beams, Chooser, Cohort, Ended, best_texts
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import SentRows
 from mdi.engine.sampling import Row, log_probs, on_host, sample
@@ -78,6 +79,8 @@ class StarterEngine:
         self._wire = wire
         self._inbox = Inbox()
         self._live: dict[int, Request] = {}
+        self._cohorts: dict[int, Cohort] = {}  # by each of their texts
+        self._complete: list[Cohort] = []  # have all logits of this step
         self._ids = itertools.count()
         self._ring: Ring | None = None  # the one that was run last
         self._closing = False
@@ -113,7 +116,41 @@ class StarterEngine:
             UsageError: the prompt is empty or does not fit, or no node's caches could ever hold the sequence.
             EngineError: the engine has ended.
         """
+        sequence = self._sequence(tuple(prompt_ids), params, owner)
+        sequence.ids += generated
+        sequence.is_guessed, sequence.prediction = is_guessed, tuple(prediction)
+        request = Request(sequence, events, ends, self.cancel, constraint)
+        self._queue([request])
+        return request
+
+    def submit_beams(
+        self, prompt_ids: Iterable[int], params: SamplingParams, beams: Beams, events: Events | None = None,
+        constraint: Constraint | None = None, owner: str | None = None, chooser: Chooser = best_texts,
+        is_stopped: Callable[[list[int]], bool] | None = None,
+    ) -> list[Request]:  # fmt: skip
+        """Queue a prompt whose best continuations are searched; how tokens are drawn (temperature, seed) has no effect.
+
+        Args:
+            constraint, owner: as in `submit`.
+            chooser: which texts go on, see engine.cohort.
+            is_stopped: whether generated tokens have a stop string in them.
+
+        Returns:
+            one for each beam. They end together, each with one event: the best text first.
+
+        Raises:
+            as `submit`.
+        """
         prompt = tuple(prompt_ids)
+        texts = [self._sequence(prompt, params, owner) for _ in range(beams.n)]
+        for text in texts:
+            text.cohort = tuple(texts)
+        requests = [Request(text, events, None, self.cancel) for text in texts]
+        cohort = Cohort(texts, beams, chooser, constraint, is_stopped)
+        self._queue(requests, cohort)
+        return requests
+
+    def _sequence(self, prompt: tuple[int, ...], params: SamplingParams, owner: str | None) -> Sequence:
         if not prompt:
             raise UsageError("a prompt without any token cannot be continued", code="empty")
         if len(prompt) > self._max_length:
@@ -121,16 +158,14 @@ class StarterEngine:
                 f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)",
                 code="length",
             )
-        ids = [*prompt, *generated]
-        sequence = Sequence(next(self._ids), prompt, params, self._max_length, ids=ids, owner=owner)
-        sequence.is_guessed, sequence.prediction = is_guessed, tuple(prediction)
-        if (reason := self.scheduler.refusal(sequence)) is not None:
+        return Sequence(next(self._ids), prompt, params, self._max_length, owner=owner)
+
+    def _queue(self, requests: list[Request], cohort: Cohort | None = None) -> None:
+        if (reason := self.scheduler.refusal(requests[0].sequence)) is not None:
             raise UsageError(reason, code="memory")
-        request = Request(sequence, events, ends, self.cancel, constraint)
-        if not self._inbox.put(partial(self._take, request)):
+        if not self._inbox.put(partial(self._take, requests, cohort)):
             raise EngineError("no more texts are generated: the run is over")
         self._wake()
-        return request
 
     def cancel(self, seq_id: int, reason: str = "cancelled") -> None:
         """Have a sequence ended; its last event carries `reason`. One that has ended already is left alone."""
@@ -226,6 +261,9 @@ class StarterEngine:
             if self._speculation is not None:
                 self._speculation.begin_ring(ring.n_nodes)
                 self.scheduler.guesser = self._speculation if self.may_guess else None
+            self._complete.clear()
+            for cohort in self._cohorts.values():
+                cohort.forget()
             kept, self.kept = self.kept, None
             if kept is None:
                 self._tell(self.scheduler.rewind(n_frames, self.memory, ring.capacity))
@@ -263,6 +301,8 @@ class StarterEngine:
         if frame is not None:
             tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
             self._tell(self.scheduler.update(frame.number, tokens))
+            while self._complete:
+                self._choose(self._complete.pop())
             if self._speculation is not None:
                 n_drawn = sum(map(len, tokens.values()))
                 self._speculation.returned(frame.number, time.perf_counter(), self.compute_s, n_drawn)
@@ -400,10 +440,21 @@ class StarterEngine:
 
     def _sampled(self, logits: Any, wanted: list[_Wanted]) -> dict[int, list[int]]:
         """New tokens by seq_id: one for each row of a slice, up to the first one behind which another token was guessed."""
+        tokens: dict[int, list[int]] = {}
+        if self._cohorts and any(seq_id in self._cohorts for seq_id, *_ in wanted):
+            logits = on_host(logits)
+            for at, (seq_id, *_) in enumerate(wanted):
+                if (cohort := self._cohorts.get(seq_id)) is not None:
+                    tokens[seq_id] = []
+                    if cohort.take(seq_id, logits[at]):
+                        self._complete.append(cohort)
+            alone = [at for at, (seq_id, *_) in enumerate(wanted) if seq_id not in tokens]
+            if not alone:
+                return tokens
+            logits, wanted = logits[alone], [wanted[at] for at in alone]
         rows = [row for _, _, _, row in wanted]
         if any([row.params.n_logprobs is not None for row in rows]):
             logits = on_host(logits)  # once for both
-        tokens: dict[int, list[int]] = {}
         for at, ((seq_id, place, guess, row), token) in enumerate(zip(wanted, sample(logits, rows), strict=True)):
             own = tokens.setdefault(seq_id, [])
             if place and (len(own) < place or own[-1] != guess):
@@ -415,16 +466,41 @@ class StarterEngine:
 
     # Commands
 
-    def _take(self, request: Request) -> None:
-        self._live[request.seq_id] = request
-        if self._speculation is not None and request.sequence.is_guessed:
-            self._speculation.begin(request.sequence, request.constraint)
-        self.scheduler.submit(request.sequence)
+    def _take(self, requests: list[Request], cohort: Cohort | None) -> None:
+        for request in requests:
+            self._live[request.seq_id] = request
+            if cohort is not None:
+                self._cohorts[request.seq_id] = cohort
+            elif self._speculation is not None and request.sequence.is_guessed:
+                self._speculation.begin(request.sequence, request.constraint)
+            self.scheduler.submit(request.sequence)
 
     def _end(self, seq_id: int, reason: str) -> None:
-        event = self.scheduler.cancel(seq_id, reason)
-        if event is not None:
-            self._tell([event])
+        request = self._live.get(seq_id)
+        unit = () if request is None else request.sequence.unit
+        for event in [self.scheduler.cancel(one.seq_id, reason) for one in unit]:
+            if event is not None:
+                self._tell([event])
+
+    def _choose(self, cohort: Cohort) -> None:
+        """All rows of a cohort are back: go on with the texts that are chosen, or hand the best ones to their readers."""
+        try:
+            choices = cohort.choose()
+        except Exception:  # of the chooser or of the reader: its own texts end, and no other
+            logger.exception("beams are ended, because choosing among them failed")
+            self._end(cohort.texts[0].seq_id, FAILED)
+            return
+        if choices:
+            self.scheduler.regroup(cohort.texts, [(choice.parent, choice.token) for choice in choices])
+            return
+        found: list[Ended | None] = [*cohort.ended]
+        for text, ended in itertools.zip_longest(cohort.texts, found):
+            reason = UNMATCHED if ended is None else ended.reason
+            self.scheduler.cancel(text.seq_id, reason)
+            if ended is not None and text.params.n_logprobs is not None:
+                for number, logprobs in enumerate(ended.logprobs):
+                    self._live[text.seq_id].keep_logprobs(number, logprobs)
+            self._tell([Event(text.seq_id, () if ended is None else ended.tokens, reason)])
 
     def _tell(self, events: list[Event]) -> None:
         """Hand events of the scheduler to their readers. A text that its reader's own condition ends leaves the scheduler."""
@@ -441,6 +517,7 @@ class StarterEngine:
                 self.scheduler.cancel(seq_id, reason)
             if reason is not None:
                 del self._live[seq_id]
+                self._cohorts.pop(seq_id, None)
                 if self._speculation is not None:
                     self._speculation.forget(request.sequence)
             logprobs = () if request.sequence.params.n_logprobs is None else request.logprobs_of_next(len(tokens))

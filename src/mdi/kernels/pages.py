@@ -281,7 +281,7 @@ class CachePages:
             EngineError: a prefix does not exist; nothing has changed.
         """
         made: dict[int, _Sequence] = {}
-        for seq_id, new_id in copies:
+        for seq_id, new_id in copies if self.pools else ():  # a stage without blocks has nothing of any sequence
             if (source := self._sequences.get(seq_id)) is None:
                 raise EngineError(f"sequence {seq_id} has no cache to continue from")
             other = made[new_id] = _Sequence(0)

@@ -205,7 +205,7 @@ def _gain(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
     slower = alone.tokens_per_s / ring.tokens_per_s
     return (
         f"The ring was {slower:.1f} times slower: {why}.\n"
-        "It pays with a machine for each node: plan.py predicts how much (docs/distributing.md)."
+        "It pays with a machine for each node: mdi plan (or src/plan.py) predicts how much."
     )
 
 

@@ -22,6 +22,7 @@ from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, N_TEXTS
 from mdi.control.server import StatusOnly
+from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
@@ -276,6 +277,15 @@ class Run(StatusOnly):
         self.model.check_prompt(prompt_ids)
         assert self._texts is not None
         return self._texts.submit(prompt, prompt_ids, params, stop, on_text, reader, before, finish_reason)
+
+    def submit_beams(
+        self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, beams: Beams, stop: Sequence[str] = (),
+        on_texts: Sequence[OnText | None] = (None,), known: Sequence[tuple[Sequence[int], str | None]] = (),
+    ) -> list[Sample]:  # fmt: skip
+        """Have the best texts of a prompt searched, which `read` takes; see `RunTexts.submit_beams`."""
+        self.model.check_prompt(prompt_ids)
+        assert self._texts is not None
+        return self._texts.submit_beams(prompt, prompt_ids, params, beams, stop, on_texts, known)
 
     def record_to(self, record: Record) -> None:
         """Set a listener for the new tokens of each sample that `read` reads."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mdi.engine.cohort import Beams
 from mdi.engine.sequence import FAILED, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
-from mdi.text.texts import TextCodec, TextStream
+from mdi.text.texts import TextCodec, TextStream, stop_test
 
 OnText = Callable[[str], None]
 # Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread.
@@ -205,22 +206,61 @@ class RunTexts:
             EngineError: the run is over.
         """
         reader = self.reader if reader is None else reader
-        index = next(self._indices)
-        params = replace(
-            params,
-            seed=seed_of(params.seed, index),
-            eos_ids=self._codec.eos_ids,
-            stop_sequences=tuple(tuple(s) for s in self._codec.stop_sequences),
-        )
-        # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
-        stream = TextStream(self._codec, stop, self._codec.prompt_style is None)
-        sample = Sample(index, prompt, prompt_ids, stream, self._begin, on_text)
+        sample = self._sample(prompt, prompt_ids, stop, on_text)
+        index = sample.index
+        params = replace(self._params(params), seed=seed_of(params.seed, index))
         ends = sample.ends if stop else None
         n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
         if not (before or finish_reason) or sample.restore(before, finish_reason, n_left):
             reader.add(sample, self._engine.submit(prompt_ids, params, ends, reader.events, before))
         elif reader.record is not None:
             reader.record(index, [], sample.finish_reason)
+        return sample
+
+    def submit_beams(
+        self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, beams: Beams, stop: Sequence[str],
+        on_texts: Sequence[OnText | None], known: Sequence[tuple[Sequence[int], str | None]] = (),
+    ) -> list[Sample]:  # fmt: skip
+        """Queue the search for the best texts of a prompt, one sample for each of `on_texts`, the best first.
+
+        Args:
+            known: ids of each from an earlier run, and the reason of its end; one without it is searched again.
+
+        Raises:
+            UsageError: there are fewer beams than texts, or as `submit`.
+        """
+        if len(on_texts) > beams.n:
+            raise UsageError(
+                f"{len(on_texts)} texts of a prompt need as many beams, got {beams.n}: give --beams {len(on_texts)}, or "
+                f"--n-samples {beams.n}", code="value",
+            )  # fmt: skip
+        samples = [self._sample(prompt, prompt_ids, stop, on_text) for on_text in on_texts]
+        n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
+        goes_on = {sample.index for sample in samples}
+        for sample, (ids, reason) in zip(samples, known, strict=False):
+            if reason is not None:
+                sample.restore(ids, reason, n_left)
+                goes_on.remove(sample.index)
+                if self.reader.record is not None:
+                    self.reader.record(sample.index, [], reason)
+        if goes_on:
+            requests = self._engine.submit_beams(
+                prompt_ids, self._params(params), beams, self.reader.events, is_stopped=stop_test(self._codec, stop)
+            )
+            for sample, request in itertools.zip_longest(samples, requests):
+                if sample is None or sample.index not in goes_on:
+                    sample = Sample(-1, "", (), TextStream(self._codec, (), True), self._begin)  # nobody reads it
+                self.reader.add(sample, request)
+        return samples
+
+    def _params(self, params: SamplingParams) -> SamplingParams:
+        stops = tuple(tuple(s) for s in self._codec.stop_sequences)
+        return replace(params, eos_ids=self._codec.eos_ids, stop_sequences=stops)
+
+    def _sample(self, prompt: str, prompt_ids: Sequence[int], stop: Sequence[str], on_text: OnText | None) -> Sample:
+        # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
+        stream = TextStream(self._codec, stop, self._codec.prompt_style is None)
+        sample = Sample(next(self._indices), prompt, prompt_ids, stream, self._begin, on_text)
         self.samples.append(sample)
         return sample
 

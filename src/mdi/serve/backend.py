@@ -2,7 +2,7 @@
 
 Messages from the API process, by "do":
     generate   id, model, ids, sampling, owner, grammar, is_guessed, prediction: answered by "events", the last of which has a
-               reason, or by "refused"
+               reason, or by "refused". With beams and stop, the best texts have the `numbers`, of which the first is the id
     cancel     id
     ask        id, what, args: answered by "answer", see `handlers`; loading a model is a question, too
 """
@@ -290,7 +290,7 @@ class Backend:
             self._submit(message, None)
 
     def _submit(self, message: dict[str, Any], constraint: Constraint | None) -> None:
-        self._host.submit(message["model"], message["id"], message, constraint)
+        self._host.submit(message["model"], message, constraint)
 
     @contextlib.contextmanager
     def _refusing(self, number: int) -> Iterator[None]:

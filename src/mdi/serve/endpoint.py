@@ -20,7 +20,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
-from mdi.serve.request import CommonFields, TextPiece, Usage, write_texts
+from mdi.serve.request import CommonFields, TextPiece, Usage, check_beams, write_texts
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -207,6 +207,7 @@ class EndpointJob(ABC):
     async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         """Have the texts generated, and answer with them."""
         fields, prompts = self.fields, await self.prompts(model)
+        check_beams(fields, exchange.key, model.context)
         usage = Usage(sum(map(len, prompts)))
         made = {"id": f"{self.ID}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
 
@@ -289,7 +290,7 @@ class Endpoint:
             await api.schemas.check(grammar["schema"])
         async with (
             api.models.using(job.fields.model) as model,
-            api.queue(model.name).entered(owner, priority, job.n_texts),
+            api.queue(model.name).entered(owner, priority, job.n_texts // job.fields.n * job.fields.n_running),
         ):
             await job.run(api, model, exchange)
 

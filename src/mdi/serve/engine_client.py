@@ -157,13 +157,15 @@ class EngineClient:
             await self.notify()
 
     def generate(self, requests: Sequence[Mapping[str, Any]]) -> GeneratedTexts:
-        """Have texts continued, see `mdi.serve.backend`. Raises ApiError if the engine is gone."""
+        """Have texts continued, see `mdi.serve.backend`; one of each request, or `n`. Raises ApiError if the engine is gone."""
         texts = GeneratedTexts(self.tell, self._forget)
-        for index, request in enumerate(requests):
-            number = next(self._numbers)
-            self.tell({**request, "do": "generate", "id": number})
-            texts.add(number, index)
-            self._live[number] = texts
+        indices = itertools.count()
+        for request in requests:
+            numbers = list(itertools.islice(self._numbers, request.get("n", 1)))
+            self.tell({**request, "do": "generate", "id": numbers[0], "numbers": numbers})
+            for number in numbers:
+                texts.add(number, next(indices))
+                self._live[number] = texts
         return texts
 
     async def ask(self, what: str, args: Mapping[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:

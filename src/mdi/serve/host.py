@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel, CancelledError
+from mdi.engine.cohort import Beams
 from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
@@ -31,6 +32,7 @@ from mdi.serve.grammar import GrammarSource
 from mdi.serve.process import Lines
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
+from mdi.text.texts import TextCodec, stop_test
 
 _MOST_EVENTS = 4096  # in one message
 _END = Event(-1, (), "closed")
@@ -44,10 +46,10 @@ class Outlet:
         model: name of the one that the engine has.
     """
 
-    def __init__(self, model: str, engine: StarterEngine, eos_ids: frozenset[int], lines: Lines) -> None:
+    def __init__(self, model: str, engine: StarterEngine, codec: TextCodec, lines: Lines) -> None:
         self._model = model
         self._engine = engine
-        self._eos_ids = eos_ids
+        self._codec = codec
         self._lines = lines
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -56,22 +58,29 @@ class Outlet:
         self._thread = threading.Thread(target=self._write, name="serve-write", daemon=True)
         self._thread.start()
 
-    def submit(self, number: int, wanted: Mapping[str, Any], constraint: Constraint | None) -> None:
-        """Have a text continued. Raises UsageError, EngineError.
+    def submit(self, wanted: Mapping[str, Any], constraint: Constraint | None) -> None:
+        """Have a text continued, or the best texts of a prompt searched. Raises UsageError, EngineError.
 
         Args:
             wanted: see mdi.serve.backend.
         """
         sampling = wanted["sampling"]
         values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
-        params = SamplingParams(**values, eos_ids=self._eos_ids)
+        params = SamplingParams(**values, eos_ids=self._codec.eos_ids)
         with self._lock:  # its first event must not come before its number is known
-            request = self._engine.submit(
-                wanted["ids"], params, events=self._events, constraint=constraint, owner=wanted["owner"],
-                is_guessed=wanted.get("is_guessed", True), prediction=wanted.get("prediction", ()),
-            )  # fmt: skip
-            self._numbers[request.seq_id] = number
-            self._requests[number] = request
+            if (beams := wanted.get("beams")) is not None:
+                requests = self._engine.submit_beams(
+                    wanted["ids"], params, Beams(**beams), self._events, constraint, wanted["owner"],
+                    is_stopped=stop_test(self._codec, wanted["stop"]),
+                )  # fmt: skip
+            else:
+                requests = [self._engine.submit(
+                    wanted["ids"], params, events=self._events, constraint=constraint, owner=wanted["owner"],
+                    is_guessed=wanted.get("is_guessed", True), prediction=wanted.get("prediction", ()),
+                )]  # fmt: skip
+            for number, request in zip(wanted["numbers"], requests, strict=False):  # of the best of all beams
+                self._numbers[request.seq_id] = number
+                self._requests[number] = request
 
     def cancel(self, number: int) -> bool:
         """Whether there was such a text."""
@@ -93,7 +102,7 @@ class Outlet:
                 events.append(self._events.get())
             is_over = events[-1] is _END
             with self._lock:
-                told = [self._as_message(event) for event in events if event is not _END]
+                told = [self._as_message(event) for event in events if event.seq_id in self._numbers]
             if told:
                 _, n_waiting, _ = self._engine.texts()
                 self._lines.send({"is": "events", "model": self._model, "events": told, "waiting": n_waiting})
@@ -219,9 +228,9 @@ class ModelHost:
         """Let `run` return. What is being loaded is given up."""
         self._cancel.cancel(EngineError("the server is ending"))
 
-    def submit(self, model: str, number: int, wanted: Mapping[str, Any], constraint: Constraint | None) -> None:
+    def submit(self, model: str, wanted: Mapping[str, Any], constraint: Constraint | None) -> None:
         """Raises UsageError, or EngineError if the model is not loaded (any more)."""
-        self._loaded_as(model).outlet.submit(number, wanted, constraint)
+        self._loaded_as(model).outlet.submit(wanted, constraint)
 
     def cancel(self, number: int) -> None:
         """Whichever model writes it."""
@@ -409,7 +418,7 @@ class ModelHost:
             raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
         run.engine.pace = PromptPace()
         directory, n_vocabulary = run.model.directory, int(run.model.config.padded_vocab_size)
-        outlet = Outlet(name, run.engine, run.model.codec.eos_ids, self._lines)
+        outlet = Outlet(name, run.engine, run.model.codec, self._lines)
         self.loaded[name] = Loaded(name, run, outlet, directory, n_vocabulary)
         facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary}
         tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}

@@ -33,12 +33,15 @@ class ApiKey:
     name: its name in the log and the queue.
     priority: larger goes first.
     role: one of ROLES. An operator may also load, unload and pull models, and invite machines.
+    beams: of one prompt, at most; beam_tokens: new tokens of all beams of a request together, at most.
     """
 
     digest: str
     name: str
     priority: int = 0
     role: str = "user"
+    beams: int = 8
+    beam_tokens: int = 16384
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ class RequestFields(SamplingFields, kw_only=True):
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     seed: int | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    early_stopping: bool | Literal["never"] = False
     stop: Any = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -127,6 +130,7 @@ class CommonFields:
         n_logprobs: top tokens whose probability is wanted; None if none are.
         grammar: {"type": "schema", "schema": ...}; None is any text.
         deadline_s: the whole request must be done by then; None any time.
+        beams: how the best texts are searched, the fields of `mdi.engine.cohort.Beams`; None: tokens are drawn.
         is_guessed: whether the next tokens may be guessed; prediction: a text that the answer probably repeats in parts.
     """
 
@@ -142,6 +146,12 @@ class CommonFields:
     deadline_s: float | None = None
     is_guessed: bool = True
     prediction: str = ""
+    beams: Mapping[str, Any] | None = None
+
+    @property
+    def n_running(self) -> int:
+        """Texts of each prompt that run at the same time."""
+        return self.n if self.beams is None else int(self.beams["n"])
 
 
 def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int | None) -> CommonFields:
@@ -150,8 +160,12 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
     Args:
         n_tokens: where the request does not say it.
     """
-    if fields.best_of not in (None, fields.n):
-        raise invalid("best_of", "only the value of n is supported")
+    best_of = fields.n if fields.best_of is None else fields.best_of
+    if best_of != fields.n and not fields.use_beam_search:
+        raise invalid("best_of", "without use_beam_search only the value of n is supported")
+    if best_of < fields.n:
+        raise invalid("best_of", "expected n or more")
+    beams = {"n": best_of, "length_penalty": fields.length_penalty, "early_stopping": fields.early_stopping}
     return CommonFields(
         model=fields.model,
         n=fields.n,
@@ -165,7 +179,20 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
         deadline_s=fields.deadline_s or None,
         is_guessed=fields.draft == "auto",
         prediction=_prediction(fields.prediction),
+        beams=beams if fields.use_beam_search else None,
     )
+
+
+def check_beams(fields: CommonFields, key: ApiKey | None, context: int) -> None:
+    """Raises ApiError if a request wants more beams, or more tokens of them, than its API key may have."""
+    if fields.beams is None:
+        return
+    limits = key or ApiKey("", "")
+    n = fields.n_running
+    if n > limits.beams:
+        raise invalid("best_of" if n > fields.n else "n", f"at most {limits.beams} beams are allowed")
+    if n * min(fields.n_tokens or context, context) > limits.beam_tokens:
+        raise invalid("max_tokens", f"at most {limits.beam_tokens // n} tokens are allowed with {n} beams")
 
 
 def _prediction(given: Mapping[str, Any]) -> str:
@@ -308,14 +335,18 @@ async def write_texts(
         predicted = await encoded(
             model, fields.prediction, partial(model.tokenizer.ids_of, adds_special=False), "prediction"
         )
-    requests = [
-        {**_request(model, owner, prompt, fields, index), "is_guessed": fields.is_guessed, "prediction": predicted}
-        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(fields.n))
-    ]
-    answers = [TextStream(model.codec, (*fields.stop, *stop), continues) for _ in requests]
+    n_texts = len(prompts) * fields.n
+    if fields.beams is None:
+        each = [prompt for prompt in prompts for _ in range(fields.n)]
+        more = {"is_guessed": fields.is_guessed, "prediction": predicted}
+    else:  # one request finds the best texts of a prompt
+        each = list(prompts)
+        more = {"beams": fields.beams, "n": fields.n, "stop": [*fields.stop, *stop]}
+    requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
+    answers = [TextStream(model.codec, (*fields.stop, *stop), continues) for _ in range(n_texts)]
     begin = time.monotonic()
-    last = [begin] * len(requests)
-    unfinished = set(range(len(requests)))
+    last = [begin] * n_texts
+    unfinished = set(range(n_texts))
     for prompt in prompts:
         for observer in api.observe:
             observer.began(owner, model.name, len(prompt))

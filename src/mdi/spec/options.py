@@ -361,6 +361,17 @@ class Options(StarterOptions):
     temperature: Annotated[float, Option("0 always takes the likeliest token (%(default)s)")] = 0.8
     top_k: Annotated[NotNegative, Option("draw from the k likeliest tokens; 0 is all (%(default)s)")] = 200
     top_p: Annotated[float, Option("... that have this probability together (%(default)s)")] = 1.0
+    beams: Annotated[int | None, Option(
+        "search the best texts of each prompt, K at the same time, instead of drawing tokens; --n-samples of them are shown",
+        metavar="K",
+    )] = None
+    length_penalty: Annotated[float, Option(
+        "with --beams: a text's score is its log probability divided by its number of tokens to this power (%(default)s)"
+    )] = 1.0
+    early_stopping: Annotated[str, Option(
+        "with --beams: end when K texts have ended (true), when none that goes on has a better score (false), or when none can "
+        "get one (never) (%(default)s)", choices=("true", "false", "never"),
+    )] = "false"
     stop: Annotated[tuple[str, ...], Option("end a text before TEXT; repeatable", metavar="TEXT", nargs="append")] = ()
     seed: Annotated[int | None, Option(
         "seed of the random numbers; the same seed gives the same texts (default: a new one, which is printed)", metavar="N"
@@ -497,7 +508,7 @@ RING = (
 PARALLEL = ("mode", "parts", "algorithm", "reduce_dtype", "is_head_shared")
 DRAFT = ("draft", "draft_inexact")
 DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed", *DRAFT)
-GENERATION = ("prompt", "n_samples", *DRAWING)
+GENERATION = ("prompt", "n_samples", *DRAWING, "beams", "length_penalty", "early_stopping")
 RESUME = ("resume", "run_dir", "no_journal")
 OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")
 COMMON = ("verb", "debug", "log_json")

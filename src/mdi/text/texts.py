@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -442,3 +442,17 @@ class TextStream:
     def _match(self, text: str) -> str:
         shown, self.is_stopped = self._matcher.push(text)
         return shown
+
+
+def stop_test(codec: TextCodec, stop: Sequence[str]) -> Callable[[list[int]], bool] | None:
+    """Whether the last of some ids complete a stop string; None without one. It keeps no state, as beams need it."""
+    if not stop:
+        return None
+    n_most = max(len(one.encode()) for one in stop) + 8  # a token has a byte at least, but for a few that show nothing
+
+    def is_stopped(ids: list[int]) -> bool:
+        stream = TextStream(codec, stop, True)
+        stream.push(ids[-n_most:])
+        return stream.is_stopped
+
+    return is_stopped

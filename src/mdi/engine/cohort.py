@@ -1,0 +1,267 @@
+"""Texts of one prompt that are continued together: a chooser decides which of them go on, and with which tokens.
+
+Beam search is one chooser; another needs only a function. Pure: numbers of each step in, texts out; caches are copied by the
+scheduler, which sees the same choices.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from mdi.engine.sampling import Row, adjusted, best_of, log_probs
+from mdi.engine.sequence import UNMATCHED, Constraint, SamplingParams, TokenLogprobs
+from mdi.engine.sequence import Sequence as Text
+from mdi.errors import UsageError
+
+MOST_BEAMS = 32
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """One way to go on: behind the text of row `parent`, with a token, of which this is the log probability."""
+
+    parent: int
+    token: int
+    logprob: float
+
+
+# (rows, logits, float32 (len(rows), vocabulary)) -> choices, the best first. A row with a log probability of -inf is no
+# text (any more), and before the first token (`n_drawn` is 0) all rows are the same. Of the choices that end a text, those
+# count that are among the first len(rows); of the others, the first len(rows) go on.
+Chooser = Callable[[Sequence[Row], np.ndarray], list[Choice]]
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True)
+class Beams:
+    """How beam search is done, as transformers does it.
+
+    Attributes:
+        n: texts that are followed at the same time.
+        length_penalty: scores are log probabilities divided by length^penalty of the generated tokens, an EOS among them.
+        early_stopping: True ends as soon as there are n texts that have ended; False if the best that goes on has a worse
+            score than all of these, with its present length; "never" if it also has with the most tokens that it may get.
+    """
+
+    n: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= MOST_BEAMS:
+            raise UsageError(f"the number of beams must be from 1 to {MOST_BEAMS}, got {self.n}", code="value")
+        if not math.isfinite(self.length_penalty):
+            raise UsageError(f"the length penalty must be a number, got {self.length_penalty}", code="value")
+
+    def score(self, logprob: float, length: int) -> float:
+        try:
+            return logprob / length**self.length_penalty
+        except (OverflowError, ZeroDivisionError):  # as in numbers without a limit
+            return 0.0 if self.length_penalty > 0 else -math.inf
+
+
+def best_texts(rows: Sequence[Row], logits: np.ndarray) -> list[Choice]:
+    """The chooser of beam search: the most probable texts that are one token longer, enough of them if many end."""
+    n = max(2, 1 + len(rows[0].params.eos_ids)) * len(rows)
+    alive = [i for i, row in enumerate(rows) if row.logprob > -math.inf and (row.n_drawn or i == 0)]
+    values, tokens = best_tokens([rows[i] for i in alive], logits[alive], n)
+    totals = values.astype(np.float64) + np.array([[rows[i].logprob] for i in alive])
+    order = np.argsort(-totals, axis=None, kind="stable")[:n]
+    places = [divmod(int(at), values.shape[1]) for at in order]
+    return [Choice(alive[i], int(tokens[i, k]), float(values[i, k])) for i, k in places if values[i, k] > -np.inf]
+
+
+def best_tokens(rows: Sequence[Row], logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `n` most probable next tokens of each row.
+
+    Penalties, biases and constraints are applied to the log probabilities, as in transformers, which then need not add up to 1.
+
+    Args:
+        logits: float32, (len(rows), vocabulary).
+
+    Returns:
+        float32 log probabilities and ids, each (len(rows), n or the vocabulary), the best first.
+    """
+    top = logits.max(axis=1, keepdims=True)
+    sums = np.exp(logits - top).sum(axis=1, keepdims=True, dtype=np.float64)
+    below = top + np.log(sums).astype(np.float32)
+    n = min(n, logits.shape[1])
+    if all(row.is_plain for row in rows):
+        values, ids = best_of(logits, n)
+        return values - below, ids
+    return best_of(adjusted(logits - below, rows), n)
+
+
+class Ended(NamedTuple):
+    """A text of a cohort that has ended: its generated tokens, without an EOS or a stop sequence."""
+
+    score: float
+    tokens: tuple[int, ...]
+    reason: str
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class _State:
+    """Of one text that goes on, besides its tokens."""
+
+    logprob: float
+    constraint: Constraint | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Cohort:
+    """Texts of one prompt, one for each of `texts`, and those of them that have ended.
+
+    Args:
+        texts: sequences of the same prompt, without any token yet.
+        chooser: see `Chooser`.
+        constraint: what the tokens of each may be.
+        is_stopped: whether generated tokens have a stop string in them, other than `stop_sequences`.
+
+    Attributes:
+        ended: at most as many as there are texts, the one with the best score first.
+    """
+
+    def __init__(
+        self, texts: Sequence[Text], beams: Beams, chooser: Chooser = best_texts, constraint: Constraint | None = None,
+        is_stopped: Callable[[list[int]], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.texts = tuple(texts)
+        self.beams = beams
+        self.ended: list[Ended] = []
+        self._chooser = chooser
+        self._is_stopped = is_stopped
+        self._states = [_State(0.0, constraint and constraint.copy()) for _ in self.texts]
+        self._logits: dict[int, tuple[int, np.ndarray]] = {}  # with the life of the text
+
+    @property
+    def _params(self) -> SamplingParams:
+        return self.texts[0].params
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that each may have."""
+        return min(self._params.n_tokens, self.texts[0].max_length - self.texts[0].n_prompt)
+
+    def forget(self) -> None:
+        """The rows of this step are computed again."""
+        self._logits.clear()
+
+    def take(self, seq_id: int, logits: np.ndarray) -> bool:
+        """The next logits of one text, float32 (vocabulary). Returns whether all have theirs, so that `choose` can follow."""
+        lives = {text.seq_id: text.life for text in self.texts}
+        self._logits[seq_id] = lives[seq_id], logits
+        return all(one in self._logits and self._logits[one][0] == life for one, life in lives.items())
+
+    def choose(self) -> list[Choice]:
+        """Which texts go on, for each place the text that is continued there; none: all has ended.
+
+        A place whose text goes on stays its own; no cache is copied for it.
+        """
+        rows, logits = self._rows()
+        has_texts = any(row.logprob > -math.inf for row in rows)
+        choices = self._chooser(rows, logits) if has_texts else []
+        going: list[tuple[Choice, _State]] = []
+        for rank, choice in enumerate(choices):
+            if len(going) == len(self.texts) and rank >= len(self.texts):
+                break
+            state, reason = self._followed(choice, logits[choice.parent])
+            if reason is not None and reason != UNMATCHED and rank < len(self.texts):
+                self._end(choice, state, reason)
+            elif reason is None and len(going) < len(self.texts):
+                going.append((choice, state))
+        if not going or self._is_over(going):
+            self._logits.clear()
+            return []
+        dead = (going[0][0], replace(going[0][1], logprob=-math.inf))
+        placed = _in_own_places([*going, *[dead] * (len(self.texts) - len(going))])
+        self._states = [state for _, state in placed]
+        self._logits.clear()
+        return [choice for choice, _ in placed]
+
+    def _rows(self) -> tuple[list[Row], np.ndarray]:
+        """Of all texts; those that can have no further token are none any more."""
+        rows = []
+        for text, state in zip(self.texts, self._states, strict=True):
+            allowed, logprob = None, state.logprob
+            if state.constraint is not None and logprob > -math.inf:
+                try:
+                    allowed = state.constraint.allowed()
+                except Exception:  # of a grammar: its own text ends, and no other
+                    logger.debug("a text of a cohort is given up, because its grammar failed", exc_info=True)
+                    logprob = -math.inf
+            n_drawn = len(text.ids) - text.n_prompt
+            rows.append(Row(self._params, n_drawn, text.ids, text.n_prompt, allowed, logprob))
+        return rows, np.stack([self._logits[text.seq_id][1] for text in self.texts])
+
+    def _followed(self, choice: Choice, logits: np.ndarray) -> tuple[_State, str | None]:
+        """The state behind a choice, and the reason if it ends the text; UNMATCHED: it cannot be."""
+        before, text = self._states[choice.parent], self.texts[choice.parent]
+        params, token = self._params, choice.token
+        state = replace(before, logprob=before.logprob + choice.logprob)
+        if token in params.eos_ids:
+            return state, "eos"
+        if params.n_logprobs is not None:
+            state = replace(state, logprobs=(*before.logprobs, log_probs(logits, token, params.n_logprobs)))
+        tokens = [*text.generated, token]
+        if any(len(stop) <= len(tokens) and tuple(tokens[-len(stop) :]) == stop for stop in params.stop_sequences):
+            return state, "stop"
+        if before.constraint is not None:
+            constraint = before.constraint.copy()
+            try:
+                if constraint.take(token):
+                    return state, "stop"
+            except Exception:  # of a grammar
+                logger.debug("a text of a cohort is given up, because its grammar failed", exc_info=True)
+                return state, UNMATCHED
+            state = replace(state, constraint=constraint)
+        if self._is_stopped is not None and self._is_stopped(tokens):
+            return state, "stop"
+        return state, "length" if len(tokens) >= self.most_tokens else None
+
+    def _end(self, choice: Choice, state: _State, reason: str) -> None:
+        """Keep a text that has ended, if it is one of the best."""
+        text, params = self.texts[choice.parent], self._params
+        tokens = [*text.generated, choice.token]
+        score = self.beams.score(state.logprob, len(tokens))
+        n = len(tokens) - (reason == "eos")
+        if reason == "stop":
+            ends = (len(stop) for stop in params.stop_sequences if stop and tuple(tokens[-len(stop) :]) == stop)
+            n -= max(ends, default=0)
+        self.ended.append(Ended(score, tuple(tokens[:n]), reason, state.logprobs[:n]))
+        self.ended.sort(key=lambda one: -one.score)
+        del self.ended[len(self.texts) :]
+
+    def _is_over(self, going: Sequence[tuple[Choice, _State]]) -> bool:
+        """Whether the texts that have ended are taken as the best: there are enough, and none that goes on is better."""
+        if len(self.ended) < len(self.texts):
+            return False
+        beams = self.beams
+        if beams.early_stopping is True:
+            return True
+        length = len(self.texts[0].generated) + 1
+        if beams.early_stopping == "never" and beams.length_penalty > 0:
+            length = self.most_tokens
+        best = max(state.logprob for _, state in going)
+        return not beams.score(best, length) > self.ended[-1].score
+
+
+def _in_own_places(going: Sequence[tuple[Choice, _State]]) -> list[tuple[Choice, _State]]:
+    """The same in another order: of the choices behind a text, the first has its place."""
+    placed: list[tuple[Choice, _State] | None] = [None] * len(going)
+    others = []
+    for one in going:
+        if placed[one[0].parent] is None:
+            placed[one[0].parent] = one
+        else:
+            others.append(one)
+    rest = iter(others)
+    return [next(rest) if one is None else one for one in placed]
