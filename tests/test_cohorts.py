@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,14 @@ from mdi.engine.sampling import Row
 from mdi.engine.sequence import FAILED, UNMATCHED, SamplingParams
 from mdi.engine.sequence import Sequence as TextSequence
 from mdi.errors import EngineError, UsageError
+from mdi.net.ring import LoopbackRing
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions
+from secondaries import cluster_of, secondaries
 from test_prefixes import ring_memory
+from tiny_checkpoint import write_checkpoint
 
 Logprobs = Callable[[tuple[int, ...]], np.ndarray]  # of the next token behind some ids
 FAMILIES = ["Llama-3.1-8B", "Gemma-3-1b-it", "Mistral-7B-v0.1", "deepseek-v3-shape", "pythia-14m"]
@@ -288,3 +296,57 @@ def test_what_beams_cannot_be(n: int, penalty: float) -> None:
     with pytest.raises(UsageError) as caught:
         Beams(n, penalty)
     assert caught.value.code == "value"
+
+
+def test_a_search_goes_on_over_another_ring_without_caches() -> None:
+    """Left after each of the first tokens in turn, in the middle of a step or between two."""
+    ids, params = prompt(40, 1), replace(PARAMS, eos_ids=frozenset({3, 50}))
+    with ring_of(model_of("Gemma-3-1b-it"), 1) as ring:
+        first = [Text(r) for r in ring.engine.submit_beams(ids, params, Beams(3))]
+        ring.run()
+        for n in range(1, 12, 3):
+            seen: list[int] = []
+
+            def leaves(tokens: list[int], n: int = n, seen: list[int] = seen) -> bool:
+                seen.append(len(tokens))
+                if len(seen) == n:
+                    ring.engine.leave(ring.ring.epoch)
+                return False
+
+            texts = [Text(r) for r in ring.engine.submit_beams(ids, params, Beams(3), is_stopped=leaves)]
+            other = ring.submit(prompt(70, 2), PARAMS)
+            ring.run()
+            assert other.reason is None, "the ring was not left"
+            ring.ring = LoopbackRing(2, epoch=n)
+            ring.run()
+            assert [text.ids for text in texts] == [text.ids for text in first]
+            assert ring.caches() == [0]
+
+
+@pytest.mark.filterwarnings("ignore:For Gemma3 models only the text component")  # litgpt
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_caches_in_8_bits_are_copied_with_their_scales(kv_dtype: str, tmp_path: Path) -> None:
+    """The texts are those that the definition finds with the probabilities of the same run, text by text."""
+    checkpoint, n = write_checkpoint(tmp_path / "m"), 3
+    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", kv_dtype=kv_dtype)
+    params = SamplingParams(n_tokens=6)
+    start = tuple(3 + k % 40 for k in range(50))
+    found = []
+    with secondaries(1, tmp_path) as nodes:
+        for cluster in (standalone(), cluster_of(nodes)):
+            with Run(GivenNodes(cluster), options, 80, n_texts=n) as run:
+
+                def after(ids: tuple[int, ...], run: Run = run) -> np.ndarray:
+                    sample, values = run.submit("", ids, SamplingParams(1, temperature=0, n_logprobs=1 << 20)), []
+                    take = sample.take
+                    sample.take = lambda event: (values.extend(event.logprobs), take(event))  # type: ignore
+                    run.read()
+                    best = dict(values[0][1])
+                    return np.array([best.get(token, -math.inf) for token in range(len(best))])
+
+                samples = run.submit_beams("", start, params, Beams(n), on_texts=[None] * n)
+                run.read()
+                found.append([tuple(sample.token_ids) for sample in samples])
+                eos = run.model.codec.eos_ids
+                assert found[-1] == naive(after, start, replace(params, eos_ids=eos), Beams(n))
+    assert found[0] == found[1]
