@@ -8,6 +8,7 @@ tenth two at once. Greedy and sampled texts, in float32, int8 and int4, are comp
 
 example:
   chaos.py --faults 1000 --minutes 240 --seed 1 --json chaos.json
+  chaos.py --faults 1000 --minutes 240 --draft model
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Tally:
     ended_before: int = 0  # runs that a fault ended before the first token, while the nodes loaded
     ended_alone: int = 0  # texts that were under way when two nodes were lost, one after the other
     left: int = 0
+    guessed: int = 0  # tokens of all texts
+    confirmed: int = 0
     gaps_s: list[float] = field(default_factory=list)  # the longest of runs in which nothing but links broke, and once
     seconds: float = 0.0
     complaints: list[str] = field(default_factory=list)
@@ -72,6 +75,8 @@ def main() -> int:
     parser.add_argument("--actions", metavar="A,A,...", help="what is done, of all that there is")
     parser.add_argument("--per-run", type=int, metavar="N", help="faults of a run (default: 2 to 4)")
     parser.add_argument("--fixed", action="store_true", help="no lost node is replaced")
+    parser.add_argument("--draft", choices=("none", "auto", "model"), default="none",
+                        help="guess tokens, whatever that costs; model: by a copy of the model (%(default)s)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tally there")
     parser.add_argument("-v", "--verb", action="store_true", help="say what each run did")
     args = parser.parse_args()
@@ -115,7 +120,8 @@ def options(args: argparse.Namespace | None, checkpoint: Path, form: str) -> Any
 
     fields: dict[str, Any] = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", "placement": "even"}
     if args is not None:
-        fields |= {"silence_s": args.silence_s, "fixed": args.fixed}
+        draft = str(checkpoint) if args.draft == "model" else args.draft
+        fields |= {"silence_s": args.silence_s, "fixed": args.fixed, "draft": draft}
     return StarterOptions(**fields, quantize=form, quantize_head=form, wait_s=60.0)
 
 
@@ -188,6 +194,8 @@ def judge(what: str, outcome: Outcome, saboteur: Any, tally: Tally) -> None:
         tally.lost += what.startswith("lost")
         tally.complaints.append(f"run {tally.runs}: {what} after {[str(fault) for fault in saboteur.done]}")
     tally.faults += len(saboteur.done)
+    tally.guessed += outcome.guesses[0]
+    tally.confirmed += outcome.guesses[1]
     tally.by_action.update(fault.action for fault in saboteur.done)
     tally.by_point.update(fault.point for fault in saboteur.done)
     moments = collections.Counter((fault.point, fault.after) for fault in saboteur.done)
@@ -203,7 +211,8 @@ def show(tally: Tally) -> None:
     print(
         f"{tally.faults} faults in {tally.runs} runs, {tally.seconds / 60:.1f} min: {tally.hangs} hangs, {tally.wrong} wrong, "
         f"{tally.lost} lost, {tally.ended_before} ended while loading, {tally.ended_alone} texts ended alone, {tally.left} "
-        f"processes left, {tally.recovered} lost nodes were replaced\n  {dict(tally.by_action)}\n  "
+        f"processes left, {tally.recovered} lost nodes were replaced, "
+        f"{tally.confirmed} of {tally.guessed} guesses right\n  {dict(tally.by_action)}\n  "
         f"{dict(tally.by_point)}, {tally.double} at once with another",
         flush=True,
     )

@@ -24,8 +24,8 @@ class Oracle:
     def __init__(self, truth: Sequence[int], n_prompt: int, p: float, seed: int) -> None:
         self._truth, self._n_prompt, self._p, self._rng = truth, n_prompt, p, random.Random(seed)
 
-    def learn(self, ids: list[int]) -> None:
-        pass
+    def learn(self, ids: list[int]) -> bool:
+        return True
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         begin = len(ids) - self._n_prompt
@@ -221,6 +221,19 @@ def test_a_source_that_is_wrong_pauses_longer_each_time() -> None:
         text.ids.append(5)
     gaps = [b - a for a, b in zip(asked, asked[1:], strict=False) if b - a > 1]
     assert gaps == [65, 129, 257, 513, 1025, 1025]
+
+
+def test_guesses_may_come_before_a_ring_is_measured() -> None:
+    """Over a new ring no time is known, while the rates of the sources are."""
+    speculation = Speculation(kinds=frozenset({"lookup"}))
+    text = Text(1, tuple([5] * 20), SamplingParams(n_tokens=100), 1000)
+    speculation.begin(text, None)
+    for _ in range(20):
+        text.guess(speculation.propose(text, 1))
+        text.take_drawn(5)
+        speculation.judge(text, 1, False)
+    speculation.begin_ring(3)
+    assert speculation.propose(text, 1) == [5]
 
 
 def test_the_price_of_unknown_rows_follows_from_fewer() -> None:

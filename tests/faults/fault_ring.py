@@ -53,11 +53,13 @@ class Outcome:
         seconds: from the first text's submission to the end.
         gap_s: the longest time between two tokens of a text.
         recoveries: of each node that was lost, what replaced it and how long that took, as --json has it.
+        guesses: tokens that were guessed, and those of them that were right.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     is_ended_alone: list[bool] = field(default_factory=list)
+    guesses: tuple[int, int] = (0, 0)
     losses: list[dict[int, tuple[int, int, int]]] = field(default_factory=list)
     error: MdiError | None = None
     seconds: float = 0.0
@@ -254,6 +256,8 @@ def run(
     begin = time.perf_counter()
     try:
         node.open()
+        if (speculation := node.engine.speculation) is not None:  # guesses whatever they cost
+            speculation.limits = lambda sequence, n_places, n_texts: (n_places, 3)  # type: ignore[method-assign]
         _note_losses(node, outcome)
         begin = time.perf_counter()
         for one, ids in zip(wanted, node.prompt_ids, strict=True):
@@ -271,6 +275,7 @@ def run(
         node.close()
         running.over.set()
     outcome.ids = [list(sample.token_ids) for sample in node.samples]
+    outcome.guesses = node.metrics().guesses
     outcome.gap_s = max((b - a for s in node.samples for a, b in pairwise(s.token_times_s)), default=0.0)
     outcome.is_whole = [sample.finish_reason is not None for sample in node.samples]
     outcome.is_ended_alone = [sample.finish_reason == BROUGHT_DOWN for sample in node.samples]

@@ -68,12 +68,15 @@ def broken_run(
     wanted: list[Wanted],
     n_nodes: int,
     silence_s: float = SILENCE_S,
+    **changes: object,
 ) -> tuple[Outcome, Saboteur]:
     running = Running()
     n_tokens = sum(one.params.n_tokens for one in wanted)
     saboteur = Saboteur(nodes, faults, n_tokens, silence_s, running)
     try:
-        outcome = run(nodes.cluster(n_nodes), options(checkpoint, form, silence_s=silence_s), wanted, running)
+        outcome = run(
+            nodes.cluster(n_nodes), options(checkpoint, form, silence_s=silence_s, **changes), wanted, running
+        )
     finally:
         running.over.set()
         saboteur.join()
@@ -164,6 +167,20 @@ def test_a_node_that_dies_before_the_ring_is_closed_is_replaced(nodes: FaultRing
     saboteur.join()
     assert complaint(outcome, undisturbed(checkpoint, "float32", 2, 1), may_be_lost=False) == ""
     assert [one["node"] for one in outcome.recoveries] == ["secondary0"]
+
+
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_whatever_breaks_while_tokens_are_guessed_no_text_differs(
+    nodes: FaultRing, checkpoint: Path, seed: int
+) -> None:
+    n_nodes, form, wanted = 3 + seed % 2, FORMATS[seed % 3], texts(2, N_TOKENS, seed % 4)
+    outcome, saboteur = broken_run(
+        nodes, checkpoint, form, schedule(seed, n_nodes, 2), wanted, n_nodes, SHORT_SILENCE_S, draft=str(checkpoint)
+    )
+    assert complaint(outcome, undisturbed(checkpoint, form, 2, seed % 4), False, saboteur.done) == "", saboteur.done
+    assert outcome.guesses[1] > N_TOKENS // 2
+    nodes.let_go_on()
+    nodes.wait_waiting()
 
 
 @pytest.mark.parametrize("seed", range(100, 108))

@@ -26,7 +26,13 @@ MUTANTS = [
     Mutant(
         "the check of a stage forgets caches", "Terms.fits", "weights + caches <= running", "weights <= running", REACH
     ),
-    Mutant("plans forget kept rows", "CostModel.fixed_bytes", "own + self.kept_bytes", "own", KEPT),
+    Mutant(
+        "plans forget kept rows",
+        "CostModel.fixed_bytes",
+        "self.own_bytes(i) + self.kept_bytes",
+        "self.own_bytes(i)",
+        KEPT,
+    ),
     Mutant(
         "the table of memory forgets kept rows",
         "CostModel.memory",

@@ -40,9 +40,16 @@ MUTANTS = [
     Mutant(
         "a scale that is no number is not seen in the result",
         "csrc:load_exponents",
-        "p[i] == 255 ? 255",
-        "p[i] == 255 ? 254",
+        "(uint32_t)p[i] << 23",
+        "(uint32_t)(p[i] & 127) << 23",
         "tests/kernels/test_not_finite.py",
+    ),
+    Mutant(
+        "twice the numbers of mxfp4 are summed, and stay doubled",
+        "csrc:whole_sum",
+        "splat(0.5f)",
+        "splat(1.0f)",
+        RAGGED,
     ),
     Mutant(
         "a number in the middle between two of mxfp4 becomes the smaller one",

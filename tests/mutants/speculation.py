@@ -88,6 +88,15 @@ MUTANTS = [
         "tests/test_speculation.py::test_a_source_that_is_wrong_pauses_longer_each_time",
     ),
     Mutant(
+        "a new ring's times are thought to be none", "Speculation._pays", "not self.rounds.n_noted", "False",
+        "tests/test_speculation.py::test_guesses_may_come_before_a_ring_is_measured",
+    ),
+    Mutant(
+        "the small model takes no time", "CostModel.head_s", "time_of(starter.head_s, n_rows) + draft_s",
+        "time_of(starter.head_s, n_rows)",
+        "tests/placement/test_cost.py::test_a_small_model_takes_time_and_memory_of_the_starter",
+    ),
+    Mutant(
         "other texts are disturbed", "Speculation.limits", "n_places == 1 and n_texts > 1", "False",
         "tests/test_speculation.py::test_other_texts_that_fill_the_ring_are_not_disturbed",
     ),

@@ -10,6 +10,7 @@ from clusters import MB, block, cluster, model, node
 from mdi.errors import UsageError
 from mdi.placement.cost import CostModel, time_of
 from mdi.placement.model import Workload
+from mdi.placement.plan import plan
 from mdi.placement.profile import HOP_S, LinkProfile
 
 TIMES = ((1, 1.0), (4, 1.6), (16, 4.0))
@@ -38,6 +39,19 @@ def test_the_slowest_stage_sets_the_pace_when_frames_fill_the_ring() -> None:
     assert found.stage_s == pytest.approx((4e-3, 2e-3, 3e-3))
     assert found.round_s == pytest.approx(3 * 4e-3) and found.tokens_s == pytest.approx(3 / 12e-3)
     assert (found.limit, found.slowest) == ("stage", 0)
+
+
+def test_a_small_model_takes_time_and_memory_of_the_starter() -> None:
+    """As much as its weights are beside those of a block, whose time is known."""
+    cost = equal(3, 3, 30)
+    block = cost.shape.reference.weight_bytes
+    beside = CostModel(cost.profile, cost.shape, replace(cost.workload, draft_bytes=2 * block))
+    before, after = (one.predict((0, 1, 2), (2, 2, 2)).stage_s for one in (cost, beside))
+    assert after[0] == pytest.approx(before[0] + 2e-3) and after[1:] == before[1:]
+    assert beside.memory(0, 0, 2, 3).weights - cost.memory(0, 0, 2, 3).weights == 2 * block
+    assert beside.memory(1, 2, 4, 3) == cost.memory(1, 2, 4, 3)
+    counts = [plan(cost.profile, cost.shape, one.workload).placement.counts for one in (cost, beside)]
+    assert counts == [(8, 11, 11), (7, 12, 11)]
 
 
 def test_one_sequence_waits_for_the_whole_way() -> None:

@@ -23,8 +23,8 @@ class Source(Protocol):
     def propose(self, ids: list[int], n: int) -> list[int]:
         """At most `n` tokens that may follow `ids`, the last of which may be guesses themselves."""
 
-    def learn(self, ids: list[int]) -> None:
-        """Note the tokens of the text that are known by now; called before `propose`."""
+    def learn(self, ids: list[int]) -> bool:
+        """Note the tokens of the text that are known by now. Returns whether there may be guesses of the next ones."""
 
     def close(self) -> None:
         """The text has ended."""
@@ -39,16 +39,18 @@ class Index:
         self.extend(ids)
 
     def extend(self, ids: Iterable[int]) -> None:
+        known, behind = self.ids, self._behind
         for token in ids:
             # The run that ends here is noted with the next token: it must not be found as its own repetition.
-            for n in (SHORT, LONG):
-                if len(self.ids) >= n:
-                    self._behind[tuple(self.ids[-n:])] = len(self.ids)
-            self.ids.append(token)
+            if (n := len(known)) >= SHORT:
+                behind[tuple(known[-SHORT:])] = n
+                if n >= LONG:
+                    behind[tuple(known[-LONG:])] = n
+            known.append(token)
 
-    def find(self, run: Sequence[int]) -> int | None:
+    def find(self, run: tuple[int, ...]) -> int | None:
         """The position behind the last place with this run, of SHORT or LONG tokens."""
-        return self._behind.get(tuple(run))
+        return self._behind.get(run)
 
 
 class Repetition:
@@ -61,25 +63,29 @@ class Repetition:
 
     def __init__(self, others: Sequence[Index] = (), begun: int | None = None) -> None:
         self.own = Index()
-        self._others = others
+        self._looked_into = (self.own, *others)
         self._place: tuple[Index, int] | None = None  # where the text is being repeated, and the position there
         self._begun = begun
         self.n_least = LONG
 
-    def learn(self, ids: list[int]) -> None:
+    def learn(self, ids: list[int]) -> bool:
         n_before = len(self.own.ids)
-        for token in ids[n_before:]:
-            if self._place is not None:
-                index, at = self._place
-                self._place = (index, at + 1) if at < len(index.ids) and index.ids[at] == token else None
+        new = ids[n_before:]
+        for token in new:
+            if self._place is None:
+                break
+            index, at = self._place
+            self._place = (index, at + 1) if at < len(index.ids) and index.ids[at] == token else None
             self.own.extend((token,))
-        if self._begun is not None and len(ids) >= self._begun and self._others:
-            n = len(ids) - self._begun
+        self.own.extend(ids[len(self.own.ids) :])
+        if self._begun is not None and len(ids) >= self._begun and len(self._looked_into) > 1:
+            n, predicted = len(ids) - self._begun, self._looked_into[1]
             self._begun = None
-            if ids[len(ids) - n :] == self._others[0].ids[:n]:
-                self._place = self._others[0], n
-        if self._place is None and len(ids) > n_before:
+            if ids[len(ids) - n :] == predicted.ids[:n]:
+                self._place = predicted, n
+        if self._place is None and new:
             self._place = self._found(ids)
+        return self._place is not None
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         guessed = ids[len(self.own.ids) :]
@@ -96,9 +102,11 @@ class Repetition:
         """Its index stays for other texts."""
 
     def _found(self, ids: list[int]) -> tuple[Index, int] | None:
-        run = ids[-self.n_least :]
-        for index in (self.own, *self._others):
-            if len(run) == self.n_least and (at := index.find(run)) is not None and at < len(index.ids):
+        if len(ids) < self.n_least:
+            return None
+        run = tuple(ids[-self.n_least :])
+        for index in self._looked_into:
+            if (at := index.find(run)) is not None and at < len(index.ids):
                 return index, at
         return None
 
@@ -123,8 +131,9 @@ class Forced:
         self._constraint = constraint
         self._n_known = 0
 
-    def learn(self, ids: list[int]) -> None:
+    def learn(self, ids: list[int]) -> bool:
         self._n_known = len(ids)
+        return True
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         guessed = ids[self._n_known :]
@@ -174,13 +183,14 @@ class Draft:
         self._cached: list[int] = []  # ids whose rows the caches hold
         self._n_known = 0
 
-    def learn(self, ids: list[int]) -> None:
+    def learn(self, ids: list[int]) -> bool:
         """Cut the caches where the text went on otherwise."""
         for at in range(self._n_known, min(len(ids), len(self._cached))):
             if self._cached[at] != ids[at]:
                 del self._cached[at:]
                 break
         self._n_known = min(len(ids), len(self._cached))
+        return True
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         params = self._text.params

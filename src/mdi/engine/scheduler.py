@@ -535,7 +535,7 @@ class Scheduler:
             return []
         n_texts = max(1, self._n_decoding)
         n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts)
-        if sequence.n_flying >= n_flying:
+        if sequence.n_flying >= n_flying or n_rows <= n_known:
             return []
         begin = sequence.n_sent + n_known
         n_room = min(sequence.n_positions - begin, MOST_GUESSES - len(sequence.guessed), self.decode_rows // n_texts)

@@ -32,6 +32,7 @@ PAYS = 1.02  # times as fast as without guesses, at least
 SURE = 0.99  # more is not believed
 N_ROUNDS = 3  # that are measured before anything is guessed
 MEASURED_EACH = 512  # tokens, the round is measured again without guesses: it grows with the text
+N_QUIET = 16  # frames of which two are measured while nothing is guessed
 N_KNOWN = 16  # times that limits count before they are worked out again
 N_OWN = 16  # frames in which this node's own time is measured
 N_TRIAL = 32  # tokens after which the times with and without guesses are compared
@@ -96,6 +97,7 @@ class _Guessed:
     constraint: Constraint | None
     by: deque[str] = field(default_factory=deque)
     last: str = ""
+    n_quiet: int = 0  # tokens behind which nothing is guessed
 
 
 class Speculation:
@@ -122,6 +124,7 @@ class Speculation:
         self.rounds, self.stages = Prices(), Prices()
         self._n_nodes = 1
         self._under_way: dict[int, _Flight] = {}
+        self._n_guessed = 0  # of these, with guesses
         self._last: tuple[float, _Flight] | None = None  # when the last frame was back, and which it was
         self._own_s = 0.0  # that this node takes for a frame, with head, drawing and guessing
         self._n_sent, self._busy_s = 0, 0.0  # frames since `_own_s` was noted, and the busy time then; 0 is not known
@@ -136,6 +139,7 @@ class Speculation:
         self.rounds.clear()
         self.stages.clear()
         self._under_way.clear()
+        self._n_guessed = 0
         self._last = None
         self._own_s, self._n_sent, self._busy_s = 0.0, 0, 0.0
         self._trial = _Trial()
@@ -168,6 +172,8 @@ class Speculation:
             return 1, 1
         if n_places == 1 and n_texts > 1:
             return 1, 1  # other texts fill the ring
+        if not sequence.guessed and not self._finds(guessed, sequence.ids):
+            return 1, 1
         p = guessed.rates[guessed.last].rate if guessed.last else max(ASSUMED.values())
         if self._known[0] == (p, n_places) and self._known[2]:  # times change slowly
             self._known = self._known[0], self._known[1], self._known[2] - 1
@@ -180,6 +186,17 @@ class Speculation:
                 best, found = speed, (n_frames, n_rows)
         self._known = (p, n_places), found, N_KNOWN
         return found
+
+    def _finds(self, guessed: _Guessed, ids: list[int]) -> bool:
+        """Whether a source may have guesses behind `ids`. Each token of a text without any comes here: it has to be cheap."""
+        n = len(ids)
+        if guessed.n_quiet == n:
+            return False
+        for kind, source in guessed.sources.items():
+            if n >= guessed.rates[kind].until and source.learn(ids):
+                return True
+        guessed.n_quiet = n
+        return False
 
     def _speed(self, p: float, n_rows: int, n_frames: int) -> float:
         return tokens_per_s(p, n_rows, n_frames, self.rounds.of(n_rows), self._stage_s(n_rows))
@@ -211,9 +228,13 @@ class Speculation:
                 guessed.last = kind
                 rate.n_guessed += len(found)
                 return found
+        if not sequence.guessed:
+            guessed.n_quiet = len(sequence.ids)
         return []
 
     def _pays(self, p: float) -> bool:
+        if not self.rounds.n_noted:
+            return True  # nothing is known of this ring yet
         plain = PAYS * self._speed(0.0, 1, 1)
         rows = range(1, self.most_rows + 1)
         return any(self._speed(p, n, self._most_frames(n)) > plain for n in rows)
@@ -258,15 +279,24 @@ class Speculation:
 
     def sent(self, plan: Plan, now_s: float) -> None:
         """A frame leaves; one with prompt rows says nothing about others."""
-        n_rows = sum([part.n_rows for part in plan.slices])
-        if not n_rows or plan.is_replay or any([part.is_prompt for part in plan.slices]):
+        n_rows, has_guesses = 0, False
+        for _, _, n, _, _, _, _, n_guessed, is_prompt in plan.slices:
+            if is_prompt:
+                n_rows = 0
+                break
+            n_rows += n
+            has_guesses |= n_guessed > 0
+        if not n_rows or plan.is_replay:
             self._last, self._busy_s = None, 0.0
             return
-        has_guesses = any([part.n_guessed > 0 for part in plan.slices])
-        is_first = not any([other.has_guesses for other in self._under_way.values()])
+        self._n_sent += 1
+        is_first = not self._n_guessed
+        is_quiet = is_first and not (has_guesses or self._n_to_measure or self._trial.is_paused)
+        if is_quiet and plan.number % N_QUIET > 1:
+            return
+        self._n_guessed += has_guesses
         is_free = is_first and len(self._under_way) < max(1, self._n_nodes // 2)
         self._under_way[plan.number] = _Flight(now_s, n_rows, has_guesses, is_free, is_first and not has_guesses)
-        self._n_sent += 1
 
     def returned(self, number: int, now_s: float, busy_s: float, n_tokens: int) -> None:
         """It is back, with so many tokens; this node has computed for `busy_s` in all."""
@@ -274,6 +304,7 @@ class Speculation:
         if flight is None:
             self._last = None
             return
+        self._n_guessed -= flight.has_guesses
         self._n_since += n_tokens
         if self._n_since > MEASURED_EACH:
             self._n_since, self._n_to_measure = 0, N_ROUNDS

@@ -16,7 +16,7 @@ A scale belongs to one output and one group, in half precision; the line of scal
 the second's, and so on. A byte b of int8 stands for (b - 128) * scale, and b - 128 stays within +-127. A half h of a byte of
 int4 stands for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first four in the low halves and the others in the
 high ones. So does mxfp4 (Open Compute Project, Microscaling Formats 1.0): a half is a sign, two bits of an exponent and one of
-a fraction (0, 0.5, 1, 1.5, 2, 3, 4, 6), and a byte s is the scale 2^(s - 127). Where s is 0 or 1 the kernels count zeros.
+a fraction (0, 0.5, 1, 1.5, 2, 3, 4, 6), and a byte s is the scale 2^(s - 127). Where s is 0 the kernels count zeros.
 
 A part is cut out of a packed weight without rounding again. Scales belong to groups of inputs: a cut within a group keeps the
 group's scale, the piece that is wanted stays at its place in the group, and the rest of the group becomes zero. Inputs before
@@ -356,7 +356,7 @@ def quantize_mxfp4(groups: Floats) -> tuple[np.ndarray, np.ndarray]:
     Numbers that are in mxfp4 already stay as they are.
     """
     largest = np.abs(groups).max(axis=2)
-    low = np.clip(np.frexp(largest)[1] - 3, -125, LARGEST_SCALE - 127)  # none that the kernels count as zero
+    low = np.clip(np.frexp(largest)[1] - 3, -126, LARGEST_SCALE - 127)  # none that the kernels count as zero
     best = np.full(largest.shape, np.inf, dtype=np.float32)
     best_scale, best_q = np.zeros(largest.shape, dtype=np.uint8), np.zeros(groups.shape, dtype=np.uint8)
     for power in (low, np.minimum(low + 1, LARGEST_SCALE - 127)):

@@ -204,17 +204,20 @@ class CostModel:
         return n_rows / speed if speed else 0.0
 
     def head_s(self, n_rows: int) -> float:
-        """Embedding, final norm and head on the starter."""
-        starter = self.profile.nodes[0]
+        """Embedding, final norm and head on the starter, and the small model for one token, by its bytes."""
+        starter, shape = self.profile.nodes[0], self.shape
+        draft_s = block_s(starter, shape, 1) * self.workload.draft_bytes / shape.reference.weight_bytes
         if starter.head_s:
-            return time_of(starter.head_s, n_rows)
-        reference = self.shape.reference
-        return block_s(starter, self.shape, n_rows) * self.shape.head_bytes / reference.weight_bytes
+            return time_of(starter.head_s, n_rows) + draft_s
+        return block_s(starter, shape, n_rows) * shape.head_bytes / shape.reference.weight_bytes + draft_s
+
+    def own_bytes(self, i: int) -> int:
+        """Weights of a node besides its blocks."""
+        return self.shape.embedding_bytes + self.shape.head_bytes + self.workload.draft_bytes if i == 0 else 0
 
     def fixed_bytes(self, i: int) -> int:
         """Bytes of a node besides its blocks, without those that depend on the rows of a frame."""
-        own = self.shape.embedding_bytes + self.shape.head_bytes if i == 0 else 0
-        return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + own + self.kept_bytes
+        return self.profile.nodes[i].process_bytes + self.shape.runtime_bytes + self.own_bytes(i) + self.kept_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -237,11 +240,10 @@ class CostModel:
 
     def memory(self, i: int, start: int, stop: int, n_used: int) -> MemoryUse:
         """Memory of node `i` for the blocks [start, stop) in a ring of `n_used` nodes."""
-        own = self.shape.embedding_bytes + self.shape.head_bytes if i == 0 else 0
         caches = self.caches[stop] - self.caches[start]
         running = self.activation_bytes(i, self.workload.rows_per_frame(n_used), self.workload.frames(n_used))
         return MemoryUse(
-            weights=int(own + self.weights[stop] - self.weights[start]),
+            weights=int(self.own_bytes(i) + self.weights[stop] - self.weights[start]),
             caches=int(caches),
             activations=int(max(running, self.load_bytes(i) - caches)) + self.shape.runtime_bytes + self.kept_bytes,
             process=self.profile.nodes[i].process_bytes,

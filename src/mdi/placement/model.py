@@ -118,12 +118,14 @@ class Workload:
     Attributes:
         more_frames: in flight beyond one per node.
         replay_bytes: that each node may keep of the rows that it has sent.
+        draft_bytes: weights of a small model that the starter computes for each token of a text (--draft).
     """
 
     n_sequences: int = 1
     sequence_length: int = 2048
     more_frames: int = 0
     replay_bytes: int = 0
+    draft_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.n_sequences < 1 or self.sequence_length < 1:

@@ -64,7 +64,7 @@ def plan_tensor(cost: CostModel, sums_per_block: int = SUMS_PER_BLOCK, is_head_s
     sums_s = shape.n_layer * sums_per_block * seconds(DEFAULT_SUM, cost.n_nodes, n_bytes, speed)
     head_s = cost.head_s(n_rows) * (max(parts) if is_head_shared else 1.0)
     weights = [int(part * cost.weights[shape.n_layer]) for part in parts]
-    weights[0] += shape.embedding_bytes + shape.head_bytes
+    weights[0] += cost.own_bytes(0)
     return TensorPlan(
         tuple(node.name for node in cost.profile.nodes), tuple(parts), n_rows, max(stages) + sums_s + head_s, max(stages),
         sums_s, head_s, DEFAULT_SUM, tuple(weights), speed,

@@ -27,6 +27,7 @@ from mdi.placement.plan import PlanReport
 from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
+from mdi.run.drafting import draft_bytes
 from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -91,6 +92,7 @@ class Choice:
         self.profile: ClusterProfile | None = None
         self.sharing: SharingOut | None = None
         self.n_sequences = N_TEXTS
+        self.draft_bytes = 0
         self._ports = ports
         self._run = run
         self._is_open = False
@@ -164,7 +166,8 @@ class Choice:
         """
         self.n_sequences = n_sequences
         length = min(max_length, self.context_length)
-        work = Workload(n_sequences, length, replay_bytes=self.options.replay_bytes)
+        self.draft_bytes = draft_bytes(self)
+        work = Workload(n_sequences, length, replay_bytes=self.options.replay_bytes, draft_bytes=self.draft_bytes)
         while True:
             try:
                 with losses.attempt() as attempt:

@@ -190,7 +190,9 @@ class Run(StatusOnly):
         self._former = former = Former(basis, cluster, nodes)
         moving: MovingCut | None = None
         if not options.fixed and cluster.secondaries and model.family.is_placed:
-            work = Workload(model.n_sequences, self.max_length, replay_bytes=options.replay_bytes)
+            work = Workload(
+                model.n_sequences, self.max_length, replay_bytes=options.replay_bytes, draft_bytes=model.draft_bytes
+            )
             shape = model_shape(weights.config, computing.format, computing.kv_dtype)
             part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
             moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)

@@ -105,7 +105,7 @@ template <int kFormat> constexpr int kRecordSteps = kFormat == kMxfp4 ? 2 : 1;
 template <int kFormat> constexpr int kRecordBytes = 64 * (1 + 8 * kRecordSteps<kFormat>);
 template <int kFormat> constexpr int kHalfOffset = kFormat == kMxfp4 ? 12 : 8;  // how much too large the bytes of weights are
 
-// Bits of a number of mxfp4 (E2M1) -> twice the number, plus 12.
+// Bits of a number of mxfp4 (E2M1) -> twice the number, plus 12. Sums are halved when they are whole.
 alignas(16) static const uint8_t kTwiceE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <int kFormat>
@@ -127,6 +127,13 @@ inline F step_scales(const uint8_t* panel, int step, int group) {
   const uint8_t* line = panel + (int64_t)(step / n) * kRecordBytes<kFormat>;
   if constexpr (kFormat == kMxfp4) return load_exponents(line + 16 * (step % n * 2 + group));
   else return load_half((const uint16_t*)line + 16 * group);
+}
+
+// A row's sum of all groups, of what the bytes of weights stand for.
+template <int kFormat>
+inline F whole_sum(F total) {
+  if constexpr (kFormat == kMxfp4) return mul(total, splat(0.5f));
+  return total;
 }
 
 template <int kFormat>
@@ -154,7 +161,7 @@ inline F add_large(F total, const uint8_t* panel, const ByteRows& x, int m) {
         for (float& a : lane) a = kTwiceE2m1[(int)a];
         q = load(lane);
       }
-      q = sub(q, splat((float)kHalfOffset<kFormat>));
+      q = mul(sub(q, splat((float)kHalfOffset<kFormat>)), splat(kFormat == kMxfp4 ? 0.5f : 1.0f));
       scale = step_scales<kFormat>(panel, k / 64, k % 64 / 32);
     }
     total = fma(mul(q, scale), splat(large[i].value), total);
@@ -249,7 +256,7 @@ void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
   }
   for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kPanels; p++)
-      finish(add_large<kFormat>(total[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
+      finish(add_large<kFormat>(whole_sum<kFormat>(total[m][p]), start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
 template <int kRows, int kPanels>

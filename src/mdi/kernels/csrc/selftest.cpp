@@ -231,7 +231,7 @@ struct Stage {
       float a = random.number();
       cos.push_back(a), sin.push_back(1.0f - a * a);
     }
-    stage = {&model, &block, cos.data(), sin.data(), (int64_t)cos.size(), 1, 1};
+    stage = {&model, &block, cos.data(), sin.data(), (int64_t)cos.size(), nullptr, 0, 1, 1, nullptr};
   }
   ~Stage() {
     for (Weight* w : weights) delete w;

@@ -129,7 +129,6 @@ inline void store_half(uint16_t* p, F x) {
 }
 inline F load_exponents(const uint8_t* p) {
   __m128i e = _mm_loadu_si128((const __m128i*)p);
-  e = _mm_or_si128(_mm_subs_epu8(e, _mm_set1_epi8(1)), _mm_cmpeq_epi8(e, _mm_set1_epi8(-1)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(e), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(e, 8)), 23))};
 }

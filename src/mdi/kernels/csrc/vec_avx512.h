@@ -59,9 +59,8 @@ inline F byte_of_lane(const uint8_t* line, int shift, int mask) {  // (word of e
 
 inline F load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline void store_half(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, 0)); }
-inline F load_exponents(const uint8_t* p) {  // 2^(e - 128) of sixteen bytes; 0 for 0 and 1, infinity for 255
+inline F load_exponents(const uint8_t* p) {  // 2^(e - 127) of sixteen bytes; 0 for 0, infinity for 255
   __m128i e = _mm_loadu_si128((const __m128i*)p);
-  e = _mm_or_si128(_mm_subs_epu8(e, _mm_set1_epi8(1)), _mm_cmpeq_epi8(e, _mm_set1_epi8(-1)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(e), 23))};
 }
 inline F load_bf16(const uint16_t* p) {

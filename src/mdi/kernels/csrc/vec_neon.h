@@ -92,7 +92,6 @@ inline F load_half(const uint16_t* p) {
 inline void store_half(uint16_t* p, F a) { MDI_EACH(vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])))) }
 inline F load_exponents(const uint8_t* p) {
   uint8x16_t e = vld1q_u8(p);
-  e = vorrq_u8(vqsubq_u8(e, vdupq_n_u8(1)), vceqq_u8(e, vdupq_n_u8(255)));
   uint16x8_t low = vmovl_u8(vget_low_u8(e)), high = vmovl_u8(vget_high_u8(e));
   uint16x4_t parts[4] = {vget_low_u16(low), vget_high_u16(low), vget_low_u16(high), vget_high_u16(high)};
   F r; MDI_EACH(r.v[i] = vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(parts[i]), 23))) return r;

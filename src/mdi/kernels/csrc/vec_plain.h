@@ -79,7 +79,7 @@ inline uint16_t float_to_half(float x) {  // to the nearest, ties to even
   return (uint16_t)(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
 }
 inline F load_exponents(const uint8_t* p) {
-  F r; MDI_LANES(uint32_t bits = (uint32_t)(p[i] == 255 ? 255 : p[i] ? p[i] - 1 : 0) << 23; std::memcpy(&r.v[i], &bits, 4)) return r;
+  F r; MDI_LANES(uint32_t bits = (uint32_t)p[i] << 23; std::memcpy(&r.v[i], &bits, 4)) return r;
 }
 inline float bf16_to_float(uint16_t h) { uint32_t bits = (uint32_t)h << 16; float x; std::memcpy(&x, &bits, 4); return x; }
 inline F load_half(const uint16_t* p) { F r; MDI_LANES(r.v[i] = half_to_float(p[i])) return r; }

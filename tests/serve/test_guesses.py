@@ -1,0 +1,86 @@
+"""Guesses of a server with `--draft auto`: predicted texts and schemas make no text different, and usage counts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from conftest import NANO, Server
+from mdi.serve.grammar import GrammarSource
+from mdi.text.texts import TextCodec
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"family_name": {"type": "string", "maxLength": 8}, "is_known": {"type": "boolean"}},
+    "required": ["family_name", "is_known"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    server = Server(tmp_path_factory.mktemp("guesses"), "--nodes", 1, "--draft", "auto")
+    try:
+        server.wait()
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as made:
+            yield made
+    finally:
+        status = server.end()
+    assert status == 0, server.log.read_text()
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": "Speak, Romeo."}]
+    return client.chat.completions.create(
+        **{"model": "nano-llama", "messages": messages, "max_tokens": 200, "seed": 3, "temperature": 0.8, **fields}
+    )
+
+
+def details(answer: Any) -> tuple[int, int]:
+    found = answer.usage.completion_tokens_details
+    return found.accepted_prediction_tokens, found.rejected_prediction_tokens
+
+
+def test_a_prediction_is_counted_and_changes_nothing(client: openai.OpenAI) -> None:
+    plain = chat(client)
+    assert details(plain) == (0, 0)
+    text = plain.choices[0].message.content
+    right = chat(client, prediction={"type": "content", "content": text})
+    assert right.choices[0].message.content == text
+    accepted, rejected = details(right)
+    assert accepted > 50 and rejected >= 0
+    parts = [{"type": "text", "text": text[:100]}, {"type": "text", "text": " and now for something else" * 8}]
+    other = chat(client, prediction={"type": "content", "content": parts})
+    assert other.choices[0].message.content == text
+    assert details(other)[0] < accepted
+    off = chat(client, prediction={"type": "content", "content": text}, extra_body={"draft": "none"})
+    assert off.choices[0].message.content == text and details(off) == (0, 0)
+
+
+def test_a_schema_forces_tokens_and_changes_nothing(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
+    plain = chat(client, response_format=form, extra_body={"draft": "none"})
+    guessed = chat(client, response_format=form)
+    assert guessed.choices[0].message.content == plain.choices[0].message.content
+    assert set(json.loads(plain.choices[0].message.content)) == {"family_name", "is_known"}
+
+
+def test_a_copy_of_a_grammar_looks_ahead_and_leaves_the_text_where_it_is() -> None:
+    pytest.importorskip("llguidance")
+    codec = TextCodec.from_checkpoint(NANO, "none")
+    source = GrammarSource(NANO, codec.eos_ids, 2048)
+    grammar = source.constraint({"schema": SCHEMA})
+    begin = grammar.forced()
+    assert codec.decode(begin).startswith('{"family') or len(begin) > 1
+    before = grammar.allowed()
+    copy = grammar.copy()
+    assert not any(copy.take(token) for token in begin)
+    assert (grammar.allowed() == before).all() and not (copy.allowed() == before).all()
+    forbidden = next(i for i, is_allowed in enumerate(before) if not is_allowed)
+    assert grammar.n_valid([*begin, forbidden]) in (len(begin), len(begin) + 1)
+    assert grammar.n_valid([forbidden, *begin]) == 0
+    assert (grammar.allowed() == before).all() and grammar.forced() == begin
