@@ -162,7 +162,7 @@ class Cohort:
         return all(one in self._logits and self._logits[one][0] == life for one, life in lives.items())
 
     def choose(self) -> list[Choice]:
-        """Which texts go on, for each place the text that is continued there; none: all has ended.
+        """The texts that go on: for each place, the text that is continued there; none: all has ended.
 
         A place whose text goes on stays its own; no cache is copied for it.
         """

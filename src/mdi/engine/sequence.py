@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def unit(self) -> tuple[Sequence, ...]:
-        """What runs and waits as a whole: its cohort, or itself."""
+        """Its cohort, which runs and waits as a whole, or itself."""
         return self.cohort or (self,)
 
     @property

@@ -5,7 +5,7 @@ import { complete } from "./api.js";
 import { exported } from "./chats.js";
 import { byId, el, picture, svg } from "./dom.js";
 import { said, showAnswer } from "./message.js";
-import { count, perSecond } from "./units.js";
+import { count, perSecond, time } from "./units.js";
 
 const NEAR_END = 80; // pixels: who has scrolled up further reads, and is not to be moved
 const LONG_MS = 30; // drawing that takes longer is done less often, so that the page still answers
@@ -315,6 +315,6 @@ function figures(clock, nodes) {
   found.push(`${about}${count(known)} tokens${usage?.prompt_tokens ? " written" : ""}`);
   const { accepted_prediction_tokens: right, rejected_prediction_tokens: wrong } = usage?.completion_tokens_details ?? {};
   if (right || wrong) found.push(`${count(right ?? 0)} of ${count((right ?? 0) + (wrong ?? 0))} guessed tokens confirmed`);
-  found.push(`first word after ${((first - begin) / 1000).toFixed(1)} s`);
+  found.push(`first word after ${time((first - begin) / 1000)}`);
   return found.filter(Boolean).join(" · ");
 }
