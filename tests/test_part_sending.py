@@ -43,7 +43,7 @@ PART = PartSpec("block.1", hashlib.sha256(BYTES).hexdigest(), len(BYTES))
 def ended_ring() -> RingWorker:
     unused: Any = None
     request: Any = SimpleNamespace(run=RUN, epoch=RUN, hand_over=False)
-    ring = RingWorker("secondary0", "", request, unused, unused, unused, unused, unused)
+    ring = RingWorker("secondary0", "", request, unused, unused, unused, unused, unused, 10.0)
     ring.finish(None)
     return ring
 

@@ -340,7 +340,7 @@ def request(number: int) -> InitRequest:
 
 def ring(made: InitRequest) -> RingWorker:
     unused: Any = None
-    return RingWorker("secondary0", "", made, unused, unused, unused, unused, unused)
+    return RingWorker("secondary0", "", made, unused, unused, unused, unused, unused, 10.0)
 
 
 @pytest.mark.parametrize("is_over", [False, True])

@@ -119,7 +119,7 @@ class Transfer:
 
 def test_a_transfer_killed_twenty_times(wide: Path, tmp_path: Path) -> None:
     """At random points, the starter or the node, in turns of chance; no block that had arrived whole is sent again."""
-    draw = random.Random(7)
+    draw = random.Random(1)
     fields, data = parts_of(wide)
     total = sum(part.n_bytes for part in data)
     transfer = Transfer(fields, data)

@@ -30,7 +30,7 @@ def begun(job: RingWorker) -> list[object]:
 def job() -> RingWorker:
     unused: Any = None
     request: Any = SimpleNamespace(run="a" * 16)
-    return RingWorker("secondary0", "", request, unused, unused, unused, unused, unused)
+    return RingWorker("secondary0", "", request, unused, unused, unused, unused, unused, 10.0)
 
 
 def test_a_node_that_leaves_while_the_ring_is_closed_is_lost_and_does_not_end_the_run() -> None:

@@ -44,6 +44,7 @@ REASONS = {
     "gated": "the hub wants an account with access",
     "hub": "the hub refuses",
     "incomplete": "a download is not whole yet",
+    "kernels": "only the kernels compute this, and not in this way",
     "length": "a text is too long",
     "library": "a library is not installed",
     "loaded": "the model is in use",

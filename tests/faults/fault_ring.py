@@ -230,7 +230,7 @@ class Running:
 
     @property
     def state(self) -> str:
-        return "" if self.node is None else str(self.node.status(None)["state"])
+        return "" if self.node is None else self.node.state
 
     @property
     def n_tokens(self) -> int:

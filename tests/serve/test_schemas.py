@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, cast
 
 import psutil
@@ -107,10 +107,10 @@ class Host:
             raise self.error
         return "constraint"
 
-    def submit(self, model: str, number: int, *_: object) -> None:
+    def submit(self, model: str, wanted: Mapping[str, Any], constraint: object) -> None:
         self.is_beginning.set()
         self.may_begin.wait(1.0)
-        self.begun.append(number)
+        self.begun.append(wanted["id"])
 
     def cancel(self, number: int) -> None:
         self.may_begin.set()

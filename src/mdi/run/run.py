@@ -382,6 +382,11 @@ class Run(StatusOnly):
         return f"{self._id:016x}"
 
     @property
+    def state(self) -> str:
+        """IDLE, PLANNING, LOADING, RUNNING, ...: as nodes say theirs."""
+        return "RECOVERING" if self._loop is not None and self._loop.is_recovering else self._state
+
+    @property
     def cluster(self) -> ClusterConfig:
         """The nodes of the ring, as it is now."""
         if self._former is not None:
@@ -486,7 +491,7 @@ class Run(StatusOnly):
             "version": mdi.__version__,
             "control_version": CONTROL_VERSION,
             "process": self._process,
-            "state": "RECOVERING" if self._loop is not None and self._loop.is_recovering else self._state,
+            "state": self.state,
             "clock_s": time.time(),
             "model": self.model.weights.model if self._has_model else None,
             "n_nodes": self.cluster.n_nodes,
