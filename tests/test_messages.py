@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import queue
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Node(BareNode):
         self.broken_off: queue.Queue[int] = queue.Queue()
         self.says: dict[str, Any] = {"state": "LOADING"}
         self.ring: Pushing | None = None
-        self.measures: list[Any] = []
+        self.measures: Iterable[Any] = []
 
     def _note(self, call: Any) -> None:
         self.calls.put(call)
@@ -142,7 +143,7 @@ def test_a_node_says_what_it_measures_until_nobody_waits(node: Node, client: Con
     node.measures, heard = [{"what": "a block"}, None, {"what": "the head"}], []
     assert client.profile(PROFILE, heard.append) == {"profile": 1}
     assert heard == node.measures
-    node.measures, cancel = [{"what": "a block"}] * 10**9, Cancel()
+    node.measures, cancel = itertools.repeat({"what": "a block"}), Cancel()
     with pytest.raises(CancelledError):
         client.profile(PROFILE, lambda what: cancel.cancel(), cancel)
 
