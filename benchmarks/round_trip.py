@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the c
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 N_COLS = 2048  # float32: 8 KB
+PROOF_BYTES = 32  # by which the child is known
 HOST = "127.0.0.1"
 
 
@@ -77,6 +78,7 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     from mdi.net.handshake import join_ring
     from mdi.net.wire import PLAIN, Limits, read_frame, send_frame, tune
 
+    proof = sys.stdin.buffer.read(PROOF_BYTES)
     choose_threads(1)
     rows = TensorRows(torch.device("cpu"), torch.float32)
     listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
@@ -84,6 +86,7 @@ def echo(port: int, ring_port: int, epoch: int) -> None:
     raw, pickled, framed = (socket.create_connection((HOST, port)) for _ in range(3))
     for sock in (raw, pickled, framed):
         tune(sock)
+        sock.sendall(proof)
     raw.sendall(b"%-16d" % listener.port)
 
     def echo_raw() -> None:
@@ -133,10 +136,17 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     listener = open_listener("starter")
     with socket.create_server((HOST, 0)) as server:
         command = [sys.executable, __file__, str(server.getsockname()[1]), str(listener.port), f"{epoch:x}"]
-        child = subprocess.Popen(command)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE)
+        proof = secrets.token_bytes(PROOF_BYTES)
+        assert child.stdin is not None
+        child.stdin.write(proof)
+        child.stdin.close()
         raw, pickled, framed = (server.accept()[0] for _ in range(3))
     for sock in (raw, pickled, framed):
         tune(sock)
+        found = bytearray(PROOF_BYTES)
+        if not (read_exactly(sock, memoryview(found)) and secrets.compare_digest(found, proof)):
+            raise SystemExit("another program has connected")  # what it sends is not to be unpickled
     head = bytearray(16)
     read_exactly(raw, memoryview(head))
     ring = close_starter_ring(listener, seat_of(0, epoch, int(head)), 2, Limits(max_cols=N_COLS))

@@ -77,7 +77,10 @@ def test_json_is_exactly_the_documented_object():
     }
 
 
-@pytest.mark.parametrize("times_s, ttft_s, rate", [([], None, 0), ([0.3], 0.3, 0), ([0.3, 0.3], 0.3, 0)])
+@pytest.mark.parametrize(
+    "times_s, ttft_s, rate",
+    [([], None, 0), ([0.3], 0.3, 0), ([0.0, 0.0], 0.0, 0), ([0.5, 0.5], 0.5, 4.0)],  # the last: as the tokens of beams
+)
 def test_rates_of_almost_nothing_are_numbers(times_s, ttft_s, rate):
     made = sample(times_s)
     assert (made.ttft_s, made.tokens_per_s) == (ttft_s, rate)

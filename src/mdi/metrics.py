@@ -108,7 +108,8 @@ class SampleMetrics:
         token_ids: generated ids, without the EOS or the stop sequence of ids that ended them.
         finish_reason: "eos", "stop", "length", or another reason; None if the run ended first.
         ttft_s: time to first token; None if none came.
-        tokens_per_s: after the first token; 0 if there were fewer than two.
+        tokens_per_s: after the first token; 0 if there were fewer than two. Of tokens that all came at once, as those of beams
+            do, from the beginning on.
         token_times_s: when each of them came, rising; tokens that might have become a stop sequence come together.
         guessed, confirmed: guesses of its tokens that were sent, and those that were drawn. The tokens of a round, the one that
             was drawn and those guessed behind which it follows, have the same time.
@@ -142,7 +143,7 @@ class SampleMetrics:
     ) -> SampleMetrics:
         """Work out `ttft_s` and `tokens_per_s` from the times of the tokens."""
         times = tuple(token_times_s)
-        span_s = times[-1] - times[0] if times else 0.0
+        came_at_once = len(times) > 1 and times[0] == times[-1]
         return cls(
             prompt=prompt,
             text=text,
@@ -150,7 +151,11 @@ class SampleMetrics:
             prompt_ids=tuple(prompt_ids),
             finish_reason=finish_reason,
             ttft_s=times[0] if times else None,
-            tokens_per_s=_rate(len(times) - 1, span_s),
+            tokens_per_s=(
+                _rate(len(times), times[0])
+                if came_at_once
+                else _rate(len(times) - 1, times[-1] - times[0] if times else 0)
+            ),
             token_times_s=times,
             guessed=guessed,
             confirmed=confirmed,

@@ -27,7 +27,6 @@ from mdi.placement.plan import PlanReport
 from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
-from mdi.run.drafting import draft_bytes
 from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -507,3 +506,19 @@ def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]
 def _without_limits(profile: ClusterProfile) -> ClusterProfile:
     """The cluster as if memory limited nothing: windows are fitted into what there is."""
     return replace(profile, nodes=tuple(replace(n, memory_bytes=UNLIMITED, shared_bytes=0) for n in profile.nodes))
+
+
+def draft_bytes(model: Choice) -> int:
+    """The weights of the small model, which the plan counts for the starter; 0 without one.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    folder = model.options.draft
+    if folder in ("none", "auto"):
+        return 0
+    weights = model.family.open_weights(Path(folder), None, 1, None, None, False)
+    try:
+        return model_shape(weights.config, model.format).weight_bytes
+    finally:
+        weights.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
@@ -12,29 +11,10 @@ from mdi.engine.rows import ArrayRows
 from mdi.errors import UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
-from mdi.placement.model import model_shape
+from mdi.run.choice import Choice, starter_computing
 from mdi.spec.cluster import WeightMemory
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
-
-if TYPE_CHECKING:
-    from mdi.run.choice import Choice
-
-
-def draft_bytes(model: Choice) -> int:
-    """The weights of the small model, which the plan counts for the starter; 0 without one.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    folder = model.options.draft
-    if folder in ("none", "auto"):
-        return 0
-    weights = model.family.open_weights(Path(folder), None, 1, None, None, False)
-    try:
-        return model_shape(weights.config, model.format).weight_bytes
-    finally:
-        weights.close()
 
 
 def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> DraftModel:
@@ -44,8 +24,6 @@ def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> 
         UsageError: its tokens are others, or it cannot be computed in the kernels.
         CheckpointError: it cannot be read.
     """
-    from mdi.run.choice import starter_computing
-
     family, asked = model.family, model.options
     codec = family.open_codec(folder, asked.prompt_style)
     if codec.tokens != model.codec.tokens:
