@@ -3,7 +3,7 @@
 from mutants.mutant import Mutant
 
 BALANCE, CHAIN = "tests/placement/test_balance.py", "tests/placement/test_chain.py"
-TABLE, STANDING, RUNS = (f"tests/swarm/test_{name}.py" for name in ("swarm_table", "standing", "swarm_runs"))
+TABLE, MEMBER, RUNS = (f"tests/swarm/test_{name}.py" for name in ("swarm_table", "swarm_member", "swarm_runs"))
 
 MUTANTS = [
     Mutant(
@@ -78,17 +78,17 @@ MUTANTS = [
     ),
     Mutant(
         "a node that leaves still counts",
-        "Standing._others",
+        "SwarmMember._others",
         "and not one.is_leaving",
         "",
-        f"{STANDING}::test_a_span_that_is_lost_is_taken_over",
+        f"{MEMBER}::test_a_span_that_is_lost_is_taken_over",
     ),
     Mutant(
         "memory that is short is not given back",
-        "Standing._mind_memory",
+        "SwarmMember._mind_memory",
         "if free >= spare or",
         "if True or",
-        f"{STANDING}::test_a_node_whose_memory_others_need_gives_its_blocks_back_and_takes_some_again",
+        f"{MEMBER}::test_a_node_whose_memory_others_need_gives_its_blocks_back_and_takes_some_again",
     ),
     Mutant(
         "a ring goes over nodes with another format",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standing import held_by, standing, wait_covered
+from swarm_members import held_by, swarm_member, wait_covered
 
 from families import greedy
 from mdi.cancel import Cancel
@@ -16,7 +16,7 @@ from mdi.control.meeting import Peer
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import PlacementError
 from mdi.node.secondary import SecondaryNode
-from mdi.node.standing import Standing
+from mdi.node.swarm_member import SwarmMember
 from mdi.run.nodes import SwarmNodes
 from mdi.run.run import Run
 from mdi.run.swarm import Swarm
@@ -26,7 +26,7 @@ from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
 from waiting import until
 
 PROMPT, N_LAYER = "The ring", 5
-Node = tuple[SecondaryNode, Standing]
+Node = tuple[SecondaryNode, SwarmMember]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def swarm(n: int, most_blocks: int, folder: Path, checkpoint: Path) -> Iterator[
         nodes: list[Node] = []
         for i in range(n):
             first = [nodes[0][0]] if nodes else []
-            nodes.append(stack.enter_context(standing(i, folder, checkpoint, first, most_blocks)))
+            nodes.append(stack.enter_context(swarm_member(i, folder, checkpoint, first, most_blocks)))
             until(lambda: held_by(nodes[-1][1]) is not None)
         wait_covered(lambda: [one for _, one in nodes], N_LAYER)
         until(lambda: sum(one.is_ready for one in nodes[-1][0].table.nodes) == n)
@@ -130,7 +130,7 @@ def test_a_run_goes_on_without_a_node_whose_memory_is_needed(tmp_path: Path, che
         for i in range(2):  # both hold all blocks, so that a ring has one of them
             nodes.append(
                 stack.enter_context(
-                    standing(
+                    swarm_member(
                         i, tmp_path, checkpoint, [n for n, _ in nodes], 5, spare_bytes=1, free_bytes=lambda i=i: free[i]
                     )
                 )
@@ -153,8 +153,8 @@ def test_a_run_goes_on_without_a_node_whose_memory_is_needed(tmp_path: Path, che
 
 
 def test_blocks_that_nobody_holds_are_named(tmp_path: Path, checkpoint: Path) -> None:
-    with standing(0, tmp_path, checkpoint, most_blocks=2) as (node, stands):
-        until(lambda: held_by(stands) is not None)
+    with swarm_member(0, tmp_path, checkpoint, most_blocks=2) as (node, member):
+        until(lambda: held_by(member) is not None)
         with pytest.raises(PlacementError, match="block 2 and 2 others"), opened(node, checkpoint, wait_s=0.5):
             pass
         with pytest.raises(PlacementError, match="--quantize"), opened(node, checkpoint, wait_s=0.5, quantize="int8"):

@@ -97,7 +97,7 @@ def serve(
         _hand_over_when_terminated(node)
         if options.until_stdin_closes:
             threading.Thread(target=leave_with_stdin, name="stdin", daemon=True).start()
-        with reachable(options, node, keys), _standing(options, node, keys):
+        with reachable(options, node, keys), _swarm_member(options, node, keys):
             node.run()
     finally:
         ignore_interrupts()
@@ -110,7 +110,7 @@ def serve(
 
 
 @contextlib.contextmanager
-def _standing(options: Options, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
+def _swarm_member(options: Options, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
     """Within: the node holds blocks of a model for all runs, if it was started so. Raises MdiError."""
     if options.stand_with is None:
         yield
@@ -119,17 +119,17 @@ def _standing(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
     from mdi.cli.access import split_address
     from mdi.cli.discover import neighbours
     from mdi.control.meeting import Peer
-    from mdi.node.standing import Standing
+    from mdi.node.swarm_member import SwarmMember
 
     assert options.ckpt is not None
     peers = [Peer(*split_address(text, 0)) for text in options.peer]
     with neighbours(options, node.config.addr, keys) as found, contextlib.closing(open_source(options.ckpt)) as source:
-        stands = Standing(node, source, peers, keys, options.max_blocks, found, spare_bytes=options.spare_memory)
-        stands.start()
+        member = SwarmMember(node, source, peers, keys, options.max_blocks, found, spare_bytes=options.spare_memory)
+        member.start()
         try:
             yield
         finally:
-            stands.close()
+            member.close()
 
 
 def _made_node(

@@ -140,7 +140,7 @@ def nodes_of(options: Options, find: Callable[[], ClusterConfig], discovery: Dis
     from mdi.run.nodes import NodeSource
 
     if options.swarm is not None and discovery is not None:
-        return _standing_nodes(options, discovery)
+        return _swarm_nodes(options, discovery)
     latest: ClusterConfig | None = None
 
     def found() -> ClusterConfig:
@@ -154,7 +154,7 @@ def nodes_of(options: Options, find: Callable[[], ClusterConfig], discovery: Dis
     )
 
 
-def _standing_nodes(options: Options, discovery: Discovery) -> NodeSource:
+def _swarm_nodes(options: Options, discovery: Discovery) -> NodeSource:
     """The nodes of a swarm. Raises UsageError."""
     from mdi.cli.access import free_port, open_keys, own_address, refuse_exposure, split_address
     from mdi.cli.discover import CONTROL_PORT, RING_PORT, neighbours

@@ -11,7 +11,7 @@ from mdi.checkpoint.source import open_source
 from mdi.control.meeting import Peer
 from mdi.host.resources import free_memory_bytes
 from mdi.node.secondary import SecondaryNode
-from mdi.node.standing import Standing, SwarmWaits
+from mdi.node.swarm_member import SwarmMember, SwarmWaits
 from secondaries import secondary
 from waiting import until
 
@@ -19,35 +19,35 @@ SOON = SwarmWaits(tell_s=0.1, refresh_s=5.0, look_s=0.3, leave_s=20.0)
 
 
 @contextlib.contextmanager
-def standing(
+def swarm_member(
     index: int, folder: Path, checkpoint: Path, peers: Sequence[SecondaryNode] = (), most_blocks: int | None = None,
     spare_bytes: int = 0, free_bytes: Callable[[], int] = free_memory_bytes, **options: Any,
-) -> Iterator[tuple[SecondaryNode, Standing]]:  # fmt: skip
+) -> Iterator[tuple[SecondaryNode, SwarmMember]]:  # fmt: skip
     """One that holds blocks of a checkpoint; it ends with its `with`."""
     source = open_source(checkpoint)
     try:
         with secondary(index, folder / "cache", weights=source, **options) as node:
             own = open_source(checkpoint)
-            stands = Standing(
+            member = SwarmMember(
                 node, own, [Peer("127.0.0.1", one.control_port) for one in peers], options.get("keys"), most_blocks,
                 waits=SOON, spare_bytes=spare_bytes, free_bytes=free_bytes,
             )  # fmt: skip
-            stands.start()
+            member.start()
             try:
-                yield node, stands
+                yield node, member
             finally:
-                stands.close()
+                member.close()
                 own.close()
     finally:
         source.close()
 
 
-def held_by(stands: Standing) -> range | None:
+def held_by(member: SwarmMember) -> range | None:
     """The blocks that a node has announced as loaded."""
-    own = stands.announced
+    own = member.announced
     return range(own.start, own.stop) if own is not None and own.is_ready else None
 
 
-def wait_covered(nodes: Callable[[], Sequence[Standing]], n_layer: int) -> None:
+def wait_covered(nodes: Callable[[], Sequence[SwarmMember]], n_layer: int) -> None:
     """Until each block is on a node."""
     until(lambda: {block for one in nodes() for block in held_by(one) or ()} == set(range(n_layer)))

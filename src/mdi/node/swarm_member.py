@@ -63,7 +63,7 @@ class SwarmWaits:
     leave_s: float = 30.0
 
 
-class Standing:
+class SwarmMember:
     """See the module. It works in a thread of its own from `start` to `close`.
 
     Args:
