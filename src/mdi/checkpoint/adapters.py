@@ -227,7 +227,7 @@ class Adapter:
         return CheckpointError(f"adapter {self.name}: {self.folder} has {what}", code="adapter")
 
     def specs(self, block: int) -> dict[str, TensorSpec]:
-        """What it adds to a block, as it is sent."""
+        """The terms that it adds to a block, as they are sent."""
         found = {}
         for module in self.modules.get(block, ()):
             rank, n_in = self._file.specs[module.a].shape

@@ -147,7 +147,7 @@ class ControlClient:
                     raise ControlError(f"{self.port_where} answers without rows")
 
     def rows(self, request: RowsRequest) -> ToldRows:
-        """What the node says of rows of a text."""
+        """The node's answer about rows of a text."""
         return ToldRows.from_json(self.ask("rows", request.to_json(), ANSWER_S), self.port_where)
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:

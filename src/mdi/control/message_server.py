@@ -80,7 +80,7 @@ class PortNode(Protocol):
         """Send a part to another node; done when that node has it."""
 
     def swarm(self, request: SwarmRequest) -> dict[str, Any]:
-        """What is known of the nodes of the swarm, as far as the caller does not know it; its own announcement is taken."""
+        """The announcements of the swarm that the caller does not know; takes the caller's own."""
 
     def compute_blocks(
         self, request: BlocksRequest, n_bytes: int, read: Callable[[int], bytes], sign: Callable[[], None]

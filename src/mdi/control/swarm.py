@@ -1,4 +1,4 @@
-"""What the nodes of a standing swarm know of each other: announcements that are passed on from node to node.
+"""The table of the nodes of a standing swarm, as each of them keeps it: announcements that are passed on from node to node.
 
 It is no public swarm: all its machines have one key, and trust each other.
 """
@@ -25,7 +25,7 @@ ShortName = Annotated[str, Meta(min_length=1, max_length=80)]
 
 @dataclass(frozen=True)
 class Announced:
-    """What a node said of itself.
+    """The announcement of a node.
 
     Attributes:
         process: the number that it drew; `version` rises with each announcement of it.

@@ -111,7 +111,7 @@ class SwarmMember:
 
     @property
     def announced(self) -> Announced | None:
-        """What this node has said of itself last."""
+        """The last announcement of this node."""
         return self._own
 
     # Its thread

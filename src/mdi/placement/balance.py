@@ -1,4 +1,4 @@
-"""Which blocks the nodes of a swarm hold: pure functions of what all of them have announced.
+"""Chooses the blocks that a node of a swarm holds: pure functions of what all nodes have announced.
 
 A node that comes takes the span whose slowest block is served slowest (Petals, Borzunov et al. 2023, appendix D). Nodes that
 are there move if the slowest block of all gains more than a margin. The plan of these moves depends on nothing but the nodes,

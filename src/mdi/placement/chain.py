@@ -1,4 +1,4 @@
-"""Which nodes of a swarm a ring goes through, of those that hold the blocks already. Pure."""
+"""Chooses the nodes of a swarm that a ring goes through, of those that hold the blocks already. Pure."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Job:
 
 @dataclass
 class _Text:
-    """What is known of a text over the present ring.
+    """The state of checking a text over the present ring.
 
     Attributes:
         n_before: rows whose tokens were known before; n_back: rows whose tokens are known; n_offered: of them, those for which

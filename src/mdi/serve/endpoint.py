@@ -244,7 +244,7 @@ class EndpointJob(ABC):
         return ()
 
     def stream(self, model: LoadedModel, stop: tuple[str, ...]) -> TextStream:
-        """What makes words of the ids of a text, up to stop strings."""
+        """Makes words of the ids of a text, up to stop strings."""
         return TextStream(model.codec, stop, self.continues)
 
     @abstractmethod

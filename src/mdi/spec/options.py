@@ -240,7 +240,7 @@ class StarterOptions(Requested):
 
     @property
     def lora(self) -> tuple[str, ...]:
-        """Those of `adapter` that are NAME=DIR."""
+        """The values of `adapter` of the form NAME=DIR."""
         return tuple(one for one in self.adapter if "=" in one)
 
     @property

@@ -281,7 +281,7 @@ class KernelStage:
         return {name.removeprefix(prefix): weight for name, weight in self.weights[f"block.{index}"].items()}
 
     def _low_rank_of(self, index: int) -> list[LowRank]:
-        """What adapters add to a block."""
+        """The terms that adapters add to a block."""
         part = self._adapters.get(f"{ADAPTER_PREFIX}{index}")
         if part is None:
             return []

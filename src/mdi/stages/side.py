@@ -58,7 +58,7 @@ class Base:
 
 @dataclass(frozen=True)
 class SideShape:
-    """What a side network is, besides its numbers.
+    """The shape of a side network, without its numbers.
 
     Attributes:
         n_embd: of the model.
@@ -161,7 +161,7 @@ def write_side(folder: Path, shape: SideShape, tensors: Tensors) -> Path:
 
 
 def read_shape(folder: Path) -> SideShape:
-    """What the side network in a folder is; nothing of its size has been read then. Raises CheckpointError, UsageError."""
+    """The shape of the side network in a folder; its numbers are not read. Raises CheckpointError, UsageError."""
     path = folder / SIDE_FILE
     if not path.is_file():
         raise UsageError(

@@ -98,7 +98,7 @@ class Sum(Protocol):
         """float32 (n_rows, n_cols), contiguous: becomes the sum, with the same bits on all nodes."""
 
     def lent(self, n_bytes: int) -> contextlib.AbstractContextManager[MdiMesh | None]:
-        """What the kernels need to do sums of so many bytes themselves; None if they cannot."""
+        """The exchange with which the kernels do sums of so many bytes themselves; None if they cannot."""
 
     def end(self, x: np.ndarray) -> None:
         """`reduce`, where the kernels gave up before the sum, or in it."""

@@ -88,7 +88,7 @@ class AllReduce:
 
     @contextlib.contextmanager
     def lent(self, n_bytes: int) -> Iterator[MdiMesh | None]:
-        """What the kernels need for sums of so many bytes; None if they cannot do them. `end` ends one that they gave up."""
+        """The exchange for sums of so many bytes in the kernels; None if they cannot do them. `end` ends one they gave up."""
         if self._kernels is None:
             yield None
         else:

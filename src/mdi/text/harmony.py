@@ -140,7 +140,7 @@ def written_call(name: str, arguments: str) -> str:
 
 
 def without_reasoning(text: str) -> str:
-    """What the model is shown of its own answer, see `InlineStream`."""
+    """The part of its own answer that the model is shown, see `InlineStream`."""
     return _SHOWN_REASONING.sub("", text)
 
 

@@ -472,7 +472,7 @@ class TextStream:
         return text if self.is_stopped else text + self._matcher.flush()
 
     def others(self) -> tuple[str, list[tuple[str, str]]]:
-        """What an answer has besides its text, since this was asked last: reasoning, and calls of tools (name, arguments)."""
+        """Reasoning and calls of tools (name, arguments) that an answer has besides its text, since this was asked last."""
         return "", []
 
     def _match(self, text: str) -> str:
