@@ -16,6 +16,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from safetensors.torch import load_file, save_file
 
+from caches import own_cache
 from families import greedy, prompt
 from mdi.checkpoint.convert import convert
 from mdi.checkpoint.folder import checkpoints_in, stated_blocks
@@ -41,7 +42,7 @@ N_TOKENS = 8
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setenv("MDI_CACHE_DIR", str(folder))
+    monkeypatch.setenv("MDI_CACHE_DIR", own_cache(folder))
     return folder
 
 

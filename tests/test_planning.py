@@ -17,6 +17,7 @@ import mdi.node.setup
 import mdi.placement.cluster_measurement
 import mdi.placement.profiler
 import mdi.stages.torch_stage
+from caches import own_cache
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.source import open_source
@@ -491,7 +492,7 @@ def test_a_plan_of_nodes_that_are_running(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "starter"))
+    monkeypatch.setenv("MDI_CACHE_DIR", own_cache(tmp_path / "starter"))
     fixed.update(secondary1=100.0)
     saved = tmp_path / "cluster.json"
     with secondaries(2, tmp_path) as nodes:

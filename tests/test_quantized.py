@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from caches import own_cache
 from families import prompt
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.derived import PackedSource
@@ -59,7 +60,7 @@ KINDS: dict[str, tuple[Callable[..., Made], dict[str, Any], Callable[[str], bool
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MDI_CACHE_DIR", own_cache(tmp_path / "cache"))
 
 
 @pytest.fixture(params=KINDS)

@@ -15,6 +15,7 @@ import pytest
 from networks import network
 from test_mdns import DEADLINE_S, command, environment
 
+from caches import own_cache
 from cluster_keys import key_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +121,7 @@ def test_three_boxes_three_commands(tmp_path: Path) -> None:
         own = {
             "MDI_KEY_FILE": "",
             "XDG_CONFIG_HOME": str(tmp_path / f"{host}"),
-            "MDI_CACHE_DIR": str(tmp_path / f"c{host}"),
+            "MDI_CACHE_DIR": own_cache(tmp_path / f"c{host}"),
             **dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"), PROXY),
         }
         running.append(Running(command(hosts[host][0], *words), tmp_path, own))
