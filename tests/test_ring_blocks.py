@@ -106,7 +106,10 @@ def test_gradients_through_the_ring_are_those_of_one_machine(n_nodes: int, check
                 RingBlocks(run, 2, 99)
 
 
-def test_int8_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
+    form: str, checkpoint: Path, tmp_path: Path
+) -> None:
     gpt = random_gpt(tiny_config(), 4)
     with torch.no_grad():
         for block in gpt.transformer.h:  # gains of norms belong to the weights that read them
@@ -115,18 +118,14 @@ def test_int8_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(check
                 layer.weight *= block.norm_2.weight
             for name, weight in block.named_parameters():
                 weight.copy_(
-                    torch.tensor(unpack(pack("int8", weight.numpy(), name)))
-                    if weight.dim() == 2
-                    else weight.new_ones(1)
+                    torch.tensor(unpack(pack(form, weight.numpy(), name))) if weight.dim() == 2 else weight.new_ones(1)
                 )
     x, dy = rows(gpt.config.n_embd, 5).requires_grad_(), rows(gpt.config.n_embd, 6)
     expected = whole(gpt, x)
     (gradient,) = torch.autograd.grad(expected, x, dy)
     with (
         secondaries(1, tmp_path) as nodes,
-        Run(
-            GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path, quantize="int8"), N_TOKENS, n_texts=1
-        ) as run,
+        Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path, quantize=form), N_TOKENS, n_texts=1) as run,
     ):
         found = RingBlocks(run)(x)
         alike(found.detach(), expected.detach(), 1e-4)

@@ -21,7 +21,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import EngineError, UsageError
-from mdi.spec.options import ACCESS, COMMON, MODEL, TUNING, Options
+from mdi.spec.options import ACCESS, COMMON, MODEL, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from mdi.stages.starter_weights import StarterWeights
     from mdi_training.examples import Example
     from mdi_training.features import FeatureKind, Features
-    from mdi_training.side_training import FrozenHead
+    from mdi_training.frozen_head import FrozenHead
+    from mdi_training.side_training import SideTraining
 
 WORK = "work"  # the folder in --out for what is needed until the end
 N_TEXTS = 8  # at the same time in the ring
@@ -139,7 +140,7 @@ class _Model:
         """Final norm and head, with the numbers that a run has in its format."""
         from mdi.checkpoint.packing import plain
         from mdi.run.choice import starter_computing
-        from mdi_training.side_training import FrozenHead
+        from mdi_training.frozen_head import FrozenHead
 
         packing = starter_computing(self._family, self.weights, self._options).packing
         return FrozenHead(self.weights.config, plain(self.weights.source_of("head").weights("head", packing)))
@@ -162,6 +163,8 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
 
     asked, out = options.tuning, options.out
     assert asked.data is not None and out is not None
+    config = model.weights.config
+    n_logits = _n_logits(asked, config)
     rows = read_rows(asked.data)
     held_out = [] if asked.held_out is None else read_rows(asked.held_out)
     labels = labels_of(rows) if asked.task == CLASSES else ()
@@ -171,11 +174,11 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
         make = partial(class_examples, codec=model.codec, max_length=model.max_length, labels=labels)
     train_examples = make(rows)
     examples = train_examples + (make(held_out) if held_out else [])
-    config, work = model.weights.config, out / WORK
+    work = out / WORK
     taps = _taps(asked.taps, config["n_layer"])
     width = asked.width or max(1, config["n_embd"] // 8)
     shape = SideShape(base_of(model.weights), config["n_embd"], taps, width, asked.task, labels)
-    kind = FeatureKind(digest_of(examples), model.identity, taps, config["n_embd"], asked.feature_bits)
+    kind = FeatureKind(digest_of(examples), model.identity, taps, config["n_embd"], asked.feature_bits, n_logits)
     if options.resume is None and ((out / SIDE_FILE).exists() or work.exists()):
         raise UsageError(
             f"{out} has a fine-tuning already: give --resume to go on with it, or another --out", code="exists"
@@ -188,6 +191,7 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
         ring_s = _compute(options, model, features, examples, cancel)
         head = model.head() if asked.task == LM else None
         training = SideTraining(SideModule(shape, seed), head, features, examples, len(train_examples), settings)
+        ring_s += _keep_logits(training, sum(example.n_rows for example in examples))
         held = range(len(train_examples), len(examples)) or range(len(train_examples))
         what = "held out" if held_out else "examples"
         print(f"{what} before: {training.score(held)}", flush=True)
@@ -224,21 +228,39 @@ def _taps(asked: tuple[int, ...] | int, n_layer: int) -> tuple[int, ...]:
     return asked
 
 
+def _n_logits(asked: TuningOptions, config: Mapping[str, Any]) -> int:
+    """Logits of a row that are kept on the disk. Raises UsageError."""
+    if not asked.keep_logits:
+        return 0
+    if asked.task != "lm" or config["final_logit_softcapping"] is not None:
+        raise UsageError("--keep-logits: only with --head lm, and for models whose logits have no cap", code="flags")
+    return int(config["padded_vocab_size"])
+
+
+def _keep_logits(training: SideTraining, n_rows: int) -> float:
+    """Have the head's logits kept, if they are to be; returns the seconds that it took."""
+    seconds = training.keep_logits()
+    if seconds:
+        print(f"head: {n_rows:,} tokens in {seconds:.1f} s", flush=True)
+    return seconds
+
+
 def _say_disk(work: Path, kind: FeatureKind, n_rows: int) -> None:
     """Print what the blocks' outputs take, before anything is computed. Raises UsageError if the disk has not so much."""
     from mdi.checkpoint.disk_space import check_disk, free_bytes
     from mdi.units import size
+    from mdi_training.features import ADVICE
 
-    n_bytes = n_rows * kind.row_bytes
+    n_bytes = n_rows * kind.stored_bytes
+    logits = f", and {kind.n_logits:,} logits" if kind.n_logits else ""
     blocks = ", ".join([*map(str, kind.taps), "the last one"])
     print(
-        f"outputs of blocks {blocks}: {kind.n_parts} x {kind.n_embd} numbers of {kind.bits} bits for each of {n_rows:,} "
-        f"tokens, {size(n_bytes)} in {work} ({size(free_bytes(work))} free)",
+        f"outputs of blocks {blocks}: {kind.n_parts} x {kind.n_embd} numbers of {kind.bits} bits{logits} for each of "
+        f"{n_rows:,} tokens, {size(n_bytes)} in {work} ({size(free_bytes(work))} free)",
         flush=True,
     )  # fmt: skip
     if not (work / "features.json").exists():
-        advice = "choose fewer blocks (--taps), --feature-bits 8, or another --out"
-        check_disk(work, n_bytes, "the blocks' outputs", UsageError, advice)
+        check_disk(work, n_bytes, "the blocks' outputs", UsageError, ADVICE)
 
 
 def _compute(options: Options, model: _Model, features: Features, examples: Sequence[Example], cancel: Cancel) -> float:

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +22,10 @@ from mdi.errors import CheckpointError, MdiError, UsageError
 from mdi.files import replacing
 from mdi.stages.side import LM, SideShape
 from mdi_training.examples import Example
-from mdi_training.features import Features
+from mdi_training.features import Features, StoredRows
+from mdi_training.frozen_head import FrozenHead, Sum
 
-MICRO_ROWS = 1024  # whose logits are in memory at the same time
+MICRO_ROWS = 1024  # that go through the network at the same time
 EPS = 1e-6
 STATE_FILE, LOSSES_FILE = "state.safetensors", "losses.csv"
 WARMUP_SHARE = 0.05  # of all steps
@@ -46,16 +47,22 @@ class SideModule(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, seen: Sequence[torch.Tensor]) -> torch.Tensor:
         """(M, n_embd) of the last block and of each tap -> rows for the model's head (M, n_embd), or logits (M, classes)"""
+        if self.shape.head == LM:
+            return x + self.added(x, seen) @ self.weights["out"].T
+        return self._state(x, seen) @ self.weights["classes"].T + self.weights["bias"]
+
+    def added(self, x: torch.Tensor, seen: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What is added to rows for the head, before its last matrix, "out": (M, width)"""
+        return _rms(x) * self._state(x, seen)
+
+    def _state(self, x: torch.Tensor, seen: Sequence[torch.Tensor]) -> torch.Tensor:
         own = self.weights
         state = x.new_zeros(len(x), self.shape.width)
         for i, rows in enumerate((*seen, x)):
             state = state + _normed(rows) @ own[f"down_{i}"].T
             inner = _normed(state) @ own[f"up_{i}"].T
             state = state + functional.silu(inner) @ own[f"back_{i}"].T
-        state = _normed(state)
-        if self.shape.head == LM:
-            return x + _rms(x) * (state @ own["out"].T)
-        return state @ own["classes"].T + own["bias"]
+        return _normed(state)
 
     def tensors(self) -> dict[str, np.ndarray]:
         """By the names of SideShape.tensors."""
@@ -68,35 +75,6 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 
 def _normed(x: torch.Tensor) -> torch.Tensor:
     return x / _rms(x)
-
-
-class FrozenHead:
-    """The model's own final norm and head, in float32.
-
-    Args:
-        config: of the model.
-        weights: of the part "head", by their names in the model.
-    """
-
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> None:
-        tensors = {name: torch.from_numpy(np.array(array, dtype=np.float32)) for name, array in weights.items()}
-        self._weight, self._bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
-        self._gain, self._shift = tensors.get("transformer.ln_f.weight"), tensors.get("transformer.ln_f.bias")
-        self._is_rms, self._eps = config["norm_class_name"] == "RMSNorm", float(config["norm_eps"])
-        self._offset = 1.0 if self._is_rms and "Gemma" in config["name"] else 0.0
-        self._has_norm = not config.get("norm_after_residual")
-        self._softcap = config["final_logit_softcapping"]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, n_embd) rows that went through all blocks -> logits (M, padded_vocab_size)"""
-        if self._has_norm:
-            gain = None if self._gain is None else self._gain + self._offset
-            if self._is_rms:
-                x = functional.rms_norm(x, (x.size(1),), gain, self._eps)
-            else:
-                x = functional.layer_norm(x, (x.size(1),), gain, self._shift, self._eps)
-        logits = functional.linear(x, self._weight, self._bias)
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
 
 @dataclass(frozen=True)
@@ -157,10 +135,14 @@ class SideTraining:
             group["lr"] = self.settings.lr * min(rise, 1) * fall
         self._optimizer.zero_grad()
         total, n_rows = 0.0, sum(self._examples[index].n_rows for index in indices)
-        for logits, targets in self._outputs(indices):
-            loss = functional.cross_entropy(logits, targets, reduction="sum") / n_rows
-            loss.backward()
-            total += float(loss.detach())
+        projected = self._projected()
+        for found in self._sums(indices, projected):
+            (found.loss / n_rows).backward()
+            total += float(found.loss.detach()) / n_rows
+        if projected is not None and self._head is not None:
+            out = self.module.weights["out"]
+            assert projected.grad is not None and out.grad is not None
+            out.grad.addmm_(self._head.weight.T, projected.grad)
         if not np.isfinite(total):
             raise MdiError(f"the loss is {total} at step {self.n_steps + 1}: try a smaller --lr", code="loss")
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
@@ -171,22 +153,51 @@ class SideTraining:
     @torch.no_grad()
     def score(self, indices: Sequence[int]) -> Score:
         """Of some examples, as they are now."""
-        loss, n_right, n_rows = 0.0, 0, 0
+        loss, n_right, projected = 0.0, 0, self._projected()
         for begin in range(0, len(indices), self.settings.batch_size):
-            for logits, targets in self._outputs(indices[begin : begin + self.settings.batch_size]):
-                loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
-                n_right += int((logits.argmax(dim=1) == targets).sum())
-                n_rows += len(targets)
+            for found in self._sums(indices[begin : begin + self.settings.batch_size], projected):
+                loss, n_right = loss + float(found.loss), n_right + found.n_right
+        n_rows = sum(self._examples[index].n_rows for index in indices)
         return Score(loss / n_rows, n_right / n_rows)
 
-    def _outputs(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Logits and targets of these examples' rows, some rows after the other."""
+    def keep_logits(self) -> float:
+        """Have the head's logits of all rows on the disk; returns the seconds that this took."""
+        begin, logits = time.perf_counter(), self._features.logits
+        if logits is None or self._head is None:
+            return 0.0
+        for index in logits.missing():
+            logits.add(index, 0, self._head.kept(torch.from_numpy(self._features.read([index])[0])).view(np.uint8))
+            logits.finish(index)
+        return time.perf_counter() - begin
+
+    @property
+    def _kept(self) -> StoredRows | None:
+        return None if self._head is None else self._features.logits
+
+    def _projected(self) -> torch.Tensor | None:
+        """See `FrozenHead.loss_of_kept`; the same for all rows of a step."""
+        if self._kept is None or self._head is None:
+            return None
+        return (self._head.weight @ self.module.weights["out"].detach()).requires_grad_(torch.is_grad_enabled())
+
+    def _sums(self, indices: Sequence[int], projected: torch.Tensor | None) -> Iterator[Sum]:
+        """The losses of these examples' rows, some rows after the other."""
         rows = torch.from_numpy(self._features.read(indices))
         targets = torch.tensor([target for index in indices for target in self._examples[index].targets])
         for begin in range(0, len(targets), MICRO_ROWS):
-            piece = rows[:, begin : begin + MICRO_ROWS]
-            found = self.module(piece[0], list(piece[1:]))
-            yield (found if self._head is None else self._head(found)), targets[begin : begin + MICRO_ROWS]
+            at = slice(begin, begin + MICRO_ROWS)
+            x, seen, right = rows[0, at], list(rows[1:, at]), targets[at]
+            if self._head is None:
+                logits = self.module(x, seen)
+                n_right = int((logits.argmax(dim=1) == right).sum())
+                yield Sum(functional.cross_entropy(logits, right, reduction="sum"), n_right)
+            elif self._kept is None or projected is None:
+                yield self._head.loss(self.module(x, seen), right)
+            else:
+                added = self.module.added(x, seen)
+                y = x + added @ self.module.weights["out"].T
+                kept = torch.from_numpy(self._kept.read(indices, at).view(np.float16))
+                yield self._head.loss_of_kept(x, y, kept, added, projected, right)
 
     # To go on later
 

@@ -14,8 +14,46 @@ STRANGER = f"{FILE}::test_a_strangers_side_network_is_checked"
 BLOCKS = "tests/backends/test_backends.py::test_outputs_of_single_blocks_are_those_of_the_model_and_change_nothing"
 
 RING = "tests/test_ring_blocks.py"
+HEAD = "tests/test_frozen_head.py::test_losses_and_gradients_are_those_of_torch"
+KEPT = "tests/test_frozen_head.py::test_from_logits_that_were_kept_they_are_the_same"
 
 MUTANTS = [
+    Mutant("a cap of the logits has no slope", "_Cross.forward", "slope is not None", "False", HEAD),
+    Mutant(
+        "what a norm takes away as the mean stays", "FrozenHead.__init__", "weight.mean(dim=1, keepdim=True)", "0", HEAD
+    ),
+    Mutant("a norm's shift is left out", "FrozenHead.__init__", "weight @ shift", "0 * shift.sum()", HEAD),
+    Mutant(
+        "kept logits keep the length of the row",
+        "FrozenHead.loss_of_kept",
+        "self.length(x) / length",
+        "length / length",
+        KEPT,
+    ),
+    Mutant(
+        "a bias is in kept logits twice", "_Cross.forward", "kept[at].to(a.dtype) - bias", "kept[at].to(a.dtype)", KEPT
+    ),
+    Mutant(
+        "a row's length has no gradient",
+        "_Cross.forward",
+        "torch.linalg.vecdot(gradient, base)[:, None] / whole",
+        "0",
+        KEPT,
+    ),
+    Mutant(
+        "what goes through the head's product is not learned",
+        "SideTraining.step",
+        "projected is not None and self._head is not None",
+        "False",
+        f"{FILE}::test_kept_logits_give_the_same_losses",
+    ),
+    Mutant(
+        "damaged logits are used",
+        "SideTraining.keep_logits",
+        "logits.missing()",
+        "[]",
+        f"{FILE}::test_kept_logits_give_the_same_losses",
+    ),
     Mutant(
         "a gradient goes through the blocks in the wrong order",
         "PlainBlocks.backward",
@@ -75,8 +113,8 @@ MUTANTS = [
     ),
     Mutant(
         "damaged outputs are used",
-        "Features.missing",
-        "done != (1 << 32) + zlib.crc32(self._stored(index).data)",
+        "StoredRows.missing",
+        "done != (1 << 32) + zlib.crc32(self._of(index).data)",
         "False",
         f"{FILE}::test_damaged_outputs_are_computed_again",
     ),

@@ -318,6 +318,10 @@ class TuningOptions:
     lr: Annotated[Annotated[float, Meta(gt=0, le=1)], Option(
         "largest learning rate of AdamW; it rises, then falls linearly (%(default)s)", metavar="X"
     )] = 1e-3
+    keep_logits: Annotated[bool, Option(
+        "with --head lm: store the logits of the model's own head, too, 2 bytes for each word of its vocabulary and token; "
+        "passes after the first then compute only what the side network adds to them"
+    )] = False
     keep_features: Annotated[bool, Option("keep the stored outputs in --out, for a further --resume")] = False
     predict: Annotated[Path | None, Option(
         "nothing is learned: print the label of each text of FILE, as the folder --out has learned them", metavar="FILE"
@@ -613,8 +617,8 @@ DRAFT = ("draft", "draft_inexact", "adapter")
 DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed", *DRAFT)
 GENERATION = ("prompt", "n_samples", *DRAWING, "beams", "length_penalty", "early_stopping")
 TUNING = (
-    "data", "held_out", "method", "task", "taps", "width", "feature_bits", "epochs", "batch_size", "lr", "keep_features",
-    "predict",
+    "data", "held_out", "method", "task", "taps", "width", "feature_bits", "epochs", "batch_size", "lr", "keep_logits",
+    "keep_features", "predict",
 )  # fmt: skip
 RESUME = ("resume", "run_dir", "no_journal")
 OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")
