@@ -73,7 +73,9 @@ def run(options: Options, cancel: Cancel) -> int:
         is_reached = not options.no_start and options.dial is None
         fetch(host, where, options.code, key, GuestNode(name, ip_address(addr), port, port_in) if is_reached else None)
     elif not key.exists():
-        raise UsageError(f"{key} has no key yet: run `mdi key FILE --invite` on a node with one")
+        raise UsageError(
+            f"{key} has no key yet: `mdi key {key}` makes a new one; `mdi key FILE --invite`, on a node that has one, shares it"
+        )
     if options.no_start:
         return 0
     if service is not None:
