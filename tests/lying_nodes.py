@@ -41,14 +41,20 @@ def change_a_bit(rows: np.ndarray) -> None:
     rows.view(np.uint32)[0, 0] ^= 1 << 22
 
 
-def make_lie(node: SecondaryNode, when: When, spoil: Callable[[np.ndarray], None] = change_a_bit) -> None:
+def spoil(held: HeldStage, when: When, how: Callable[[np.ndarray], None] = change_a_bit) -> None:
+    """Have a stage that is in memory lie."""
+    if type(held.stage) is KernelStage:
+        held.stage.__class__ = LyingStage
+        vars(held.stage).update(when=when, spoil=how, n_computed=0, lied=None)
+
+
+def make_lie(node: SecondaryNode, when: When, how: Callable[[np.ndarray], None] = change_a_bit) -> None:
+    """Have all stages lie that a node gets."""
     complete = node.stages.complete
 
     def lying(held: HeldStage, *args: Any) -> None:
         complete(held, *args)
-        if type(held.stage) is KernelStage:
-            held.stage.__class__ = LyingStage
-            vars(held.stage).update(when=when, spoil=spoil, n_computed=0, lied=None)
+        spoil(held, when, how)
 
     node.stages.complete = lying  # type: ignore[method-assign]
 

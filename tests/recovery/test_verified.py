@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_files import write_adapter
+from families import greedy
 from lying_nodes import LIARS, make_lie
 from mdi.control.messages import RowsRequest
 from mdi.engine.cohort import Beams
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import UsageError
+from mdi.errors import NoMemoryError, UsageError
 from mdi.kernels import library
 from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
@@ -24,9 +26,13 @@ from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.run.texts import TAKEN_BACK
-from mdi.spec.options import StarterOptions
-from secondaries import cluster_of, entry_of, secondaries
-from tiny_checkpoint import encode, write_checkpoint
+from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.options import ParallelOptions, StarterOptions
+from mdi.stages.building import StageSpec
+from mdi.stages.store import Claim, HeldStage, StageStore
+from secondaries import cluster_of, entry_of, secondaries, secondary
+from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
+from waiting import until
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -217,33 +223,45 @@ def test_a_node_that_computes_otherwise_is_not_verified(
     assert "secondary0 is not verified" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"replay_memory": 0}, {"fixed": True}, {"dtype": "float16"}])
-def test_where_nothing_can_be_compared_it_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    with (
-        secondaries(1, tmp_path) as nodes,
-        pytest.raises(UsageError) as refused,
-        run_over(nodes, checkpoint, tmp_path, **options),
-    ):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"replay_memory": 0}, "--replay-memory"), ({"fixed": True}, "--fixed"), ({"dtype": "float16"}, "--dtype float16"),
+     ({"parallel": ParallelOptions("tensor")}, "--parallel tensor"), ({"taps": (1,)}, "side network")],
+)  # fmt: skip
+def test_where_nothing_can_be_compared_it_is_refused(
+    options: dict[str, Any], named: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Before a node is asked: there is none."""
+    nowhere = NodeConfig("secondary0", "127.0.0.1", 1, 1)
+    taps = options.pop("taps", ())
+    made = StarterOptions(ckpt=checkpoint, device="cpu", verify=1.0, **options)
+    cluster = ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), (nowhere,))
+    with pytest.raises(UsageError, match=named) as refused, Run(GivenNodes(cluster), made, 8, taps=taps):
         pass
-    assert refused.value.code == "flags"
+    assert refused.value.code == "flags" and "--verify" in str(refused.value)
 
 
-def test_beams_are_searched_again(checkpoint: Path, tmp_path: Path) -> None:
-    """They are not verified themselves, but a text beside them is."""
-    beams, params = Beams(3), SamplingParams(40, temperature=0)
-    found = []
-    for verify in (0.0, 1.0):
-        with secondaries(1, tmp_path / str(verify)) as nodes:
-            if verify:
-                make_lie(nodes[0], LIARS["after many rows"])
-            with run_over(nodes, checkpoint, tmp_path, verify=verify) as run:
-                searched = run.submit_beams(PROMPTS[0], encode(PROMPTS[0]), params, beams, on_texts=(None, None))
-                run.submit(PROMPTS[1], encode(PROMPTS[1]), params)
-                run.read()
-                found.append([sample.token_ids for sample in run.samples])
-                assert len(searched) == 2
-                assert not verify or (run.verifier is not None and len(run.verifier.found) == 1)
-    assert found[0] == found[1]
+def test_beams_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """What a search has dropped cannot be computed again."""
+    with secondaries(1, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path) as run:
+        with pytest.raises(UsageError, match="--verify") as refused:
+            run.submit_beams(PROMPTS[0], encode(PROMPTS[0]), SamplingParams(4), Beams(2), on_texts=(None,))
+        assert refused.value.code == "flags" and texts_of(run)
+
+
+def test_rows_of_adapters_are_compared(checkpoint: Path, tmp_path: Path) -> None:
+    expected = greedy(write_adapter(tmp_path / "sql", tiny_gpt(), 1), encode(PROMPTS[0]), N_TOKENS)
+    with secondaries(2, tmp_path) as nodes:
+        make_lie(nodes[1], LIARS["after many rows"])
+        with run_over(nodes, checkpoint, tmp_path, adapter=(f"sql={tmp_path / 'sql'}",)) as run:
+            params = SamplingParams(N_TOKENS, temperature=0)
+            for name in ("sql", "", "sql"):
+                run.submit(PROMPTS[0], encode(PROMPTS[0]), params, adapter=name)
+            run.read()
+            first, plain, second = [sample.token_ids for sample in run.samples]
+            assert first == second == expected != plain
+            told = run.verifier
+            assert told is not None and [one.nodes for one, _ in told.found] == [("secondary1",)]
 
 
 def test_what_was_shown_is_taken_back(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
@@ -267,3 +285,95 @@ def test_what_was_shown_is_taken_back(checkpoint: Path, honest: list[list[int]],
             texts = ["".join(one).split(TAKEN_BACK) for one in shown]
             assert any(len(pieces) == 2 for pieces in texts)
             assert [pieces[-1] for pieces in texts] == [sample.text for sample in run.samples]
+
+
+def test_logprobs_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """Behind tokens that a text has already."""
+    params, ids = SamplingParams(8, temperature=0, n_logprobs=1), encode(PROMPTS[0])
+    with secondaries(1, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, verify=0.0) as run:
+        whole = list(run.engine.submit(ids, params))
+        tokens = [token for event in whole for token in event.tokens]
+        rest = list(run.engine.submit(ids, params, generated=tokens[:3]))
+        known = [one for event in whole for one in event.logprobs]
+        assert [one for event in rest for one in event.logprobs] == known[3:]
+
+
+# Other nodes compute again
+
+
+def test_a_spare_computes_again_what_it_has_no_part_in(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """One for both nodes of the ring, and none of it here. It gives way as a spare when one of them is lost."""
+    with secondaries(3, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+        assert texts_of(run) == honest
+        told = run.verifier
+        assert told is not None and not told.found and not told.n_void
+        assert told.n_by_others == told.n_checked >= told.n_rows > 200
+        nodes[0].leave()
+        until(lambda: run.names == ("starter", "secondary2", "secondary1"))
+        assert texts_of(run)[3::2] == honest[::2]  # the others are drawn
+
+
+def test_a_liar_is_found_by_a_spare(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
+    """This node has the last word."""
+    with secondaries(3, tmp_path) as nodes:
+        make_lie(nodes[1], LIARS["after many rows"])
+        with run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+            assert texts_of(run) == honest
+            assert run.verifier is not None and run.verifier.n_by_others
+            assert [one.nodes for one, _ in run.verifier.found] == [("secondary1",)]
+
+
+def test_a_spare_that_lies_harms_nobody(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
+    """It is named, and not used any more: the ring goes on as it is, and is verified here."""
+    with secondaries(3, tmp_path) as nodes:
+        make_lie(nodes[2], LIARS["after many rows"])
+        with run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+            assert texts_of(run) == honest
+            told = run.verifier
+            assert told is not None and [one.nodes for one, _ in told.found] == [("secondary2",)]
+            assert told.n_checked > told.n_by_others and not told.n_void
+            assert run.n_recoveries == 0 and not run.loop.may_use("secondary2")
+
+
+def test_without_a_third_opinion_both_are_named(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = StageStore.acquire
+
+    def refuse(store: StageStore, spec: StageSpec, claim: Claim, *args: Any) -> HeldStage:
+        if claim.run.startswith("verify"):
+            raise NoMemoryError("no memory")
+        return acquire(store, spec, claim, *args)
+
+    monkeypatch.setattr(StageStore, "acquire", refuse)
+    with secondaries(3, tmp_path) as nodes:
+        make_lie(nodes[0], LIARS["after many rows"])
+        with run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+            assert texts_of(run) == honest
+            assert run.verifier is not None
+            assert [one.nodes for one, _ in run.verifier.found] == [("secondary0", "secondary2")]
+            assert run.names == ("starter", "secondary1")
+
+
+def test_a_spare_that_computes_otherwise_is_not_asked(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    with (
+        secondaries(2, tmp_path) as nodes,
+        secondary(2, tmp_path / "2", quantize="int8") as other,
+        run_over([*nodes, other], checkpoint, tmp_path, n_spares=1) as run,
+    ):
+        assert texts_of(run) == honest
+        told = run.verifier
+        assert told is not None and not told.found and told.n_checked > 200 and not told.n_by_others
+
+
+def test_a_spare_that_ends_is_not_missed(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
+    with secondaries(3, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+        texts_of(run)
+        nodes[2].close()
+        assert texts_of(run)[3::2] == honest[::2]
+        told = run.verifier
+        assert told is not None and told.n_checked == told.n_rows > told.n_by_others and not told.found

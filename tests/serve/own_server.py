@@ -63,6 +63,8 @@ class OwnServer:
             found: list[int] = []
             with self.client.generate([asked]) as texts:
                 async for _, event in texts:
+                    if event.n_kept is not None:
+                        del found[event.n_kept :]
                     found += event.tokens
             return found
 

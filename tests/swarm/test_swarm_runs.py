@@ -11,6 +11,7 @@ import pytest
 from swarm_members import held_by, swarm_member, wait_covered
 
 from families import greedy
+from lying_nodes import LIARS, spoil
 from mdi.cancel import Cancel
 from mdi.control.meeting import Peer
 from mdi.engine.sequence import SamplingParams
@@ -150,6 +151,22 @@ def test_a_run_goes_on_without_a_node_whose_memory_is_needed(tmp_path: Path, che
             assert run.ring is not None and run.ring.stages[1].name != ring.stages[1].name
     known = wanted(50)
     assert all(list(sample.token_ids) == known for sample in samples)
+
+
+def test_a_node_that_lies_is_found_by_one_that_holds_its_blocks(tmp_path: Path, checkpoint: Path) -> None:
+    """It leaves the ring, and another takes its place."""
+    with swarm(2, N_LAYER, tmp_path, checkpoint) as nodes, opened(nodes[0][0], checkpoint, verify=1.0) as run:
+        assert run.ring is not None
+        (used,) = (node for node, _ in nodes if run.ring.stages[1].name.endswith(node.process[:6]))
+        for held in used.stages.listed:
+            spoil(held, LIARS["after many rows"])
+        samples = [run.submit(PROMPT, encode(PROMPT), SamplingParams(50, temperature=0)) for _ in range(2)]
+        run.read()
+        told = run.verifier
+        assert told is not None and told.n_by_others > 0
+        (untrue, _), *_ = told.found
+        assert all(name.endswith(used.process[:6]) for name in untrue.nodes) and len(told.found) == 1
+        assert [list(sample.token_ids) for sample in samples] == [wanted(50)] * 2
 
 
 def test_blocks_that_nobody_holds_are_named(tmp_path: Path, checkpoint: Path) -> None:

@@ -292,6 +292,10 @@ def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:
 
     if options.beams is None:
         return None
+    if options.verify:
+        from mdi.engine.starter import NO_BEAMS
+
+        raise UsageError(NO_BEAMS, code="flags")
     kinds: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
     beams = Beams(options.beams, options.length_penalty, kinds[options.early_stopping])
     if (n := max(Counter(prompts).values(), default=0)) > beams.n:

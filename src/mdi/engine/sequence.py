@@ -384,7 +384,7 @@ class Request:
         self._is_over = False
         self.constraint = constraint
         self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not given out, by their number
-        self._n_given = 0
+        self._n_given = len(sequence.generated)
         self._next_row = 0
         self._take_rows: TakeRows = lambda first, rows: None
 

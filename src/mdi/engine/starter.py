@@ -48,6 +48,11 @@ NOT_FINITE = (
 )
 
 
+NO_BEAMS = (
+    "--verify: what the search for the best texts has dropped cannot be computed again, so beams are not verified"
+)
+
+
 class Side(Protocol):
     """A network beside the blocks: stages.side.SideNetwork."""
 
@@ -228,6 +233,8 @@ class StarterEngine:
         Raises:
             as `submit`.
         """
+        if self.verifier is not None:
+            raise UsageError(NO_BEAMS, code="flags")
         prompt = tuple(prompt_ids)
         texts = [self._sequence(prompt, params, owner, adapter) for _ in range(beams.n)]
         for text in texts:
@@ -528,7 +535,7 @@ class StarterEngine:
         """Tell which rows are those of tokens that are known: not the rows of guesses that were wrong."""
         at = 0
         for part, is_live in zip(plan.slices, are_live, strict=True):
-            n = len(tokens.get(part.seq_id, ())) if is_live and part.seq_id not in self._cohorts else 0
+            n = len(tokens.get(part.seq_id, ())) if is_live else 0
             if n:
                 verifier.returned(part.seq_id, part.start + part.n_rows - part.n_logits, rows[at : at + n])
             at += part.n_logits
@@ -690,18 +697,13 @@ class StarterEngine:
             self._release(seq_id)
         for seq_id, request in list(self._live.items()):
             sequence, n_right = request.sequence, verifier.n_right(seq_id)
-            if request.sequence.cohort and verifier.is_untrue:
-                n_right = 0
             if n_right is None or len(sequence.ids) <= max(sequence.n_prompt, n_right + 1):
                 continue
-            for one in sequence.unit:
-                if one.seq_id in self._live:
-                    self.scheduler.cancel(one.seq_id, UNTRUE)
-                    other = self._live.pop(one.seq_id)
-                    self._cohorts.pop(one.seq_id, None)
-                    if self._speculation is not None:
-                        self._speculation.forget(one)
-                    other.events.put(self._untrue(other, n_right))
+            self.scheduler.cancel(seq_id, UNTRUE)
+            del self._live[seq_id]
+            if self._speculation is not None:
+                self._speculation.forget(sequence)
+            request.events.put(self._untrue(request, n_right))
         verifier.begin()
 
     @staticmethod

@@ -232,6 +232,11 @@ class SecondarySetup:
         self.sent_rows = _sent_rows(status) if status.get("caches_kept") is True else None
         return CacheReport.from_json(status.get("caches"), self._client.where)
 
+    @property
+    def numerics(self) -> str:
+        """See stages.store.HeldStage; "" before it is ready."""
+        return str(self._answer.get("numerics") or "")
+
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""
         self._cancel.check()

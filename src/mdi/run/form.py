@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ from mdi.stages.building import StageSpec
 from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterSupply, StarterWeights
-from mdi.stages.store import Claim, HeldStage, StageStore, share_extensions, share_out
+from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
 from mdi.stages.window_budget import extensions_of as window_extensions
 from mdi.tensor.group import SharingOut
 from mdi.units import duration
@@ -215,8 +216,24 @@ class Ring:
     n_frames: int = 1
 
 
+@dataclass(frozen=True)
+class RingBeside:
+    """A ring of this node and one other, which computes blocks beside the present ring; see `Former.beside`.
+
+    Attributes:
+        run_id: as the other node knows it: a run of its own.
+        numerics: of that node, see stages.store.HeldStage; caches: what it can hold.
+    """
+
+    client: ControlClient
+    run_id: str
+    link: TcpRing
+    numerics: str
+    caches: CacheReport
+
+
 class Former:
-    """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured` and `admit`.
+    """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured`, `admit` and `beside`.
 
     Args:
         nodes: all secondaries that may take part.
@@ -305,6 +322,30 @@ class Former:
             Stage(node.name, start, stop) for node, (start, stop) in pairs
         )  # groups have an order of their own
         return LoadAhead(replace(plan, stages=stages), work, cancel.child(timeout_s), put)
+
+    def beside(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> RingBeside:
+        """From any thread, while no ring is formed: have another node compute blocks of the model. Raises MdiError."""
+        basis, node = self.basis, self._nodes[name]
+        weights, starter = copy.copy(basis.weights), self.cluster.starter
+        weights.take_blocks([(0, 0), blocks])
+        options = replace(basis.options, replay_memory=0, verify=0.0, n_frames=None)
+        alone = replace(basis, run=secrets.randbits(62), weights=weights, options=options, taps=())
+        cluster, client = replace(self.cluster, secondaries=(node,), spares=()), ControlClient(node, self.cluster.keys)
+        work = Preparation(alone, cluster, [client], None, 1, REACH_S, frozenset(), Holders(), None)
+        (setup,) = work.prepare_others(cancel)
+        caches, numbers = setup.caches(False), setup.numerics
+        seat = Seat(
+            alone.run + 1, 0, (starter.name, node.name), work.placement, node.addr, node.port_in, options.wire_dtype,
+            basis.process, cluster.keys, options.silence_s,
+        )  # fmt: skip
+        assert basis.listener is not None
+        try:
+            limits = ring_limits(basis.family.widest_row(basis.config))
+            link = close_starter_ring(basis.listener, seat, len(cluster.nodes), limits, cancel=cancel)
+        except MdiError:
+            FanOut({name: partial(client.stop, alone.run_id, timeout_s=REACH_S)}).join(DROP_S)
+            raise
+        return RingBeside(client, alone.run_id, link, numbers, caches)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""
@@ -619,6 +660,19 @@ class Preparation:
             self.basis.caches.release(self.next, self.next.owner)
         for setup in self.setups:
             setup.wait()
+
+    def prepare_others(self, cancel: Cancel) -> list[SecondarySetup]:
+        """Have the secondaries get ready, without a stage on this node. Raises MdiError."""
+        with cancel.child() as getting:
+            try:
+                self._configure_secondaries(getting)
+                for setup in self.setups:
+                    setup.wait()
+            finally:
+                getting.cancel()
+        for setup in self.setups:
+            setup.join(1.0)
+        return self.setups
 
     def drop_next(self) -> None:
         """Give the memory of a stage back that was loaded ahead and no ring uses; harmless if there is none."""

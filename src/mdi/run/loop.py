@@ -319,6 +319,7 @@ class RingLoop:
     Attributes:
         engine: continues over the rings; None before the first one is closed.
         running: the ring that generates; None while there is none. `is_recovering` says that one is sought.
+        on_search: called when other nodes may be needed for a ring.
         failure: what ended the loop, if that was not `close`; then all texts have ended.
         differs_from: how many ids each text had, prompt included, when the first ring came that may give it others than an
             undisturbed run.
@@ -337,6 +338,7 @@ class RingLoop:
         self._ask = ask
         self._clock = clock
         self._is_untrue = False  # whether rows of the last ring may be wrong
+        self.on_search: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[Ended | Leaving | Better | Loaded | Untrue] = queue.SimpleQueue()
         self._ahead: LoadAhead | None = None
         self._left_for: Lost | Form | None = None  # what the present ring will be left for, when `_ahead` has loaded
@@ -436,7 +438,7 @@ class RingLoop:
     def _wanted(self, event: Leaving | Better | Loaded | Untrue, ring: Ring) -> Lost | Form | None:
         """Why the present ring is to be left now; None if it is not."""
         if isinstance(event, Untrue):
-            return self._without(event) if event.ring == ring.number else None
+            return self._without(event) if event.ring in (ring.number, None) else None
         if isinstance(event, Loaded):
             return self._loaded(event.ahead) if event.ahead is self._ahead else None
         if isinstance(event, Better):
@@ -448,19 +450,22 @@ class RingLoop:
         if event.ring != ring.number or event.node not in ring.processes:
             return None
         self._end_ahead(is_used=False)
+        self.on_search()
         lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", "left"))
         roll = self._ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
 
-    def _without(self, untrue: Untrue) -> Lost:
-        """The ring is left, and its rows count for nothing."""
-        self._is_untrue = True
-        self._end_ahead(is_used=False)
+    def _without(self, untrue: Untrue) -> Lost | None:
+        """The ring is left, and its rows count for nothing; None if all of its rows are right."""
         for name in untrue.nodes:
             self.policy.absences.exclude(name)
         names = " or ".join(untrue.nodes)
         logger.warning("warning: wrong rows: %s; %s takes no further part in this run", untrue.reason, names)
+        if untrue.ring is None:
+            return None
+        self._is_untrue = True
+        self._end_ahead(is_used=False)
         return Lost(NodeLostError(untrue.nodes[0], f"{names} gave wrong rows", code="untrue"))
 
     def _load_ahead(self, plan: Form, cause: Lost | Form, timeout_s: float | None = None) -> Lost | Form | None:
@@ -497,6 +502,8 @@ class RingLoop:
     def next_ring(self, cause: Event | Form | None) -> Ring:
         """Another ring in the place of one that broke or was left; None is the first one. Raises MdiError: there is none."""
         engine = self.engine
+        if cause is not None:
+            self.on_search()
         last_s = (engine.last_token_s if engine is not None else None) or self._clock()
         if engine is not None and engine.first_token_s is not None:
             self._records.end(engine.first_token_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,23 @@ class Run(StatusOnly):
             return
         raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code="flags")
 
+    def _check_verified(self, model: Choice) -> None:
+        """Refuse what leaves nothing to compare bit by bit, before any node is asked. Raises UsageError."""
+        options = model.options
+        if not options.verify or self.cluster.n_nodes == 1:
+            return
+        if options.fixed or not options.replay_bytes:
+            reason = "nodes keep no rows with --fixed or --replay-memory 0"
+        elif options.parallel.mode not in ("ring", "auto"):
+            reason = f"nodes compute blocks together with --parallel {options.parallel.mode}"
+        elif self._taps:
+            reason = "outputs of single blocks are not compared, and a side network (--adapter DIR) is made of them"
+        elif model.computing.packing is None:
+            reason = f"this node computes {model.computing.why_torch}, where bits differ"
+        else:
+            return
+        raise UsageError(f"--verify: {reason}", code="flags")
+
     def _waiting_for(self) -> str:
         """The step of opening, for a user who waits."""
         path = self.options.ckpt or self.options.chunk
@@ -184,6 +202,7 @@ class Run(StatusOnly):
         model.open()
         self.model, self._has_model = model, True
         self._open_side(model)
+        self._check_verified(model)
         self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
         length = max(map(len, self.prompt_ids), default=0) + self._n_tokens
         losses = Losses(self._cancel)
@@ -290,13 +309,25 @@ class Run(StatusOnly):
         former, options = self._former, self.model.options
         if not options.verify or former is None or self.cluster.n_nodes == 1:
             return None
-        has_adapters = bool(former.basis.taps or self.model.weights.adapters)
-        if former.held is None or not former.held.numerics or not self.replay_bytes or has_adapters:
+        if former.held is None or not former.held.numerics:
             raise UsageError(
-                "--verify compares rows bit by bit, which needs blocks in the kernels of this node, a ring without --parallel "
-                "and --fixed, --replay-memory, and no adapter", code="flags",
-            )  # fmt: skip
-        self.verifier = verifier = RowVerifier(options.verify, former, loop.put)
+                "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code="flags"
+            )
+        held = self.model.held
+
+        def holders(stage: Stage, ring: Sequence[Stage]) -> list[str]:
+            """Nodes outside of the ring first; of others that hold the blocks already, those of the ring."""
+            used = {one.name for one in ring}
+            found = [name for name, one in loop.clients.items() if one.node.is_spare and name not in used]
+            if held is not None:
+                found = [
+                    name for name, one in held.present.items() if one.start <= stage.start and stage.stop <= one.stop
+                ]
+            able = [name for name in found if name != stage.name and loop.may_use(name) and name in loop.clients]
+            return sorted(random.sample(able, len(able)), key=lambda name: name in used)
+
+        self.verifier = verifier = RowVerifier(options.verify, former, loop.put, holders)
+        loop.on_search = verifier.leave_others
         verifier.engine = engine
         return verifier
 

@@ -46,7 +46,7 @@ class Sample:
 
     Attributes:
         request: set once it has been submitted.
-        again: submits it, or the whole search that it belongs to, with the tokens that it has; set with the request.
+        again: submits it with the tokens that it has; set with the request.
         finish_reason: None until it has ended, and when it could not be finished.
         has_ended: whether its last event has been taken.
         may_differ_from: as in SampleMetrics, by an earlier run.
@@ -184,9 +184,7 @@ class SampleReader:
         """Return when all samples have ended. Exceptions of `on_text` pass through; reading can be continued after them."""
         while self._samples:
             event = wait_for_event(self.events)
-            sample = self._samples.get(event.seq_id)
-            if sample is None:
-                continue  # another text of its search has begun that again
+            sample = self._samples[event.seq_id]
             if event.finish_reason == UNTRUE:
                 self._begin_again(sample, event.n_kept)
                 continue
@@ -201,13 +199,9 @@ class SampleReader:
         sample.take_back(n_kept)
         if self.record is not None and sample.index != UNREAD:
             self.record(sample.index, sample.token_ids, None, True)
-        self.remove(sample)
+        assert sample.request is not None
+        del self._samples[sample.request.seq_id]
         sample.again()
-
-    def remove(self, sample: Sample) -> None:
-        """A sample that is submitted again."""
-        if sample.request is not None:
-            self._samples.pop(sample.request.seq_id, None)
 
     def __enter__(self) -> SampleReader:
         return self
@@ -313,10 +307,6 @@ class RunTexts:
         self, searched: Sequence[Sample], prompt_ids: Sequence[int], params: SamplingParams, beams: Beams,
         stop: Sequence[str], adapter: str,
     ) -> None:  # fmt: skip
-        again = partial(self._search, searched, prompt_ids, params, beams, stop, adapter)
-        for sample in searched:
-            self.reader.remove(sample)
-            sample.again = again
         requests = self._engine.submit_beams(
             prompt_ids, params, beams, self.reader.events, is_stopped=stop_test(self._codec, stop), adapter=adapter
         )

@@ -259,6 +259,8 @@ class Chat(EndpointJob):
         return [_chunk(index, {"role": "assistant", "content": ""}) for index in range(self.fields.n)]
 
     def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
+        if piece.n_before is not None:
+            self._answers[piece.index] = ChatAnswer()
         answer = self._answers[piece.index]
         new = chat_logprobs(model.codec, piece) if self.fields.n_logprobs is not None else []
         answer.logprobs += new

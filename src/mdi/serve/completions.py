@@ -56,12 +56,15 @@ class Completion(EndpointJob):
     def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
         echoed = [model.codec.decode(prompt) if self.is_echoed else "" for prompt in prompts]
         self._texts = [text for text in echoed for _ in range(self.fields.n)]
+        self._echoed = [*self._texts]
         self._logprobs = [TextLogprobs(model.codec) for _ in self._texts]
         self._reasons: list[str | None] = [None] * self.n_texts
         return [_choice(index, text, None, None) for index, text in enumerate(self._texts) if text]
 
     def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
         i = piece.index
+        if piece.n_before is not None:
+            self._texts[i], self._logprobs[i] = self._echoed[i], TextLogprobs(model.codec)
         shown = self._logprobs[i].take(piece) if self.fields.n_logprobs is not None else None
         if not self.fields.is_streamed:
             self._texts[i] += piece.text

@@ -28,6 +28,7 @@ class TextEvent:
         logprobs: for each token, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         n_cached: tokens of its prompt that did not have to be computed.
         n_accepted, n_rejected: tokens of its prediction that were drawn, and those that were guessed in vain; with the end.
+        n_kept: of the tokens that came before these, so many stay, and the others were wrong; None: all stay.
     """
 
     tokens: list[int]
@@ -36,6 +37,7 @@ class TextEvent:
     n_cached: int
     n_accepted: int = 0
     n_rejected: int = 0
+    n_kept: int | None = None
 
 
 class GeneratedTexts:

@@ -12,9 +12,10 @@ import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from mdi.cancel import Cancel, CancelledError
 from mdi.engine.cohort import Beams
 from mdi.engine.scheduler import PromptPace
-from mdi.engine.sequence import Constraint, Event, Request, SamplingParams
+from mdi.engine.sequence import UNTRUE, Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
 from mdi.run.nodes import Newcomers, NodeSource, StarterPorts
@@ -53,8 +54,8 @@ class Outlet:
         self._lines = lines
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._numbers: dict[int, int] = {}  # seq_id -> number that the API process knows
-        self._requests: dict[int, Request] = {}  # by that number
+        self._texts: dict[int, _Text] = {}  # by seq_id
+        self._by_number: dict[int, _Text] = {}  # as the API process knows them
         self._thread = threading.Thread(target=self._write, name="serve-write", daemon=True)
         self._thread.start()
 
@@ -67,6 +68,7 @@ class Outlet:
         sampling = wanted["sampling"]
         values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
         params = SamplingParams(**values, eos_ids=self._codec.eos_ids)
+        again: Callable[[Sequence[int]], Request] | None = None
         with self._lock:  # its first event must not come before its number is known
             if (beams := wanted.get("beams")) is not None:
                 requests = self._engine.submit_beams(
@@ -74,22 +76,34 @@ class Outlet:
                     is_stopped=stop_test(self._codec, wanted["stop"]), adapter=wanted.get("adapter", ""),
                 )  # fmt: skip
             else:
-                requests = [self._engine.submit(
-                    wanted["ids"], params, events=self._events, constraint=constraint, owner=wanted["owner"],
-                    is_guessed=wanted.get("is_guessed", True), prediction=wanted.get("prediction", ()),
-                    adapter=wanted.get("adapter", ""),
-                )]  # fmt: skip
+                again = partial(self._continued, wanted, params, constraint)
+                requests = [again(())]
             for number, request in zip(wanted["numbers"], requests, strict=False):  # of the best of all beams
-                self._numbers[request.seq_id] = number
-                self._requests[number] = request
+                text = _Text(number, request, again)
+                self._texts[request.seq_id] = self._by_number[number] = text
+
+    def _continued(
+        self, wanted: Mapping[str, Any], params: SamplingParams, constraint: Constraint | None, known: Sequence[int]
+    ) -> Request:  # fmt: skip
+        """Have a text continued behind tokens that it has already."""
+        if constraint is not None and self._engine.verifier is not None:  # it may have to begin again
+            constraint = constraint.copy()
+            for token in known:
+                constraint.take(token)
+        return self._engine.submit(
+            wanted["ids"], params, events=self._events, generated=known, constraint=constraint, owner=wanted["owner"],
+            is_guessed=wanted.get("is_guessed", True), prediction=wanted.get("prediction", ()),
+            adapter=wanted.get("adapter", ""),
+        )  # fmt: skip
 
     def cancel(self, number: int) -> bool:
         """Whether there was such a text."""
         with self._lock:
-            request = self._requests.get(number)
-        if request is not None:
-            request.cancel()
-        return request is not None
+            text = self._by_number.get(number)
+            if text is not None:
+                text.is_cancelled = True
+                text.request.cancel()
+        return text is not None
 
     def close(self) -> None:
         """Call it after the engine's end, when all events exist."""
@@ -103,31 +117,84 @@ class Outlet:
                 events.append(self._events.get())
             is_over = events[-1] is _END
             with self._lock:
-                told = [self._as_message(event) for event in events if event.seq_id in self._numbers]
+                told = [message for event in events for message in self._messages(event)]
             if told:
                 _, n_waiting, _ = self._engine.texts()
                 self._lines.send({"is": "events", "model": self._model, "events": told, "waiting": n_waiting})
             if is_over:
                 return
 
-    def _as_message(self, event: Event) -> list[Any]:
-        number = self._numbers[event.seq_id]
-        request = self._requests[number]
-        n_cached, sequence = request.n_reused, request.sequence
-        if event.finish_reason is not None:
-            del self._numbers[event.seq_id], self._requests[number]
-        logprobs = None
-        if event.logprobs:
-            logprobs = [(_finite(own), [(t, _finite(v)) for t, v in best]) for own, best in event.logprobs]
+    def _messages(self, event: Event) -> list[list[Any]]:
+        """What the API process hears of an event: nothing of tokens that it knows, which were drawn again."""
+        text = self._texts.get(event.seq_id)
+        if text is None:
+            return []
+        request, reason = text.request, event.finish_reason
+        if reason is not None:
+            del self._texts[event.seq_id]
+        if reason == UNTRUE and not text.is_cancelled and self._begin_again(text, event.n_kept):
+            return []
+        if reason is not None:
+            del self._by_number[text.number]
+        n_kept, n_known = text.take(event.tokens, reason in ("eos", "stop", "length"))
+        tokens, logprobs = event.tokens[n_known:], event.logprobs[n_known:]
+        if event.tokens and not tokens and reason is None and n_kept is None:
+            return []
+        sequence = request.sequence
+        told = None
+        if logprobs:
+            told = [(_finite(own), [(t, _finite(v)) for t, v in best]) for own, best in logprobs]
         predicted = [sequence.n_accepted, sequence.n_predicted - sequence.n_accepted]
-        return [
-            number,
-            event.tokens,
-            event.finish_reason,
-            logprobs,
-            n_cached,
-            *(predicted if sequence.n_predicted else []),
-        ]
+        more = [*predicted, n_kept] if n_kept is not None else predicted if sequence.n_predicted else []
+        return [[text.number, tokens, reason, told, request.n_reused, *more]]
+
+    def _begin_again(self, text: _Text, n_kept: int) -> bool:
+        """Have a text continued behind the tokens that count, as others were drawn from wrong rows; False if it cannot be."""
+        text.n_drawn = min(n_kept, len(text.told))
+        if text.again is None:
+            return False
+        try:
+            text.request = text.again(text.told[: text.n_drawn])
+        except MdiError as e:
+            logger.warning("a text cannot be continued: %s", e)
+            return False
+        self._texts[text.request.seq_id] = text
+        return True
+
+
+@dataclass
+class _Text:
+    """A text of the API process.
+
+    Attributes:
+        number: that it has there.
+        again: has it continued behind its first tokens; None: it cannot be.
+        told: tokens that the API process knows; n_drawn: of the first of them, how many count.
+    """
+
+    number: int
+    request: Request
+    again: Callable[[Sequence[int]], Request] | None
+    told: list[int] = field(default_factory=list)
+    n_drawn: int = 0
+    is_cancelled: bool = False
+
+    def take(self, tokens: Sequence[int], is_end: bool) -> tuple[int | None, int]:
+        """New tokens, that may have been told already.
+
+        Returns:
+            how many of the told ones stay, None if all do; how many of `tokens` are told.
+        """
+        before = self.told[self.n_drawn :]
+        n_same = next((i for i, (new, old) in enumerate(zip(tokens, before, strict=False)) if new != old), None)
+        n_same = min(len(tokens), len(before)) if n_same is None else n_same
+        is_other = n_same < len(before) and (n_same < len(tokens) or is_end)
+        n_kept = self.n_drawn + n_same if is_other else None
+        if is_other:
+            del self.told[self.n_drawn + n_same :]
+        self.told += tokens[n_same:]
+        self.n_drawn += len(tokens)
+        return n_kept, n_same
 
 
 def _finite(value: float) -> float | None:

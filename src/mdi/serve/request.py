@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -279,6 +279,7 @@ class TextPiece:
         finish_reason: set in the last one.
         n_cached, n_accepted, n_rejected: see TextEvent.
         reasoning, calls: see TextStream.others.
+        n_before: it is the whole text so far, in the place of pieces with so many tokens that were not all right.
     """
 
     index: int
@@ -291,6 +292,7 @@ class TextPiece:
     n_rejected: int = 0
     reasoning: str = ""
     calls: Sequence[tuple[str, str]] = ()
+    n_before: int | None = None
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
@@ -317,6 +319,12 @@ def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
         )  # fmt: skip
     if min(ids) < 0 or max(ids) >= model.n_vocabulary:
         raise invalid(param, f"token ids are from 0 to {model.n_vocabulary - 1}")
+
+
+TOLD_WRONG = (
+    "a node gave wrong rows, and a part of this text that was sent already is wrong: ask again (a request without stream goes "
+    "on by itself)"
+)
 
 
 async def write_texts(
@@ -347,6 +355,7 @@ async def write_texts(
         more = {"beams": fields.beams, "n": fields.n, "stop": [*fields.stop, *stop]}
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
     answers = [open_stream((*fields.stop, *stop)) for _ in range(n_texts)]
+    told = [_Told() for _ in range(n_texts)]
     begin = time.monotonic()
     last = [begin] * n_texts
     unfinished = set(range(n_texts))
@@ -362,7 +371,16 @@ async def write_texts(
                 if event.tokens:
                     _count(api, len(event.tokens), begin, last[index], now)
                 last[index] = now
-                piece = _piece(index, event, answers[index])
+                n_before = None
+                if event.n_kept is not None:
+                    if fields.is_streamed:
+                        raise ApiError(500, TOLD_WRONG, "engine_untrue")
+                    n_before = len(told[index].tokens)
+                    answers[index] = open_stream((*fields.stop, *stop))
+                    event, told[index] = told[index].before(event, event.n_kept), _Told()
+                if not fields.is_streamed:
+                    told[index].take(event)
+                piece = _piece(index, event, answers[index], n_before)
                 if piece.finish_reason is not None:
                     texts.cancel(index)
                     unfinished.remove(index)
@@ -397,7 +415,24 @@ def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: Comm
     }  # fmt: skip
 
 
-def _piece(index: int, event: TextEvent, answer: TextStream) -> TextPiece:
+@dataclass
+class _Told:
+    """What an answer has that is not shown yet: it may have to be taken back."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+    def take(self, event: TextEvent) -> None:
+        self.tokens += event.tokens
+        self.logprobs += event.logprobs or []
+
+    def before(self, event: TextEvent, n_kept: int) -> TextEvent:
+        """An event with the first of these before it."""
+        logprobs = [*self.logprobs[:n_kept], *(event.logprobs or [])]
+        return replace(event, tokens=[*self.tokens[:n_kept], *event.tokens], logprobs=logprobs)
+
+
+def _piece(index: int, event: TextEvent, answer: TextStream, n_before: int | None = None) -> TextPiece:
     text = answer.push(event.tokens)
     reason = event.finish_reason
     if reason is not None:
@@ -412,7 +447,7 @@ def _piece(index: int, event: TextEvent, answer: TextStream) -> TextPiece:
     ended = None if reason is None else REASONS[reason]
     return TextPiece(
         index, text, event.tokens, event.logprobs, ended, event.n_cached, event.n_accepted, event.n_rejected,
-        *answer.others(),
+        *answer.others(), n_before=n_before,
     )  # fmt: skip
 
 
@@ -432,7 +467,7 @@ class Usage:
 
     def count(self, piece: TextPiece, n_choices: int) -> None:
         """A piece of a text, of so many for each prompt. A prompt is counted once, by the first of its texts."""
-        self.n_completion += len(piece.tokens)
+        self.n_completion += len(piece.tokens) - (piece.n_before or 0)
         self.n_accepted += piece.n_accepted
         self.n_rejected += piece.n_rejected
         if piece.index % n_choices == 0:

@@ -221,8 +221,8 @@ class StarterOptions(Requested):
         "(default: 64M; 0 keeps none)", metavar="SIZE", read=parse_bytes, default=None,
     )] = REPLAY_BYTES
     verify: Annotated[Share, Option(
-        "have this share of the other nodes' rows computed again by this node, bit by bit the same; a node that differs takes "
-        "no further part, and its texts are computed again (%(default)g: none; 1: all)", metavar="RATE",
+        "have this share of the other nodes' rows computed again, by one that has the blocks or here, bit by bit the same; a "
+        "node that differs takes no further part, and its texts are computed again (%(default)g: none; 1: all)", metavar="RATE",
     )] = 0.0
     cache_share: float = 1.0
     draft: Annotated[str, Option(
