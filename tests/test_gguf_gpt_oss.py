@@ -20,9 +20,11 @@ from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
+from mdi.kernels import library
 from mdi.kernels.layout import Matrix, unpack
 from mdi.text.texts import TextCodec
 from test_harmony import MARKS, TEMPLATE, tokenizer
+from test_own_families import continued
 
 HF: dict[str, Any] = {
     "model_type": "gpt_oss", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -59,6 +61,7 @@ def write(path: Path, state: dict[str, np.ndarray], experts: Kind = Kind.MXFP4, 
     """As llama.cpp's converter writes it: names by the gguf package's table, gate and up apart."""
     writer = gguf.GGUFWriter(path, "gpt-oss")
     writer.add_name("my-model")
+    writer.add_vocab_size(HF["vocab_size"])
     writer.add_context_length(HF["max_position_embeddings"])
     writer.add_embedding_length(HF["hidden_size"])
     writer.add_block_count(HF["num_hidden_layers"])
@@ -68,7 +71,7 @@ def write(path: Path, state: dict[str, np.ndarray], experts: Kind = Kind.MXFP4, 
     writer.add_head_count_kv(HF["num_key_value_heads"])
     writer.add_key_length(HF["head_dim"])
     writer.add_value_length(HF["head_dim"])
-    writer.add_rope_freq_base(float(HF["rope_theta"]))
+    writer.add_rope_freq_base(changes.get("theta", float(HF["rope_theta"])))
     writer.add_layer_norm_rms_eps(HF["rms_norm_eps"])
     writer.add_expert_count(HF["num_local_experts"])
     writer.add_expert_used_count(HF["num_experts_per_tok"])
@@ -133,6 +136,23 @@ def test_settings_and_numbers_are_those_of_the_checkpoint(tmp_path: Path) -> Non
         if ".experts." in name and name.endswith(".weight"):
             matrix = source.packed(name, Packing("mxfp4", "int8"))[name]
             assert isinstance(matrix, Matrix) and matrix.format == "mxfp4" and np.array_equal(unpack(matrix), array)
+
+
+PROMPT = [*map(int, np.random.default_rng(2).integers(0, HF["vocab_size"], 30))]
+# What llama.cpp says behind them (tests/gguf_reference/family_ids.py, with cyllama 0.2.18).
+GREEDY = [48, 40, 13, 35, 21, 43, 43, 61, 35, 66, 48, 17, 61, 62, 5, 66, 66, 27, 66, 66, 66, 26, 75, 16]
+
+
+def write_whole(path: Path) -> Path:
+    """With experts in F32, for llama.cpp rounds what it multiplies MXFP4 with. At this base YaRN's bounds are whole numbers, to
+    which llama.cpp rounds them: 0, and just below 2."""
+    state = {name: 0.3 * array if array.ndim > 1 else array for name, array in random_state()[1].items()}
+    return write(path, state, Kind.F32, theta=(16 / np.pi) ** 4 * (1 + 3e-6))
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+def test_greedy_ids_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    assert continued(GgufSource(write_whole(tmp_path / "m.gguf")), PROMPT) == GREEDY
 
 
 @pytest.mark.parametrize("tensor", ["attn_sinks", "ffn_gate_inp.bias", "ffn_up_exps.bias", "post_attention_norm"])

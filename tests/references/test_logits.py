@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from mdi.checkpoint.convert import convert
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
@@ -222,26 +219,6 @@ def test_files_of_gpt_oss_that_do_not_fit_are_refused(
             save_file({**tensors, **scales}, path)
     with pytest.raises(CheckpointError, match=word):
         open_source(folder)
-
-
-IN_TRANSFORMERS = """
-import sys, json, numpy, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation="eager")
-with torch.no_grad():
-    logits = model(torch.tensor([json.load(open(sys.argv[2]))]), use_cache=False).logits[0]
-numpy.save(sys.argv[3], logits.numpy())
-"""
-
-
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-mxfp4"])
-def test_transformers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
-    folder, _, expected = folder_of(name, tmp_path)
-    export_hf(open_source(folder), folder, tmp_path / "out")
-    python, found = LOGITS.parent / "bin" / "python", tmp_path / "found.npy"
-    arguments = [str(tmp_path / "out"), str(folder / "ids.json"), str(found)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    subprocess.run([str(python), "-c", IN_TRANSFORMERS, *arguments], check=True, env=environment, timeout=300)
-    same(np.load(found), expected)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("bloom", "transformer."), ("gpt2", "transformer."), ("opt", "model.")])

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from mdi.checkpoint.convert import converter_lacks, litgpt_family
 from mdi.checkpoint.folder import TOKENIZER_FILES
 from mdi.checkpoint.hfconfig import Json, derive_config
+from mdi.checkpoint.hffolder import FIRST_POSITION, INTERLEAVED, TRANSPOSED
+from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
@@ -44,8 +46,12 @@ _ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "opt": "OPTForCausalLM",
 }
-_EPS = {"layer_norm_eps": ("gpt_neox", "phi", "stablelm"), "layer_norm_epsilon": ("falcon",)}
+_EPS = {"layer_norm_eps": ("gpt_neox", "phi", "stablelm"), "layer_norm_epsilon": ("falcon", "bloom", "gpt2")}
+_OPT_EPS = 1e-5  # which its config.json does not say
 # not what is computed
 _NOT_COMPARED = ("name", "hf_config", "vocab_size", "padding_multiple")
 
@@ -77,6 +83,8 @@ def hf_config(config: Json) -> Json:
         **_rope(config),
         **_own(model_type, config),
     }
+    for key in _NOT_THERE if model_type in ("bloom", "falcon", "gpt2", "opt") else ():
+        del written[key]
     again = derive_config(written, str(config["name"]), Path("config.json"))
     for key, value in config.items():
         if key not in _NOT_COMPARED and again.get(key) != value:
@@ -87,9 +95,22 @@ def hf_config(config: Json) -> Json:
     return written
 
 
+# What config.json of BLOOM, Falcon, GPT-2 and OPT calls otherwise, or lacks.
+_NOT_THERE = ("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act")
+
+
 def _model_type(config: Json) -> str:
     if config.get("glu_limit"):
         return "gpt_oss"
+    if config.get("embedding_norm"):
+        return "bloom"
+    if config.get("learned_positions"):  # some are both, and computed alike
+        is_opt = config["mlp_class_name"] == "ReluMLP" and config["norm_eps"] == _OPT_EPS
+        return "opt" if is_opt or config.get("norm_after_residual") or not config["bias"] else "gpt2"
+    if config.get("alibi") or (
+        config["n_query_groups"] != config["n_head"] and config["mlp_class_name"] == "GptNeoxMLP"
+    ):
+        return "falcon"
     if config["mlp_class_name"] == "GptNeoxMLP":
         return "phi" if config["lm_head_bias"] else "gpt_neox" if config["bias"] else "falcon"
     if config["norm_class_name"] == "LayerNorm":
@@ -139,12 +160,32 @@ def _own(model_type: str, config: Json) -> dict[str, Any]:
     experts = {"num_experts_per_tok": config["n_expert_per_token"]}
     partial = {"partial_rotary_factor": config["rotary_percentage"]}
     if model_type == "falcon":
-        groups = config["n_query_groups"]
-        is_new = groups > 1 or not config["shared_attention_norm"]
-        new = {"new_decoder_architecture": is_new, "num_kv_heads": groups, "multi_query": not is_new}
+        groups, is_parallel = config["n_query_groups"], config["parallel_residual"]
+        is_new = is_parallel and (groups > 1 or not config["shared_attention_norm"])
+        new = {"new_decoder_architecture": is_new, "num_kv_heads": groups, "multi_query": groups == 1}
         norms = {"num_ln_in_parallel_attn": 1 if config["shared_attention_norm"] else 2}
-        return {**new, **(norms if is_new else {}), "activation": gelu, "ffn_hidden_size": config["intermediate_size"]}
+        old = {"parallel_attn": is_parallel, "bias": config["bias"], "alibi": config.get("alibi") == "falcon"}
+        return {
+            **new, **(norms if is_new else {}), **old, "activation": gelu, "ffn_hidden_size": config["intermediate_size"],
+        }  # fmt: skip
+    activation = "relu" if config["mlp_class_name"] == "ReluMLP" else "gelu_new" if "tanh" in gelu else "gelu"
     own: dict[str, dict[str, Any]] = {
+        "bloom": {"n_layer": config["n_layer"], "n_head": config["n_head"], "seq_length": config["block_size"]},
+        "gpt2": {
+            "n_layer": config["n_layer"],
+            "n_head": config["n_head"],
+            "n_embd": config["n_embd"],
+            "n_positions": config["block_size"],
+            "n_inner": config["intermediate_size"],
+            "activation_function": activation,
+        },
+        "opt": {
+            "ffn_dim": config["intermediate_size"],
+            "activation_function": activation,
+            "enable_bias": config["bias"],
+            "do_layer_norm_before": not config.get("norm_after_residual", False),
+            "word_embed_proj_dim": config["n_embd"],
+        },
         "mistral": {"sliding_window": window},
         "phi3": {"sliding_window": window, **partial},
         "mixtral": {**experts, "num_local_experts": config["n_expert"], "sliding_window": window},
@@ -266,7 +307,6 @@ def _converter(model_type: str, config: Json) -> Callable[[Tensors], Tensors]:
     from litgpt.scripts import convert_lit_checkpoint as litgpt
 
     functions: dict[str, Callable[..., None]] = {
-        "falcon": litgpt.copy_weights_falcon,
         "gemma2": litgpt.copy_weights_gemma_2,
         "gemma3_text": litgpt.copy_weights_gemma_3,
         "phi": litgpt.copy_weights_phi,
@@ -345,6 +385,11 @@ _DECODER = {
     "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj",
     "attn.norm_q": "self_attn.q_norm", "attn.norm_k": "self_attn.k_norm",
 }  # fmt: skip
+_FUSED = {
+    "blocks": "transformer.h.", "transformer.ln_f": "transformer.ln_f", "norm_1": "input_layernorm",
+    "norm_2": "post_attention_layernorm", "attn.qkv": "self_attention.query_key_value", "attn.proj": "self_attention.dense",
+    "mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h",
+}  # fmt: skip
 _GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
 _OWN_NAMES = {
     "glm4_moe": {
@@ -355,30 +400,61 @@ _OWN_NAMES = {
         **_DECODER, "mlp.gate": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts.{}.",
         "fc_1": "w1", "fc_2": "w3", "proj": "w2", "correction": "block_sparse_moe",
     },
+    "bloom": {
+        **_FUSED, "transformer.wte": "transformer.word_embeddings",
+        "transformer.wte_norm": "transformer.word_embeddings_layernorm",
+    },
+    "falcon": {**_FUSED, "transformer.wte": "transformer.word_embeddings"},
+    "gpt2": {
+        "blocks": "transformer.h.", "transformer.wte": "transformer.wte", "transformer.wpe": "transformer.wpe",
+        "transformer.ln_f": "transformer.ln_f", "norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn",
+        "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
+    },
+    "opt": {
+        "blocks": "model.decoder.layers.", "transformer.wte": "model.decoder.embed_tokens",
+        "transformer.wpe": "model.decoder.embed_positions", "transformer.ln_f": "model.decoder.final_layer_norm",
+        **dict.fromkeys(("norm_1", "post_attention_norm"), "self_attn_layer_norm"),
+        **dict.fromkeys(("norm_2", "post_mlp_norm"), "final_layer_norm"),
+        "attn.proj": "self_attn.out_proj", "mlp.fc": "fc1", "mlp.proj": "fc2",
+    },
 }  # fmt: skip
 _TOP_NAMES = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 _IN_BLOCK = re.compile(r"transformer\.h\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
 
 
 def _own_names(names: Mapping[str, str], config: Json, tensors: Tensors) -> Tensors:
-    found: Tensors = {}
+    names, found = {**_TOP_NAMES, **names}, Tensors()
+    if config["parallel_residual"] and not config["shared_attention_norm"]:  # a new Falcon
+        names |= {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
     n_queries, n_keys = config["n_head"] * config["head_size"], config["n_query_groups"] * config["head_size"]
     for name, tensor in tensors.items():
         stem, ending = name.rsplit(".", 1)
         match = _IN_BLOCK.fullmatch(stem)
         if match is None:
-            found[f"{_TOP_NAMES[stem]}.{ending}"] = tensor
+            found[f"{names[stem]}.{ending}"] = _as_stored(names[stem], config, tensor)
             continue
-        block = f"model.layers.{match[1]}."
-        if match[3] == "attn.qkv":
+        block = f"{names.get('blocks', 'model.layers.')}{match[1]}."
+        if match[3] == "attn.qkv" and match[3] not in names:
             for x, part in zip("qkv", tensor.split([n_queries, n_keys, n_keys]), strict=True):
                 found[f"{block}self_attn.{x}_proj.{ending}"] = part
         elif match[2] is not None:
             found[f"{block}{names['experts'].format(match[2])}{names[match[3]]}.{ending}"] = tensor
         else:
             module = names[match[3]] if ending in ("weight", "bias") else names.get("correction", names[match[3]])
-            found[f"{block}{module}.{ending}"] = tensor
+            found[f"{block}{module}.{ending}"] = _as_stored(module, config, tensor)
     return found
+
+
+def _as_stored(module: str, config: Json, tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if module in INTERLEAVED:
+        stored = torch.empty_like(tensor)
+        stored[torch.from_numpy(interleaved_rows(config))] = tensor
+        return stored
+    if first := FIRST_POSITION.get(module.rpartition(".")[2]):
+        return torch.cat([tensor.new_zeros(first, tensor.shape[1]), tensor])
+    return tensor.T if module in TRANSPOSED and tensor.dim() == 2 else tensor
 
 
 _OWN: dict[str, Callable[[Json, Tensors], Tensors]] = {  # what litgpt's converters lack

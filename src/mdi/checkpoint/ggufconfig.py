@@ -325,7 +325,7 @@ def _partial(fields: _Fields, hf: Json) -> float:
 
 
 def _phi2(fields: _Fields, hf: Json) -> Json:
-    eps = float(fields.need("attention.layer_norm_epsilon"))
+    eps = _layer_norm_eps(fields)
     return {"model_type": "phi", "layer_norm_eps": eps, "partial_rotary_factor": _partial(fields, hf)}
 
 
@@ -335,6 +335,18 @@ def _phi3(fields: _Fields, hf: Json) -> Json:
         window = fields.size("attention.sliding_window")
     own = {"partial_rotary_factor": _partial(fields, hf), "sliding_window": window}
     return {"model_type": "phi3", "rms_norm_eps": _rms(fields), **own}
+
+
+def _layer_norm_eps(fields: _Fields) -> float:
+    return float(fields.need("attention.layer_norm_epsilon"))
+
+
+def _bloom(fields: _Fields, hf: Json) -> Json:
+    return {"model_type": "bloom", "layer_norm_epsilon": _layer_norm_eps(fields)}
+
+
+def _gpt2(fields: _Fields, hf: Json) -> Json:
+    return {"model_type": "gpt2", "layer_norm_epsilon": _layer_norm_eps(fields)}
 
 
 _ARCHITECTURES: dict[Any, Callable[[_Fields, Json], Json]] = {
@@ -350,4 +362,6 @@ _ARCHITECTURES: dict[Any, Callable[[_Fields, Json], Json]] = {
     "gemma3": _gemma3,
     "phi2": _phi2,
     "phi3": _phi3,
+    "bloom": _bloom,
+    "gpt2": _gpt2,
 }

@@ -42,7 +42,13 @@ from mdi.files import replacing
 from mdi.kernels.layout import Matrix
 from mdi.spec.cluster import nearest_existing
 
-_TOP = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
+_TOP = {
+    "transformer.wte": "token_embd",
+    "transformer.wte_norm": "token_embd_norm",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+}
 _BLOCK = {
     "norm_1": "attn_norm",
     "norm_2": "ffn_norm",

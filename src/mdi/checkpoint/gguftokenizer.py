@@ -41,6 +41,7 @@ _CUTS["gpt-4o"] = (  # of o200k
 )
 _CUTS |= {"minimax-m2": _CUTS["gpt-4o"], "glm4": _CUTS["llama-bpe"], "chatglm-bpe": _CUTS["llama-bpe"]}
 _CUTS |= {"llama3": _CUTS["llama-bpe"], "llama-v3": _CUTS["llama-bpe"], "dbrx": _CUTS["llama-bpe"]}
+_CUTS["bloom"] = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _LIKE_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "mpt", "jina-en")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")

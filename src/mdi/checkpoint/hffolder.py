@@ -84,8 +84,8 @@ _PREDICTING = re.compile(r"(model\.)?mtp\.")
 _NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))")
 _BLOCK_NAME = re.compile(r"transformer\.h\.(\d+)\.(.*)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-_TRANSPOSED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # (inputs, outputs)
-_FIRST_POSITION = {"embed_positions": 2}  # OPT's table begins with rows for padding
+TRANSPOSED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # (inputs, outputs)
+FIRST_POSITION = {"embed_positions": 2}  # OPT's table begins with rows for padding
 INTERLEAVED = ("attention.query_key_value", "self_attention.query_key_value")
 
 
@@ -214,7 +214,7 @@ class HfFolder(WeightSource):
             self._check_rows(tensor, 2 * shape[0])
         if module in INTERLEAVED:
             self._check_rows(tensor, shape[0])
-        is_transposed = module in _TRANSPOSED and len(shape) == 2
+        is_transposed = module in TRANSPOSED and len(shape) == 2
         return Piece(tensor, rows, is_interleaved=module in INTERLEAVED, is_transposed=is_transposed)
 
     def _stacked(self, path: str, expert: re.Match[str], ending: str, shape: tuple[int, ...]) -> Piece:
@@ -241,7 +241,7 @@ class HfFolder(WeightSource):
                     found = self._files[tensor].specs[tensor].shape
                     # Rows for images follow those of the words.
                     is_longer = self._prefix != "model" and len(found) == 2 and found[0] > shape[0]
-                    first = _FIRST_POSITION.get(module.rpartition(".")[2], 0)
+                    first = FIRST_POSITION.get(module.rpartition(".")[2], 0)
                     if first:
                         self._check_rows(tensor, first + shape[0])
                     return Piece(tensor, (first, first + shape[0], 1) if is_longer or first else None)
