@@ -81,9 +81,9 @@ MUTANTS = [
         "1.0, LEAST_TEMPERATURE",
         SEEDS,
     ),
-    Mutant("draws do not depend on how many there were before", "_choose", "row.n_drawn", "0", SEEDS),
-    Mutant("draws do not depend on the seed", "_choose", "uniform(row.params.seed,", "uniform(0,", SEEDS),
-    Mutant("a seed gives other texts than before", "uniform", "(n + 1)", "n", OF_A_SEED),
+    Mutant("draws do not depend on how many there were before", "_first", "row.n_drawn", "0", SEEDS),
+    Mutant("draws do not depend on the seed", "_first", "uniforms(row.params.seed,", "uniforms(0,", SEEDS),
+    Mutant("a seed gives other texts than before", "uniforms", "(n + 1)", "n", OF_A_SEED),
     Mutant(
         "samples of a run have other seeds than before",
         "seed_of",
@@ -101,8 +101,8 @@ MUTANTS = [
     Mutant(
         "top_k leaves one more in",
         "best_of",
-        "ids = np.sort(np.argpartition(logits, n - k, axis=1)[:, n - k :], axis=1)",
-        "ids = np.sort(np.argpartition(logits, n - k - 1, axis=1)[:, n - k - 1 :], axis=1)",
+        "ids = np.argpartition(logits, n - k, axis=1)[:, n - k :]",
+        "ids = np.argpartition(logits, n - k - 1, axis=1)[:, n - k - 1 :]",
         SAMPLING,
     ),
     Mutant(

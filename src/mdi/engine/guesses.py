@@ -153,9 +153,9 @@ class Forced:
 class DraftModel:
     """A small model with the same tokens, whole on this node.
 
-    It draws with the random number of the real draw at that position. At a temperature above 0 both then choose the same token
-    as often as their distributions overlap along the cumulative sum: more often than two independent draws would, and always
-    where the distributions are equal.
+    It draws with the random numbers of the real draw at that position. At a temperature above 0 both then choose the same token
+    nearly as often as their probabilities overlap (engine.sampling): of nano-llama and its small model at 0.8 they overlap by
+    0.63, and 0.55 of the guesses are right.
 
     Args:
         stage: all its blocks and ends, prepared for texts of `max_length` tokens.

@@ -2,6 +2,11 @@
 
 So a text is the same in any batch, over any nodes, and after it was computed again from its token ids.
 
+Each token has a random number of its own, E, exponentially distributed; the token with the least E / weight is drawn. So it is
+drawn with the probability that it should have, and a model with other weights draws the same one most of the time: if they share a
+part c of their probabilities, with c or a little less. (With one number for a draw, and the sum of the weights up to it, the best
+tokens would stand at other places of the sum for each model.)
+
 Logits are an array, or a tensor of torch on any device, of which only the best leave it where those are enough. What comes of a
 row does not depend on the others: nothing is summed over more than the row's own numbers, in their own order.
 """
@@ -13,11 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdi.engine.sequence import SamplingParams, uniform
+from mdi.engine.sequence import SamplingParams, uniforms
 
 LEAST_TEMPERATURE = 1e-30  # below it, all but the best token have no chance in float32
 MOST_PENALTY, MOST_LOGIT = 1e30, 1e37  # beyond them is what float32 has no number for
 FIRST_BEST = 1024  # of a vocabulary in order; more are only looked at if they do not have the top_p together
+BUCKET = 64  # neighbouring tokens of a whole vocabulary: first one of these is drawn, then one of its tokens
+BUCKETS_FROM = 1 << 32  # number of the first bucket's random number; tokens have those below
 
 
 class Row(NamedTuple):
@@ -61,15 +68,22 @@ def sample(logits: Any, rows: Sequence[Row | tuple[SamplingParams, int]]) -> lis
             groups.setdefault(None if top_k is None or top_k >= logits.shape[1] else top_k, []).append(i)
     if sum(map(len, groups.values())) < len(asked):
         tokens = logits.argmax(-1).tolist()
+    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+        _draw(logits, asked, groups, tokens)
+    return tokens
+
+
+def _draw(logits: Any, asked: Sequence[Row], groups: dict[int | None, list[int]], tokens: list[int]) -> None:
+    """Set the tokens of the rows that are drawn, by their top_k."""
     for k, members in groups.items():
         own = logits if len(members) == len(asked) else logits[members]
-        every, ids = (on_host(own), None) if k is None else best_of(own, k)
+        has_order = any(asked[i].params.top_p < 1 for i in members)
+        every, ids = (on_host(own), None) if k is None else best_of(own, k, has_order)
         for place, i in enumerate(members):
             if ids is None:
                 tokens[i] = _draw_of_all(every[place], asked[i])
             else:
-                tokens[i] = _choose(_weights(every[place], every[place, 0], asked[i].params), ids[place], asked[i])
-    return tokens
+                tokens[i] = _choose(_weights(every[place], every[place].max(), asked[i].params), ids[place], asked[i])
 
 
 def on_host(logits: Any) -> np.ndarray:
@@ -79,13 +93,16 @@ def on_host(logits: Any) -> np.ndarray:
     return np.asarray(logits, dtype=np.float32)
 
 
-def best_of(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k best of each row: float32 values and token ids, (M, k) in the machine's memory, the best first."""
+def best_of(logits: Any, k: int, has_order: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """The k best of each row: float32 values and token ids, (M, k) in the machine's memory, the best first if that matters."""
     if not isinstance(logits, np.ndarray):
-        values, ids = logits.float().topk(k)
+        values, ids = logits.float().topk(k, sorted=has_order)
         return values.cpu().numpy(), ids.cpu().numpy()
     n = logits.shape[1]
-    ids = np.sort(np.argpartition(logits, n - k, axis=1)[:, n - k :], axis=1)  # by id, as which equal ones stay
+    ids = np.argpartition(logits, n - k, axis=1)[:, n - k :]
+    if not has_order:
+        return np.take_along_axis(logits, ids, axis=1), ids
+    ids = np.sort(ids, axis=1)  # by id, as which equal ones stay
     values = np.take_along_axis(logits, ids, axis=1)
     order = np.argsort(-values, axis=1, kind="stable")
     return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
@@ -147,31 +164,40 @@ def _weights(values: np.ndarray, best: np.floating[Any], params: SamplingParams)
     The largest is subtracted first: divided by a tiny temperature it would be infinite, and by one that float32 cannot hold, no
     number.
     """
-    with np.errstate(over="ignore", under="ignore"):
-        scale = np.float32(max(params.temperature, LEAST_TEMPERATURE))
-        weights = np.exp((values - best) / scale).astype(np.float64)
+    scale = np.float32(max(params.temperature, LEAST_TEMPERATURE))
+    weights = np.exp((values - best) / scale).astype(np.float64)
     if params.min_p:
         weights[weights < params.min_p] = 0.0
     return weights
 
 
 def _choose(weights: np.ndarray, ids: np.ndarray | None, row: Row, total: float | None = None) -> int:
-    """Where the random number of a row falls.
+    """The token that is drawn.
 
     Args:
         weights: (n); where the row has a top_p, the largest first.
         ids: tokens that they belong to; None 0, 1, 2, ...
         total: of all tokens, if `weights` lacks some; None their sum.
     """
-    cumulative = weights.cumsum()
-    end = cumulative[-1]
+    if ids is None:
+        begins = np.arange(0, len(weights), BUCKET)
+        bucket = _first(np.add.reduceat(weights, begins), BUCKETS_FROM + np.arange(len(begins)), row)
+        begin = bucket * BUCKET
+        some = weights[begin : begin + BUCKET]
+        return begin + _first(some, np.arange(begin, begin + len(some)), row)
     if row.params.top_p < 1:
-        limit = row.params.top_p * (end if total is None else total)
+        cumulative = weights.cumsum()
+        limit = row.params.top_p * (cumulative[-1] if total is None else total)
         n_kept = max(int(np.count_nonzero(cumulative - weights < limit)), 1)  # the one that passes top_p is still in
-        end = cumulative[n_kept - 1]
-    target = min(uniform(row.params.seed, row.n_drawn) * end, np.nextafter(end, 0.0))
-    place = int(np.searchsorted(cumulative, target, side="right"))
-    return place if ids is None else int(ids[place])
+        weights, ids = weights[:n_kept], ids[:n_kept]
+    return int(ids[_first(weights, ids, row)])
+
+
+def _first(weights: np.ndarray, numbers: np.ndarray, row: Row) -> int:
+    """The place of the weight whose random number comes first: each with a probability in proportion to it."""
+    times = np.log(uniforms(row.params.seed, row.n_drawn, numbers))
+    times /= weights
+    return int(times.argmax())
 
 
 def log_probs(logits: Any, token: int, n_best: int) -> tuple[float, list[tuple[int, float]]]:
