@@ -204,7 +204,7 @@ def generate(
     engine = StarterEngine(model.stage, Scheduler(), model.length, ArrayRows())
     if speculation is not None:
         begin_ring = speculation.begin_ring
-        speculation.begin_ring = lambda _: begin_ring(n_ring)  # type: ignore[method-assign]
+        speculation.begin_ring = lambda *_: begin_ring(n_ring)  # type: ignore[method-assign]
     engine.n_frames = n_ring
     engine.speculation = speculation
     request = engine.submit(prompt or model.codec.encode("ROMEO:"), params, constraint=constraint)

@@ -139,7 +139,7 @@ MODES: dict[str, Callable[[random.Random, int], bool]] = {
 
 
 class Even:
-    """A constraint: even ids, and then `n_tokens` at most; it fails if it is asked for more."""
+    """A constraint: even ids, sometimes a single one, and `n_tokens` at most; it fails if it is asked for more."""
 
     def __init__(self, n_tokens: int) -> None:
         self._n_left = n_tokens
@@ -147,10 +147,16 @@ class Even:
     def allowed(self) -> np.ndarray:
         if not self._n_left:
             raise EngineError("nothing may follow")
-        return np.arange(N_IDS) % 2 == 0
+        return np.array([self._may_follow(token, self._n_left) for token in range(N_IDS)])
+
+    @staticmethod
+    def _may_follow(token: int, n_left: int) -> bool:
+        if n_left % 8 == 6:
+            return token in (2, 6)
+        return token == n_left % N_IDS if n_left % 8 in (2, 4) else token % 2 == 0
 
     def take(self, token: int) -> bool:
-        assert token % 2 == 0 and self._n_left, "a token that may not be there"
+        assert self._n_left and self._may_follow(token, self._n_left), "a token that may not be there"
         self._n_left -= 1
         return not self._n_left
 
@@ -158,7 +164,7 @@ class Even:
         return Even(self._n_left)
 
     def n_valid(self, tokens: list[int]) -> int:
-        n = next((i for i, token in enumerate(tokens) if token % 2), len(tokens))
+        n = next((i for i, token in enumerate(tokens) if not self._may_follow(token, self._n_left - i)), len(tokens))
         return min(n, self._n_left)
 
     def forced(self) -> list[int]:
@@ -279,7 +285,9 @@ def test_guesses_change_no_text(
     assert source.most <= MOST_GUESSES
     scheduler = engine.scheduler
     assert not scheduler.n_in_flight and not any(scheduler.used)
-    assert 0 <= scheduler.n_confirmed <= scheduler.n_guessed and (mode != "wrong" or not scheduler.n_confirmed)
+    assert 0 <= scheduler.n_confirmed <= scheduler.n_guessed
+    has_certain = any(one.n_constrained for one in texts)  # tokens, which count as right guesses
+    assert mode != "wrong" or has_certain or not scheduler.n_confirmed
 
 
 def memory_of(n_pages: int, window: int | None) -> CacheMemory:
@@ -374,6 +382,39 @@ def test_the_sources_change_no_text(n_frames: int, n_constrained: int | None) ->
             assert [token for got, _, _ in outcome(again) for token in got] == truth_of(plain)[2]
             assert engine.scheduler.n_confirmed > n_before + 30
             assert not prediction or again.sequence.n_accepted > 30
+
+
+@pytest.mark.parametrize(("n_logprobs", "n_certain"), [(None, 5), (1, 0)])
+def test_tokens_that_nothing_else_may_follow_are_not_waited_for(n_logprobs: int | None, n_certain: int) -> None:
+    """Of 20 tokens five have no choice: no frame is sent for them alone, unless their logarithms are wanted."""
+    params = SamplingParams(n_tokens=60, temperature=0.9, top_k=20, seed=6, n_logprobs=n_logprobs)
+    one = Wanted([3, 4, 5], params, n_constrained=20)
+    plain, engine, stage = generate([one], None)
+    n_plans, n_rows = engine.scheduler.n_plans, stage.n_logit_rows
+    found, engine, stage = generate([one], Source({}, MODES["wrong"], (1, 1)))
+    assert found == plain
+    assert (n_plans - engine.scheduler.n_plans, n_rows - stage.n_logit_rows) == (n_certain, n_certain)
+    assert engine.guesses == (n_certain, n_certain)
+
+
+def test_a_frame_has_no_more_certain_rows_than_it_may_have() -> None:
+    scheduler = Scheduler(1, decode_rows=8)
+    texts = [Text(i, (1, 2), SamplingParams(n_tokens=99), 100) for i in range(6)]
+    for text in texts:
+        scheduler.submit(text)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.update(plan.number, {i: [9] for i in range(6)})
+    for text in texts:
+        scheduler.take_certain(text.seq_id, 7)
+        scheduler.take_certain(text.seq_id, 8)
+    sizes = []
+    while (plan := scheduler.schedule()) is not None:
+        sizes.append([(part.n_rows, part.n_logits) for part in plan.slices])
+        scheduler.update(plan.number, {part.seq_id: [1] for part in plan.slices})
+        if len(sizes) == 2:
+            break
+    assert sizes == [[(3, 1)] * 3] * 2
 
 
 def test_rows_that_gave_no_token_are_sent_again() -> None:

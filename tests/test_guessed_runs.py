@@ -18,7 +18,7 @@ from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.sequence import Sequence as Text
-from mdi.engine.speculation import Speculation
+from mdi.engine.speculation import MOST_ROWS, WINDOW_ROWS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
 from mdi.kernels import library
@@ -48,6 +48,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("plain") / "tiny", with_end=False)
 
 
+@pytest.fixture(autouse=True)
+def nodes_with_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a text has several frames in flight, as over several machines."""
+    monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: False)
+
+
 def texts_of(
     n_nodes: int, checkpoint: Path, folder: Path, draft: str, **options: Any
 ) -> tuple[list[list[int]], tuple[int, int]]:
@@ -64,6 +70,8 @@ def texts_of(
         }
         made = StarterOptions(ckpt=checkpoint, cache_dir=folder, draft=draft, **fields)
         with Run(GivenNodes(cluster), made, 180, n_texts=2) as run:
+            if (speculation := run.engine.speculation) is not None:  # guesses whatever they cost
+                speculation.limits = lambda sequence, n_places, n_texts: (n_places, 3)  # type: ignore[method-assign]
             for first, second in [(0, None), (None, 0), (1, 0)]:
                 if first is not None:
                     run.submit(PROMPTS[first], encode(PROMPTS[first]), SamplingParams(40, temperature=0))
@@ -125,6 +133,22 @@ def test_a_mixture_of_experts_guesses_one_row_a_frame(tmp_path: Path) -> None:
     )
     with Run(GivenNodes(standalone()), options_of(mixture, tmp_path, draft="auto"), 20) as run:
         assert run.engine.speculation is not None and run.engine.speculation.most_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "has_window", "is_shared"), [(1, False, False), (1, True, False), (2, False, True)]
+)
+def test_a_text_has_one_frame_where_nodes_share_cores_or_read_weights_from_the_disk(
+    n_nodes: int, has_window: bool, is_shared: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: is_shared)
+    memory = {"weight_memory": WindowMemory(window=WindowOptions(2))} if has_window else {}
+    with secondaries(n_nodes - 1, tmp_path) as nodes:
+        made = options_of(checkpoint, tmp_path, draft="auto", dtype="float32", placement="even", wait_s=5, **memory)
+        with Run(GivenNodes(cluster_of(nodes) if nodes else standalone()), made, 20) as run:
+            speculation = run.engine.speculation
+            assert speculation is not None and speculation.most_rows == (WINDOW_ROWS if has_window else MOST_ROWS)
+            assert run.engine.is_deep is not (has_window or is_shared)
 
 
 def test_nothing_is_guessed_where_torch_computes_unless_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:

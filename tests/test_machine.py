@@ -15,7 +15,7 @@ from mdi.cli import WAIT_POLICY, launch
 from mdi.control_groups import n_cores
 from mdi.host import threads
 from mdi.host import threads as machine
-from mdi.host.threads import THREAD_VARIABLES, choose_threads, fair_threads, threads_of_others
+from mdi.host.threads import THREAD_VARIABLES, choose_threads, fair_threads, share_cores, threads_of_others
 from mdi.spec.cluster import NodeConfig, load_nodes
 
 
@@ -65,6 +65,23 @@ def test_a_share_of_the_cores() -> None:
     assert [fair_threads([None, None], cores) for cores in (2, 3, 8)] == [1, 1, 2]
     assert fair_threads([2, None], 8) == 3, "what the nodes file gives the others is theirs"
     assert fair_threads([8, 8], 4) == 1
+
+
+def test_nodes_of_one_machine_with_more_threads_than_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4.0)
+    there = [node(f"there{i}", "192.168.1.11") for i in range(9)]
+    for nodes, expected in (
+        ([node("starter")], False),
+        ([node(f"n{i}") for i in range(4)], False),
+        ([node(f"n{i}") for i in range(5)], True),
+        ([node(f"n{i}") for i in range(4)] + [node("gpu", device="cuda:0")], False),
+        ([node("starter"), *there], False),
+        ([node("starter", threads=2), node("n1", threads=2)], False),
+        ([node("starter", threads=2), node("n1", threads=3)], True),
+        ([node("starter", cores=(0, 1)), node("n1", cores=(2, 3))], False),
+        ([node("starter", cores=(0, 1)), node("n1", cores=(1,))], True),
+    ):
+        assert share_cores(nodes) is expected, nodes
 
 
 def test_a_quota_limits_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

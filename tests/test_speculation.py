@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -174,6 +175,88 @@ def test_repetitions_are_looked_for_every_few_tokens_until_guesses_were_right() 
         speculation.judge(text, 1, False)
     text.ids.append(5000)
     assert set(waits(2000)) == {1}
+
+
+class Knowing:
+    """Knows the next token, and always the same one."""
+
+    def learn(self, ids: list[int]) -> bool:
+        return True
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        return [5] * n
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Alone:
+    """One text over one node, in simulated time: a frame takes 10 ms, and its guesses what a test says."""
+
+    def __init__(self, kinds: tuple[str, ...] = ("draft",)) -> None:
+        self.speculation = Speculation()
+        self.speculation.begin_ring(1)
+        self.text = Text(1, (5,) * 3, SamplingParams(n_tokens=10**6), 10**6)
+        self.speculation.begin(self.text, None)
+        guessed = self.speculation.texts[1]
+        guessed.sources = {kind: Knowing() for kind in kinds}
+        guessed.rates |= {kind: copy.deepcopy(guessed.rates["lookup"]) for kind in kinds}
+        self.number, self.now = 0, 0.0
+
+    def frame(self, guessing_s: float, slower: float = 1.0) -> int:
+        """A frame goes round. Returns how many guesses it had; with any, it takes `slower` times as long."""
+        text, found = self.text, list[int]()
+        if len(text.ids) > text.n_quiet and (n_rows := self.speculation.limits(text, 1, 1)[1]) > 1:
+            found = self.speculation.propose(text, n_rows - 1)
+        n = 1 + len(found)
+        plan = Plan(self.number, (PlannedSlice(1, 0, n, n, (5,) * n, n_guessed=n - 1),), (), is_plain=not found)
+        text.guess(found)
+        self.now += guessing_s if found else 0
+        if found or self.speculation.is_watching(self.number):
+            self.speculation.sent(plan, self.now, guessing_s)
+        self.now += 0.01 * (slower if found else 1)
+        for _ in range(n):
+            text.take_drawn(5)
+        self.speculation.judge(text, len(found), False)
+        self.speculation.returned(self.number, self.now, 0.0, n)
+        self.number += 1
+        return len(found)
+
+
+def test_a_source_that_takes_longer_than_it_saves_is_left_alone() -> None:
+    for guessing_s, pays in ((0.0001, True), (0.1, False)):
+        alone = Alone()
+        found = [alone.frame(guessing_s) for _ in range(200)]
+        assert (sum(found) > 300) is pays and (sum(found) < 40) is not pays, guessing_s
+
+
+def test_guesses_that_make_frames_slower_stop_soon_whatever_was_promised() -> None:
+    """Every guess is right, and yet a text is slower with them."""
+    alone = Alone()
+    found = [alone.frame(0.0, slower=6.0) for _ in range(300)]
+    assert 0 < sum(map(bool, found)) <= 6
+    plain_s = 0.01 * len(alone.text.generated)
+    assert alone.now < 1.04 * plain_s
+
+
+def test_another_source_goes_on_while_one_is_left_alone() -> None:
+    alone = Alone(("draft", "lookup"))
+    slow = [alone.frame(0.0, 6.0 if alone.speculation.texts[1].last == "draft" else 0.6) for _ in range(100)]
+    assert alone.speculation.texts[1].last == "lookup" and sum(slow) > 150
+
+
+def test_a_text_has_one_frame_in_flight_where_nodes_do_not_wait() -> None:
+    for is_deep in (True, False):
+        speculation = Speculation(kinds=frozenset({"lookup"}))
+        speculation.begin_ring(4, is_deep)
+        text = Text(1, (5,) * 30, SamplingParams(n_tokens=100), 1000)
+        speculation.begin(text, None)
+        speculation.limits(text, 8, 1)
+        for i in range(N_ROUNDS):
+            speculation.sent(Plan(i, (PlannedSlice(1, i, 1, 1, (1,)),), ()), float(i))
+            speculation.returned(i, i + 0.5, 0.0, 1)
+        n_frames, n_rows = speculation.limits(text, 8, 1)
+        assert n_rows == 4 and (n_frames == 4 if is_deep else n_frames == 1)
 
 
 def test_guesses_may_come_before_a_ring_is_measured() -> None:

@@ -189,8 +189,34 @@ MUTANTS = [
         "self.n_tokens", f"{LIMITS}::test_the_tokens_of_a_round_are_counted",
     ),
     Mutant(
-        "mixtures guess several rows a frame", "Run._speculation", "1 if getattr(model.config, \"n_expert\", 0) else MOST_ROWS",
-        "MOST_ROWS", "tests/test_guessed_runs.py::test_a_mixture_of_experts_guesses_one_row_a_frame",
+        "mixtures guess several rows a frame", "Run._speculation", "1 if getattr(model.config, \"n_expert\", 0) else",
+        "1 if False else", "tests/test_guessed_runs.py::test_a_mixture_of_experts_guesses_one_row_a_frame",
+    ),
+    Mutant(
+        "two tokens may follow, and the first is taken", "StarterEngine._certain", "np.count_nonzero(allowed) == 1",
+        "np.count_nonzero(allowed) <= 2", f"{TEST}::test_guesses_change_no_text",
+    ),
+    Mutant(
+        "a token whose logarithm is wanted is not drawn", "StarterEngine._certain",
+        "request.constraint is None or sequence.params.n_logprobs is not None", "request.constraint is None",
+        f"{TEST}::test_tokens_that_nothing_else_may_follow_are_not_waited_for",
+    ),
+    Mutant(
+        "tokens that were not drawn fill a frame beyond its rows", "Scheduler._decode_slices", " and n_rows < self.decode_rows",
+        "", f"{TEST}::test_a_frame_has_no_more_certain_rows_than_it_may_have",
+    ),
+    Mutant(
+        "nodes that share cores get several frames of a text", "Speculation._most_frames", "if self._is_deep else 1",
+        "if True else 1",
+        "tests/test_speculation.py::test_a_text_has_one_frame_in_flight_where_nodes_do_not_wait",
+    ),
+    Mutant(
+        "the time of guesses is not counted", "Speculation._speed", "self._guess_s.get(kind, 0.0) * (n_rows - 1)", "0.0",
+        "tests/test_speculation.py::test_a_source_that_takes_longer_than_it_saves_is_left_alone",
+    ),
+    Mutant(
+        "slow guesses go on for as long as fast ones", "_Trial.note", "slower < CLEARLY", "True",
+        "tests/test_speculation.py::test_guesses_that_make_frames_slower_stop_soon_whatever_was_promised",
     ),
     Mutant(
         "torch is trusted with guesses", "StarterEngine.run", "self._speculation if self.may_guess else None",

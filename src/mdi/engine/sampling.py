@@ -3,9 +3,9 @@
 So a text is the same in any batch, over any nodes, and after it was computed again from its token ids.
 
 Each token has a random number of its own, E, exponentially distributed; the token with the least E / weight is drawn. So it is
-drawn with the probability that it should have, and a model with other weights draws the same one most of the time: if they share a
-part c of their probabilities, with c or a little less. (With one number for a draw, and the sum of the weights up to it, the best
-tokens would stand at other places of the sum for each model.)
+drawn with the probability that it should have, and a model with other weights draws the same one nearly as often as their
+probabilities overlap. (With one number for a draw, and the sum of the weights up to it, the best tokens would stand at other
+places of the sum for each model.)
 
 Logits are an array, or a tensor of torch on any device, of which only the best leave it where those are enough. What comes of a
 row does not depend on the others: nothing is summed over more than the row's own numbers, in their own order.

@@ -342,6 +342,18 @@ class Scheduler:
             events += self._take_drawn(self._running[part.seq_id], part, tokens[part.seq_id])
         return events
 
+    def take_certain(self, seq_id: int, token: int) -> list[Event]:
+        """A token needs no draw: it follows the last one of a text, whose row was not sent yet. It counts as a right guess."""
+        sequence = self._running[seq_id]
+        new = sequence.take_drawn(token)
+        sequence.n_guessed, sequence.n_confirmed = sequence.n_guessed + 1, sequence.n_confirmed + 1
+        self.n_guessed, self.n_confirmed = self.n_guessed + 1, self.n_confirmed + 1
+        if sequence.finish_reason:
+            self._leave(sequence)
+        else:
+            self._count(sequence)
+        return [Event(seq_id, new, sequence.finish_reason)] if new or sequence.finish_reason else []
+
     def regroup(self, texts: Collection[Sequence], choices: Collection[tuple[int, int]]) -> None:
         """Continue a cohort whose rows are all back: each text with the ids and caches of one of them, and a token behind it.
 
@@ -508,16 +520,28 @@ class Scheduler:
         n_slices = min(self._share(), len(self._ready))
         slices: list[PlannedSlice] = []
         cohort: tuple[Sequence, ...] = ()
-        while self._ready and (len(slices) < n_slices or (cohort and self._ready[0].cohort is cohort)):
+        is_guessed = self.guesser is not None and not self._is_full
+        n_rows = 0
+        while self._ready and (
+            (len(slices) < n_slices and n_rows < self.decode_rows) or (cohort and self._ready[0].cohort is cohort)
+        ):
             sequence = self._ready.popleft()  # a cohort stays together: it needs all of its rows to go on
             cohort = sequence.cohort
-            guesses = [] if self.guesser is None else self._guesses(sequence, 1)
-            slices.append(self._with_guesses(sequence, 1, guesses) if guesses else next_slice(sequence, 1))
+            n_known = sequence.n_to_send
+            guesses = self._guesses(sequence, n_known) if is_guessed else []
+            part = self._with_guesses(sequence, n_known, guesses) if guesses else next_slice(sequence, n_known)
+            slices.append(part)
+            n_rows += part.n_rows
         return slices
 
     @property
     def _n_decoding(self) -> int:
         return len(self._running) - len(self._prefilling) - len(self._replays)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether other texts fill the ring, so that guesses of one would only delay them."""
+        return self._n_decoding > max(1, self.n_places // 2)
 
     def _share(self) -> int:
         # The sequences of each frame that continue when it is back; not frames with guesses alone.
@@ -529,7 +553,7 @@ class Scheduler:
 
     def _guess_slices(self) -> list[PlannedSlice]:
         """Rows of guesses alone, of texts whose last token is under way, if no other rows wait."""
-        if self._waiting or self._ready or self._n_decoding > self.n_places // 2:
+        if self._waiting or self._ready or self._is_full:
             return []
         slices = []
         for sequence in self._running.values():

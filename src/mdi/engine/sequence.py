@@ -388,6 +388,7 @@ class Request:
         self._cancel = cancel
         self._is_over = False
         self.constraint = constraint
+        self._allowed: Any = None
         self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not given out, by their number
         self._n_given = len(sequence.generated)
         self._next_row = 0
@@ -436,8 +437,15 @@ class Request:
         """The sequence itself; only the loop's thread may look at it."""
         return self._sequence
 
+    def allowed(self) -> Any:
+        """What its constraint allows; the same array until the next token."""
+        if self._allowed is None and self.constraint is not None:
+            self._allowed = self.constraint.allowed()
+        return self._allowed
+
     def is_met_by(self, tokens: tuple[int, ...]) -> bool:
         """Whether the reader's own condition ends the sequence with these tokens."""
+        self._allowed = None
         is_full = self.constraint is not None and any([self.constraint.take(token) for token in tokens])
         return is_full or (self._ends is not None and any([self._ends(token) for token in tokens]))
 

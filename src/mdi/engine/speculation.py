@@ -11,7 +11,10 @@ With D frames in flight, D < L / t, frames are back every L / D seconds: t is th
 the known token and r - 1 guesses, a round gives 1 + p + ... + p^(r - 1) tokens. (Compare arXiv 2504.04104 and 2511.11733.)
 
 No more than L / t frames are in flight. With more, they would wait for the slowest stage, and behind them the frame with the
-right token. So guesses that are always wrong cost nothing but the work of nodes that would wait.
+right token. So guesses that are always wrong cost nothing but the work of nodes that would wait. Where nodes do not wait,
+because they share cores or each frame is a pass over the disk, one frame is in flight.
+
+A guess takes time, too: on the first node that of its source counts in t, and before a frame leaves in L.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mdi.engine.guesses import LONG, SHORT, DraftModel, Forced, Index, Repetition, Source
-from mdi.engine.prices import Prices
+from mdi.engine.prices import WEIGHT, Prices
 from mdi.engine.sequence import Constraint, Plan
 from mdi.engine.sequence import Sequence as Text
 
-MOST_ROWS = 4
+MOST_ROWS, WINDOW_ROWS = 4, 8  # of a text in a frame; where each frame is a pass over the disk
 N_JUDGED = 32  # guesses of a source whose rate counts
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024  # tokens
 PAYS = 1.02  # times as fast as without guesses, at least
@@ -37,6 +40,8 @@ LOOK_EACH = 8  # tokens, repetitions are looked for while there are none, and fe
 N_KNOWN = 16  # times that limits count before they are worked out again
 N_OWN = 16  # frames in which this node's own time is measured
 N_TRIAL = 32  # tokens after which the times with and without guesses are compared
+N_CLEAR, CLEARLY = 8, 1.25  # tokens after which so many times the time without is enough to see it
+TRIAL_PAUSE, LONGEST_TRIAL_PAUSE = 256, 2048  # frames
 PROVEN = 0.6  # with this rate, shorter repetitions count
 DEPTH_SLACK = 0.15  # by this part of a stage's time a right frame may wait: measured times scatter
 N_OTHERS = 4  # ended texts of an owner in which repetitions are looked for
@@ -96,7 +101,6 @@ class _Guessed:
     sources: dict[str, Source]
     rates: dict[str, _Rate]
     constraint: Constraint | None
-    is_looked_up: bool  # there is no other source
     by: deque[str] = field(default_factory=deque)
     last: str = ""
 
@@ -105,11 +109,11 @@ class Speculation:
     """See the module; a `Guesser` of the scheduler. Belongs to the engine's thread, and has no clock: times come in as numbers.
 
     Args:
-        most_rows: rows of a text in a frame; 1 where each further row reads other weights (experts).
+        most_rows: rows of a text in a frame; 1 where each further row reads other weights (experts), and more where rows cost
+            nothing beside the way from the disk.
         draft: the small model, if there is one.
         kinds: the sources that may be used, of ASSUMED.
         n_vocabulary: ids that the model knows; None: none is larger.
-
     """
 
     def __init__(
@@ -127,26 +131,40 @@ class Speculation:
         self.under_way: dict[int, _Flight] = {}  # frames that are watched
         self._n_guessed = 0  # of these, with guesses
         self._last: tuple[float, int, _Flight] | None = None  # when the last watched frame was back, and which it was
+        self._is_deep = True
+        self._number = 0  # of the newest frame
+        self._kind = ""  # of the newest guesses
+        self._guess_s: dict[str, float] = {}  # of one token, by its source
         self._own_s = 0.0  # that this node takes for a frame, with head, drawing and guessing
         self._noted, self._busy_s = (
             0,
             0.0,
         )  # the frame at which `_own_s` was noted, and the busy time then; 0 is not known
-        self._trial = _Trial()
+        self._plain = Prices()  # time between frames without guesses
+        self._trials = {kind: _Trial() for kind in ASSUMED}
         self._n_texts = 0
-        self._known = (0.0, 0), (1, 1), 0  # rate and places, the limits for them, and how often they count again
+        self._known = (
+            (0.0, 0, ""),
+            (1, 1),
+            0,
+        )  # rate, places and source, the limits for them, and how often they count again
         self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
 
-    def begin_ring(self, n_nodes: int) -> None:
-        """Times of another ring are other ones."""
-        self._n_nodes = n_nodes
+    def begin_ring(self, n_nodes: int, is_deep: bool = True) -> None:
+        """Times of another ring are other ones.
+
+        Args:
+            is_deep: whether a text may have several frames in flight.
+        """
+        self._n_nodes, self._is_deep = n_nodes, is_deep
         self.rounds.clear()
         self.stages.clear()
         self.under_way.clear()
         self._n_guessed = 0
         self._last = None
         self._own_s, self._noted, self._busy_s = 0.0, 0, 0.0
-        self._trial = _Trial()
+        self._plain.clear()
+        self._trials = {kind: _Trial() for kind in ASSUMED}
         self._n_to_measure = N_ROUNDS
 
     def begin(self, text: Text, constraint: Constraint | None) -> None:
@@ -164,64 +182,73 @@ class Speculation:
         if self._draft is not None and "draft" in self._kinds:
             sources["draft"] = self._draft.of(text)
         rates = {kind: _Rate(ASSUMED[kind]) for kind in sources}
-        self.texts[text.seq_id] = _Guessed(sources, rates, constraint, sources.keys() == {"lookup"})
+        self.texts[text.seq_id] = _Guessed(sources, rates, constraint)
 
     # Of the scheduler
 
     def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
         if n_texts != self._n_texts:
-            self._n_texts, self._n_to_measure, self._trial = n_texts, N_ROUNDS, _Trial()
+            self._n_texts, self._n_to_measure = n_texts, N_ROUNDS
+            self._plain.clear()
         guessed = self.texts.get(sequence.seq_id)
-        if guessed is None or self._n_to_measure or self._trial.is_paused:
+        if guessed is None or self._n_to_measure:
             return 1, 1
-        if n_places == 1 and n_texts > 1:
-            return 1, 1  # other texts fill the ring
         if not sequence.guessed and not self._finds(guessed, sequence):
             return 1, 1
-        p = guessed.rates[guessed.last].rate if guessed.last else max(ASSUMED.values())
-        if self._known[0] == (p, n_places) and self._known[2]:  # times change slowly
+        kind = guessed.last
+        p = guessed.rates[kind].rate if kind else max(ASSUMED.values())
+        if self._known[0] == (p, n_places, kind) and self._known[2]:  # times change slowly
             self._known = self._known[0], self._known[1], self._known[2] - 1
             return self._known[1]
         best, found = PAYS * self._speed(0.0, 1, 1), (1, 1)
         for n_rows in range(1, self.most_rows + 1):
-            n_frames = min(n_places, self._most_frames(n_rows))
-            speed = self._speed(p, n_rows, n_frames)
+            n_frames = min(n_places, self._most_frames(n_rows, kind))
+            speed = self._speed(p, n_rows, n_frames, kind)
             if speed > best:
                 best, found = speed, (n_frames, n_rows)
-        self._known = (p, n_places), found, N_KNOWN
+        self._known = (p, n_places, kind), found, N_KNOWN
         return found
 
     def _finds(self, guessed: _Guessed, sequence: Text) -> bool:
         """Whether a source may have guesses. Each text without any comes here again and again: it has to be cheap."""
-        n = len(sequence.ids)
+        n, is_looked_up = len(sequence.ids), True
         for kind, source in guessed.sources.items():
-            if n >= guessed.rates[kind].until and source.learn(sequence.ids):
+            if self._is_paused(kind, guessed.rates[kind], n):
+                continue
+            if source.learn(sequence.ids):
                 return True
+            is_looked_up &= kind == "lookup"
         sequence.n_quiet = n
-        if guessed.is_looked_up:
-            rate = guessed.rates["lookup"]
-            sequence.n_quiet += 0 if rate.is_known and rate.rate >= PROVEN else LOOK_EACH - 1
+        if is_looked_up:
+            rate = guessed.rates.get("lookup")
+            is_proven = rate is not None and rate.is_known and rate.rate >= PROVEN
+            sequence.n_quiet += 0 if is_proven else LOOK_EACH - 1
         return False
 
-    def _speed(self, p: float, n_rows: int, n_frames: int) -> float:
-        return tokens_per_s(p, n_rows, n_frames, self.rounds.of(n_rows), self._stage_s(n_rows))
+    def _is_paused(self, kind: str, rate: _Rate, n_tokens: int) -> bool:
+        return n_tokens < rate.until or self._number < self._trials[kind].until
 
-    def _stage_s(self, n_rows: int) -> float:
+    def _speed(self, p: float, n_rows: int, n_frames: int, kind: str = "") -> float:
+        round_s = self.rounds.of(n_rows) + self._guess_s.get(kind, 0.0) * (n_rows - 1)
+        return tokens_per_s(p, n_rows, n_frames, round_s, self._stage_s(n_rows, kind))
+
+    def _stage_s(self, n_rows: int, kind: str) -> float:
         if self._n_nodes == 1:
             return self.rounds.of(n_rows)
-        return max(self.stages.of(n_rows, self.rounds.of(n_rows) / self._n_nodes), self._own_s)
+        own_s = self._own_s + self._guess_s.get(kind, 0.0) * n_rows
+        return max(self.stages.of(n_rows, self.rounds.of(n_rows) / self._n_nodes), own_s)
 
-    def _most_frames(self, n_rows: int) -> int:
-        return most_frames(self.rounds.of(n_rows), self._stage_s(n_rows))
+    def _most_frames(self, n_rows: int, kind: str) -> int:
+        return most_frames(self.rounds.of(n_rows), self._stage_s(n_rows, kind)) if self._is_deep else 1
 
     def propose(self, sequence: Text, n: int) -> list[int]:
         guessed = self.texts[sequence.seq_id]
         stream = [*sequence.ids, *sequence.guessed]
         for kind, source in guessed.sources.items():
             rate = guessed.rates[kind]
-            if len(sequence.ids) < rate.until:
+            if self._is_paused(kind, rate, len(sequence.ids)):
                 continue
-            if rate.is_known and not self._pays(rate.rate):
+            if rate.is_known and not self._pays(rate.rate, kind):
                 rate.pause(len(sequence.ids))
                 continue
             source.learn(sequence.ids)
@@ -230,19 +257,19 @@ class Speculation:
             found = self._allowed(sequence, guessed.constraint, source.propose(stream, n))
             if found:
                 guessed.by.extend([kind] * len(found))
-                guessed.last = kind
+                guessed.last = self._kind = kind
                 rate.n_guessed += len(found)
                 return found
         if not sequence.guessed:
             sequence.n_quiet = len(sequence.ids)
         return []
 
-    def _pays(self, p: float) -> bool:
+    def _pays(self, p: float, kind: str) -> bool:
         if not self.rounds.n_noted:
             return True  # nothing is known of this ring yet
         plain = PAYS * self._speed(0.0, 1, 1)
         rows = range(1, self.most_rows + 1)
-        return any(self._speed(p, n, self._most_frames(n)) > plain for n in rows)
+        return any(self._speed(p, n, self._most_frames(n, kind), kind) > plain for n in rows)
 
     def _allowed(self, sequence: Text, constraint: Constraint | None, found: list[int]) -> list[int]:
         """The guesses before the first one that can not be drawn, or that would end the text."""
@@ -284,10 +311,16 @@ class Speculation:
 
     def is_watching(self, number: int) -> bool:
         """Whether this frame, with last tokens alone, is to be told of: most of a text that nobody guesses are not."""
-        return number % N_QUIET < 2 or self._n_guessed > 0 or self._n_to_measure > 0 or self._trial.is_paused
+        self._number = number
+        return number % N_QUIET < 2 or self._n_guessed > 0 or self._n_to_measure > 0
 
-    def sent(self, plan: Plan, now_s: float) -> None:
-        """A frame leaves that is watched; one with prompt rows says nothing about others."""
+    def sent(self, plan: Plan, now_s: float, guessing_s: float = 0.0) -> None:
+        """A frame leaves that is watched; one with prompt rows says nothing about others.
+
+        Args:
+            guessing_s: that choosing its rows took.
+        """
+        self._number = plan.number
         n_rows, has_guesses = 0, False
         for _, _, n, _, _, _, _, n_guessed, is_prompt in plan.slices:
             if is_prompt:
@@ -300,6 +333,10 @@ class Speculation:
             return
         is_first = not self._n_guessed
         self._n_guessed += has_guesses
+        if has_guesses:
+            guess_s = guessing_s / sum(part.n_guessed for part in plan.slices)
+            known_s = self._guess_s.get(self._kind, guess_s)
+            self._guess_s[self._kind] = known_s + WEIGHT * (min(guess_s, 2 * known_s) - known_s)
         is_free = is_first and len(self.under_way) < max(1, self._n_nodes // 2)
         self.under_way[plan.number] = _Flight(now_s, n_rows, has_guesses, is_free, is_first and not has_guesses)
 
@@ -327,7 +364,10 @@ class Speculation:
                     self.stages.note(flight.n_rows, gap_s)
                 else:
                     self.stages.note_most(flight.n_rows, gap_s)
-            self._trial.note(gap_s, n_tokens, flight.is_plain)
+            if not flight.is_plain:
+                self._trials[self._kind].note(gap_s, n_tokens, self._plain.of(1), number)
+            elif flight.n_rows == 1:
+                self._plain.note(1, gap_s)
         self._last = now_s, number, flight
         if number - self._noted >= N_OWN:
             self._own_s = (busy_s - self._busy_s) / (number - self._noted) if self._busy_s else 0.0
@@ -349,31 +389,28 @@ class _Flight(NamedTuple):
 
 
 class _Trial:
-    """Compares the time of a token with and without guesses, whatever the prices promise: nodes may share cores."""
+    """Compares the time of a token with and without guesses of a source, whatever the prices promise: nodes may share cores.
+
+    Attributes:
+        until: number of the frame from which on it is asked again.
+    """
 
     def __init__(self) -> None:
-        self._plain = Prices()
+        self.until = 0
         self._time_s, self._n_tokens = 0.0, 0
-        self._n_left = 0
-        self._pause = FIRST_PAUSE
+        self._pause = TRIAL_PAUSE
 
-    @property
-    def is_paused(self) -> bool:
-        return self._n_left > 0
-
-    def note(self, time_s: float, n_tokens: int, is_plain: bool) -> None:
-        """The next frame of a text was back after so long, with so many tokens."""
-        if is_plain:
-            self._plain.note(1, time_s)
-            self._n_left = max(0, self._n_left - n_tokens)
-            return
+    def note(self, time_s: float, n_tokens: int, plain_s: float, number: int) -> None:
+        """The next frame was back after so long, with so many tokens; without guesses one token takes `plain_s`."""
         self._time_s += time_s
         self._n_tokens += n_tokens
-        if self._n_tokens < N_TRIAL:
+        if not plain_s or self._n_tokens < N_CLEAR:
             return
-        is_slow = PAYS * self._time_s / self._n_tokens > self._plain.of(1, float("inf"))
+        slower = self._time_s / (self._n_tokens * plain_s)
+        if self._n_tokens < N_TRIAL and slower < CLEARLY:
+            return
         self._time_s, self._n_tokens = 0.0, 0
-        if is_slow:
-            self._n_left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if PAYS * slower > 1:
+            self.until, self._pause = number + self._pause, min(4 * self._pause, LONGEST_TRIAL_PAUSE)
         else:
-            self._pause = FIRST_PAUSE
+            self._pause = TRIAL_PAUSE

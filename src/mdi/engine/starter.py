@@ -42,6 +42,7 @@ from mdi.net.wire import Frame, FrameType
 
 logger = logging.getLogger(__name__)
 
+CERTAIN_ROWS = 16  # of a text in a frame, of tokens that were not drawn
 NOT_FINITE = (
     "that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or weights are "
     "damaged"
@@ -122,8 +123,8 @@ class StarterEngine:
         pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
         adapters: hash of each by its name, in the order of their numbers on the nodes. Set before texts come.
         speculation: guesses tokens; None: nobody does. Set before texts come.
-        n_frames, may_guess: frames of the next ring without guesses, None: as many as it holds; whether its nodes give rows the
-            same bits in any company. Set between two runs.
+        n_frames, may_guess, is_deep: frames of the next ring without guesses, None: as many as it holds; whether its nodes give
+            rows the same bits in any company; whether a text may have several frames in flight. Set between two runs.
         kept: positions of each sequence whose rows can be replayed to the nodes that have lost their caches, while all others
             have theirs; None if no node has caches. Set between two runs.
         sent: rows that were sent to the next node; `fills_replays` says whether that node needs them again.
@@ -163,7 +164,7 @@ class StarterEngine:
         self.pace: PromptPace | None = None
         self._speculation: Speculation | None = None
         self.n_frames: int | None = None
-        self.may_guess = True
+        self.may_guess = self.is_deep = True
         self.compute_s = 0.0
         self.n_tokens = 0  # generated so far, of all sequences
 
@@ -359,7 +360,7 @@ class StarterEngine:
             self.first_token_s = None
             n_frames = min(self.n_frames or ring.capacity, ring.capacity)  # a group that is the whole ring holds one
             if self._speculation is not None:
-                self._speculation.begin_ring(ring.n_nodes)
+                self._speculation.begin_ring(ring.n_nodes, self.is_deep)
                 self.scheduler.guesser = self._speculation if self.may_guess else None
             self._complete.clear()
             for cohort in self._cohorts.values():
@@ -402,17 +403,22 @@ class StarterEngine:
             self._wake()
 
     def _step(self, ring: Ring) -> None:
-        speculation = self._speculation
+        speculation, begin = self._speculation, time.perf_counter()
         for plan in iter(self.scheduler.schedule, None):
             if self.pace is not None:
                 self.pace.sent(plan, time.perf_counter())
             if speculation is not None and (not plan.is_plain or speculation.is_watching(plan.number)):
-                speculation.sent(plan, time.perf_counter())
+                now = time.perf_counter()
+                self.compute_s += now - begin  # guesses among them
+                speculation.sent(plan, now, now - begin)
             ring.send(self._compute(plan, ring))
+            begin = time.perf_counter()
         frame = ring.recv()
         if frame is not None:
             tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
             self._tell(self.scheduler.update(frame.number, tokens))
+            if self.scheduler.guesser is not None:
+                self._take_certain(tokens)
             while self._complete:
                 self._choose(self._complete.pop())
             if speculation is not None and frame.number in speculation.under_way:
@@ -558,7 +564,7 @@ class StarterEngine:
                         constraint = constraint.copy() if i == 1 else constraint
                         if constraint.take(token):
                             break
-                    allowed = constraint.allowed()
+                    allowed = constraint.allowed() if i else request.allowed()
                 except Exception:  # of a grammar: its own sequence ends, and no other
                     if not i:
                         logger.exception("a sequence is ended, because its grammar failed")
@@ -614,6 +620,25 @@ class StarterEngine:
             if row.params.n_logprobs is not None:
                 self._live[seq_id].keep_logprobs(row.n_drawn, log_probs(logits[at], token, row.params.n_logprobs))
         return tokens
+
+    def _take_certain(self, seq_ids: Iterable[int]) -> None:
+        """Give texts the tokens that their constraints leave no choice about. Their rows go out with that of the one before."""
+        for seq_id in seq_ids:
+            while (request := self._live.get(seq_id)) is not None and (token := self._certain(request)) is not None:
+                self._tell(self.scheduler.take_certain(seq_id, token))
+
+    @staticmethod
+    def _certain(request: Request) -> int | None:
+        """The only token that may follow, whose log probability nobody wants to know; no row behind it is under way."""
+        sequence = request.sequence
+        has_draws = request.constraint is None or sequence.params.n_logprobs is not None
+        if has_draws or sequence.cohort or sequence.guessed or not 0 < sequence.n_to_send < CERTAIN_ROWS:
+            return None
+        try:
+            allowed = request.allowed()
+        except Exception:  # of a grammar: the row of the last token ends its sequence
+            return None
+        return int(allowed.argmax()) if np.count_nonzero(allowed) == 1 else None
 
     # Commands
 

@@ -39,6 +39,18 @@ def _threads_of(node: NodeConfig) -> int | None:
     return node.threads or (len(node.cores) if node.cores else None)
 
 
+def share_cores(nodes: Sequence[NodeConfig]) -> bool:
+    """Whether nodes on the machine of the first one, this node, have more threads than cores. How many cores other machines
+    have is not known here.
+    """
+    host = host_of(nodes[0].addr)
+    here = [node for node in nodes if (node.device or "auto") in ("auto", "cpu") and host_of(node.addr) == host]
+    cores = [core for node in here for core in node.cores or ()]
+    if len(here) < 2:
+        return False
+    return len(set(cores)) < len(cores) or sum(_threads_of(node) or 1 for node in here) > usable_cores()
+
+
 def fair_threads(others: Sequence[int | None], cores: float | None = None) -> int:
     """Threads for a node that was not given a number: one for each whole core that it can have.
 

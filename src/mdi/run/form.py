@@ -32,6 +32,7 @@ from mdi.engine.worker import Backend
 from mdi.errors import MdiError, NodeLostError, RingError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import why_not_kernels
+from mdi.host.threads import share_cores
 from mdi.kernels import library
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
@@ -50,6 +51,7 @@ from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterSupply, StarterWeights
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
 from mdi.stages.window_budget import extensions_of as window_extensions
+from mdi.stages.window_budget import window_of
 from mdi.tensor.group import SharingOut
 from mdi.units import duration
 
@@ -188,6 +190,8 @@ class Ring:
         numbers: see `numbers_of`.
         is_exact: whether it gives texts the tokens that the ring before would have given them.
         may_guess: whether a row has the same bits in any company of others, or need not.
+        is_deep: whether a text's guesses may have frames of their own: its nodes have cores of their own, and their weights in
+            memory.
         replay: how caches are restored from rows; None: from the token ids.
         has_fresh: whether there are nodes without caches.
         n_frames: in flight at most, without guesses.
@@ -208,6 +212,7 @@ class Ring:
     numbers: str = ""
     is_exact: bool = True
     may_guess: bool = True
+    is_deep: bool = True
     replay: ReplayPlan | None = None
     has_fresh: bool = False
     part: GroupPart | None = None
@@ -403,6 +408,7 @@ class Former:
         ring.numbers = self._numbers(ring)
         ring.is_exact = before is None or before.numbers == ring.numbers
         ring.may_guess = basis.options.draft_inexact or self._is_fixed(ring)
+        ring.is_deep = window_of(basis.options.weight_memory) is None and not share_cores(cluster.nodes)
         self._has_caches = True
         return ring
 

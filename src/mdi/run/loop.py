@@ -550,7 +550,7 @@ class RingLoop:
         engine.kept = None if ring.replay is None else ring.replay.kept
         engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
         engine.has_fresh = ring.has_fresh
-        engine.n_frames, engine.may_guess = ring.n_frames, ring.may_guess
+        engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
         return ring
 
     def _note(self, ring: Ring, last_s: float) -> None:

@@ -28,7 +28,7 @@ from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Events, Request, SamplingParams, TakeRows
-from mdi.engine.speculation import MOST_ROWS, Speculation
+from mdi.engine.speculation import MOST_ROWS, WINDOW_ROWS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.host.threads import host_of, n_threads
@@ -55,6 +55,7 @@ from mdi.spec.options import StarterOptions
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.side import LM, SideNetwork, check_base, read_side
+from mdi.stages.window_budget import window_of
 from mdi.terminal import reporting
 
 NO_TAPS = (
@@ -282,7 +283,7 @@ class Run(StatusOnly):
         engine.side = self._side
         engine.adapters = {one.name: one.sha256 for one in model.weights.adapters}
         engine.sent = SentRows(self.replay_bytes)
-        engine.n_frames, engine.may_guess = ring.n_frames, ring.may_guess
+        engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
         engine.speculation = self._speculation(model, ring)
         engine.verifier = self._verifier(engine, loop)
         self._state = "RUNNING"
@@ -344,7 +345,8 @@ class Run(StatusOnly):
         draft = None
         if options.draft != "auto":
             draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
-        most_rows = 1 if getattr(model.config, "n_expert", 0) else MOST_ROWS
+        has_window = window_of(options.weight_memory) is not None
+        most_rows = 1 if getattr(model.config, "n_expert", 0) else WINDOW_ROWS if has_window else MOST_ROWS
         return Speculation(most_rows, draft, n_vocabulary=int(model.config.padded_vocab_size))
 
     def _measure(self, client: ControlClient) -> NodeProfile:
