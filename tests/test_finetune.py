@@ -389,7 +389,7 @@ def test_classes_are_learned_and_told_apart(
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (("--method", "lora"), "invalid choice: 'lora'"),
+        (("--method", "full"), "invalid choice: 'full'"),
         (("--taps", "4"), ""),
         (("--keep-logits", "--head", "classes"), "only with --head lm"),
         (("--taps", "1,4,5"), "blocks below 4"),

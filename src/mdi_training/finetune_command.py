@@ -1,27 +1,33 @@
 r"""Adapt a model to examples over a ring whose nodes keep their blocks as they are, packed as for generation.
 
-The ring computes each example once. The outputs of some blocks come back and are kept on the disk of this machine, readable
-by you alone. From them a side network learns here, in torch; after the first pass the ring is not needed any more. It is
-written to --out, and used with --adapter by starter, run, sample, chat and serve.
+With --method side the ring computes each example once. The outputs of some blocks come back and are kept on the disk of
+this machine, readable by you alone. From them a side network learns here, in torch; after the first pass the ring is not
+needed any more. It is written to --out, and used with --adapter DIR by starter, run, sample, chat and serve.
+
+With --method lora, prompt, deep-prompt and prefix each step goes through all blocks, forward and backward. The nodes need
+torch, and compute over the numbers that their packed weights stand for; what is learned and the optimizer are here. What a
+lost node was asked is asked again. The result is in PEFT's form; lora is used with --adapter NAME=DIR.
 
 examples:
   mdi finetune --ckpt checkpoints/org/model --data texts.jsonl --out mine                     on this machine alone
   mdi finetune --ckpt checkpoints/org/model --nodes 3 --data texts.jsonl --out mine           a ring of three processes here
   mdi finetune --ckpt checkpoints/org/model --nodes-config nodes.json --data texts.jsonl --out mine --resume
       over the nodes of that file; goes on with what was interrupted
+  mdi finetune --ckpt checkpoints/org/model --nodes 3 --method lora --lora-targets query,value,mlp --data texts.jsonl --out mine
   mdi finetune --ckpt checkpoints/org/model --head classes --data mails.jsonl --eval others.jsonl --out spam
   mdi finetune --ckpt checkpoints/org/model --predict new.jsonl --out spam                    prints a label for each text
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,8 +35,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
+from mdi.checkpoint.adapters import WEIGHTS_FILE
 from mdi.errors import EngineError, UsageError
-from mdi.spec.options import ACCESS, COMMON, MODEL, TUNING, Options, TuningOptions
+from mdi.spec.options import ACCESS, COMMON, DEEP_PROMPT, LORA, MODEL, SIDE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
@@ -43,7 +50,10 @@ if TYPE_CHECKING:
     from mdi_training.examples import Example
     from mdi_training.features import FeatureKind, Features
     from mdi_training.frozen_head import FrozenHead
+    from mdi_training.ring_training import RingTraining, TunedModel
     from mdi_training.side_training import SideTraining
+    from mdi_training.tuned_tensors import TuningKind
+    from mdi_training.tuning import Tuning, TuningSettings
 
 WORK = "work"  # the folder in --out for what is needed until the end
 N_TEXTS = 8  # at the same time in the ring
@@ -91,12 +101,16 @@ def run(options: Options, cancel: Cancel) -> int:
     options = replace(options, key=with_machines(options).key)
     options = with_model(options, cancel)
     check_cut(options, 1 if options.nodes is None else options.nodes)
-    options = run_options(options if options.nodes is None else on_processes(options))
+    out, options = options.out, run_options(options if options.nodes is None else on_processes(options))
     load_torch("fine-tuning")
     with ExitStack() as stack:
         model = _Model(options)
         stack.callback(model.close)
-        return _predict(options, model, cancel) if asked.data is None else _learn(options, model, cancel)
+        if asked.data is None:
+            assert out is not None
+            is_side = not (out / WEIGHTS_FILE).exists()
+            return (_predict if is_side else _predict_through)(options, model, cancel)
+        return (_learn if asked.method == SIDE else _learn_through)(options, model, cancel)
 
 
 class _Model:
@@ -155,62 +169,99 @@ class _Model:
 
 def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
     from mdi.run.identity import base_of
-    from mdi.stages.side import CLASSES, LM, SIDE_FILE, SideShape, write_side
-    from mdi_training.examples import class_examples, digest_of, labels_of, lm_examples, read_rows
+    from mdi.stages.side import LM, SIDE_FILE, SideShape, write_side
+    from mdi_training.examples import digest_of
     from mdi_training.features import FeatureKind, Features
-    from mdi_training.interrupt import StopRequest
-    from mdi_training.side_training import LOSSES_FILE, SideModule, SideSettings, SideTraining, train
+    from mdi_training.side_training import SideModule, SideTraining
 
     asked, out = options.tuning, options.out
     assert asked.data is not None and out is not None
-    config = model.weights.config
+    config, work = model.weights.config, out / WORK
     n_logits = _n_logits(asked, config)
-    rows = read_rows(asked.data)
-    held_out = [] if asked.held_out is None else read_rows(asked.held_out)
-    labels = labels_of(rows) if asked.task == CLASSES else ()
-    if asked.task == LM:
-        make: Callable[..., list[Example]] = partial(lm_examples, codec=model.codec, max_length=model.max_length)
-    else:
-        make = partial(class_examples, codec=model.codec, max_length=model.max_length, labels=labels)
-    train_examples = make(rows)
-    examples = train_examples + (make(held_out) if held_out else [])
-    work = out / WORK
+    examples, n_train, labels = _examples(options, model, model.max_length)
     taps = _taps(asked.taps, config["n_layer"])
     width = asked.width or max(1, config["n_embd"] // 8)
     shape = SideShape(base_of(model.weights), config["n_embd"], taps, width, asked.task, labels)
     kind = FeatureKind(digest_of(examples), model.identity, taps, config["n_embd"], asked.feature_bits, n_logits)
-    if options.resume is None and ((out / SIDE_FILE).exists() or work.exists()):
-        raise UsageError(
-            f"{out} has a fine-tuning already: give --resume to go on with it, or another --out", code="exists"
-        )
+    _check_new(options, work, out / SIDE_FILE)
     _say_disk(work, kind, sum(example.n_rows for example in examples))
-    seed = DEFAULT_SEED if options.seed is None else options.seed
-    settings = SideSettings(asked.epochs, asked.batch_size, asked.lr, seed)
+    settings = _settings(options)
     features = Features(work, kind, examples)
     try:
         ring_s = _compute(options, model, features, examples, cancel)
         head = model.head() if asked.task == LM else None
-        training = SideTraining(SideModule(shape, seed), head, features, examples, len(train_examples), settings)
+        training = SideTraining(SideModule(shape, settings.seed), head, features, examples, n_train, settings)
         ring_s += _keep_logits(training, sum(example.n_rows for example in examples))
-        held = range(len(train_examples), len(examples)) or range(len(train_examples))
-        what = "held out" if held_out else "examples"
-        print(f"{what} before: {training.score(held)}", flush=True)
-        if training.restore(work):
-            print(f"going on after step {training.n_steps} of {training.n_all}", flush=True)
-        with StopRequest() as stop:
-            is_done = train(training, work, out / LOSSES_FILE, lambda: bool(stop), partial(print, flush=True), ring_s)
-        if not is_done:
-            print(f"stopped after step {training.n_steps} of {training.n_all}; --resume goes on", flush=True)
-            return 128 + (stop.number or 0)
-        print(f"{what} after: {training.score(held)}", flush=True)
+        if (number := _train(training, out, ring_s)) is not None:
+            return number
         path = write_side(out, shape, training.module.tensors())
     finally:
         features.close()
     if not asked.keep_features:
         features.remove()
-    how = "--predict FILE uses it" if asked.task == CLASSES else f"--adapter {out} uses it"
+    how = "--predict FILE uses it" if labels else f"--adapter {out} uses it"
     print(f"{path}: {sum(array.size for array in training.module.tensors().values()):,} numbers; {how}", flush=True)
     return 0
+
+
+def _examples(options: Options, model: _Model, max_length: int) -> tuple[list[Example], int, tuple[str, ...]]:
+    """Those to learn from, and behind them those that are held out; the number of the first; the labels. Raises UsageError."""
+    from mdi.stages.side import CLASSES
+    from mdi_training.examples import class_examples, labels_of, lm_examples, read_rows
+
+    asked = options.tuning
+    assert asked.data is not None
+    rows = read_rows(asked.data)
+    labels: tuple[str, ...] = ()
+    make: Callable[..., list[Example]] = partial(lm_examples, codec=model.codec, max_length=max_length)
+    if asked.task == CLASSES:
+        labels = labels_of(rows)
+        make = partial(class_examples, codec=model.codec, max_length=max_length, labels=labels)
+    found = make(rows)
+    return found + ([] if asked.held_out is None else make(read_rows(asked.held_out))), len(found), labels
+
+
+def _settings(options: Options) -> TuningSettings:
+    from mdi_training.tuning import TuningSettings
+
+    asked = options.tuning
+    return TuningSettings(
+        asked.epochs, asked.batch_size, asked.lr, DEFAULT_SEED if options.seed is None else options.seed
+    )
+
+
+def _check_new(options: Options, work: Path, result: Path) -> None:
+    if options.resume is None and (result.exists() or work.exists()):
+        raise UsageError(
+            f"{options.out} has a fine-tuning already: give --resume to go on with it, or another --out", code="exists"
+        )
+
+
+def _train(
+    training: Tuning, out: Path, ring_s: float = 0.0, say_before: Callable[[range], None] | None = None
+) -> int | None:
+    """All steps, with what is held out before and after; the exit status if it was stopped.
+
+    Args:
+        ring_s: see `train`; say_before: called with the numbers of the examples that are held out.
+    """
+    from mdi_training.interrupt import StopRequest
+    from mdi_training.tuning import LOSSES_FILE, train
+
+    n, n_train = len(training.examples), training.n_train
+    held, what = (range(n_train, n), "held out") if n > n_train else (range(n_train), "examples")
+    print(f"{what} before: {training.score(held)}", flush=True)
+    if say_before is not None:
+        say_before(held)
+    if training.restore(out / WORK):
+        print(f"going on after step {training.n_steps} of {training.n_all}", flush=True)
+    with StopRequest() as stop:
+        is_done = train(training, out / WORK, out / LOSSES_FILE, lambda: bool(stop), partial(print, flush=True), ring_s)
+    if not is_done:
+        print(f"stopped after step {training.n_steps} of {training.n_all}; --resume goes on", flush=True)
+        return 128 + (stop.number or 0)
+    print(f"{what} after: {training.score(held)}", flush=True)
+    return None
 
 
 def _taps(asked: tuple[int, ...] | int, n_layer: int) -> tuple[int, ...]:
@@ -317,7 +368,7 @@ def _over_ring(
 
 def _read_all(
     run: Run, examples: Sequence[Example], wanted: Sequence[int], n_at_once: int,
-    take: Callable[[int, int, np.ndarray], None], finish: Callable[[int], None],
+    take: Callable[[int, int, np.ndarray], None], finish: Callable[[int], None], adapter: str = "",
 ) -> None:  # fmt: skip
     """See `_over_ring`. Rows and the ends of texts come through one queue, in order."""
     from mdi.engine.sequence import Event, wait_for_event
@@ -332,7 +383,7 @@ def _read_all(
         while waiting and len(running) < n_at_once:
             index = waiting.popleft()
             example = examples[index]
-            request = run.submit_rows(example.ids, example.read_from, partial(give, index), came)
+            request = run.submit_rows(example.ids, example.read_from, partial(give, index), came, adapter)
             running[request.seq_id] = index
         found: Any = wait_for_event(came)
         if not isinstance(found, Event):
@@ -343,6 +394,143 @@ def _read_all(
                 run.raise_failure()
                 raise EngineError(f"example {index} was not computed: {found.finish_reason}")
             finish(index)
+
+
+# Learning through the blocks
+
+
+def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
+    from mdi.checkpoint.adapters import weights_hash
+    from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
+    from mdi_training.tuned_tensors import n_numbers, new_tensors
+
+    asked, out, config = options.tuning, options.out, model.weights.config
+    assert out is not None
+    _check_gradients(asked.method, config)
+    n_before = 0 if asked.method == LORA else asked.prompt_length
+    if n_before >= model.max_length:
+        raise UsageError(f"--prompt-length {n_before}: a text can have {model.max_length} tokens in all", code="length")
+    examples, n_train, labels = _examples(options, model, model.max_length - n_before)
+    kind = _kind(options, labels)
+    new_tensors(kind, config, 0, model.weights.source_of)  # complain now
+    _check_new(options, out / WORK, out / WEIGHTS_FILE)
+    (out / WORK).mkdir(parents=True, exist_ok=True, mode=0o700)
+    settings, head = _settings(options), model.head()
+    length = n_before + max(len(one.ids) for one in examples)
+    with _nodes(options, cancel) as nodes:
+        with _tuning_run(nodes, options, length, cancel) as run:
+            tuned = new_tensors(kind, config, settings.seed, model.weights.source_of, embedding_of(run))
+            training = RingTraining(TunedModel(run, tuned, head), examples, n_train, settings, asked.micro_batches)
+            training.check()
+            print(f"{n_numbers(tuned.named.values()):,} numbers are learned; {training.bytes_told}", flush=True)
+            begin = time.perf_counter()
+            say = None if labels else partial(_say_kernels, run, examples, head, TunedModel(run, tuned, head), "")
+            number = _train(training, out, say_before=say)
+            if number is not None:
+                return number
+            _say_rate(training, time.perf_counter() - begin)
+            known = weights_hash(model.weights.sources[0])
+            path = tuned.write(out, str(config["name"]), known)
+        if asked.method == LORA and not labels:
+            options = replace(options, adapter=(f"learned={out}",))
+            with _tuning_run(nodes, options, length, cancel) as run:
+                model_of = TunedModel(run, tuned, head)
+                _say_kernels(run, examples, head, model_of, "learned", range(n_train, len(examples)) or range(n_train))
+    uses = {LORA: f"--adapter NAME={out} uses it", DEEP_PROMPT: "read_tensors of mdi_training.tuned_tensors reads it"}
+    how = "--predict FILE uses it" if labels else uses.get(asked.method, "peft reads it")
+    print(f"{path}: {how}", flush=True)
+    return 0
+
+
+def _kind(options: Options, labels: tuple[str, ...]) -> TuningKind:
+    from mdi_training.tuned_tensors import TuningKind
+
+    asked = options.tuning
+    return TuningKind(asked.method, asked.lora_r, asked.lora_alpha, asked.lora_targets, asked.prompt_length, labels)
+
+
+def _check_gradients(method: str, config: dict[str, Any]) -> None:
+    """Raises UsageError if no gradients go through blocks of this model."""
+    from mdi.spec.model import why_not_litgpt
+
+    if (lacking := why_not_litgpt(config)) is not None:
+        raise UsageError(
+            f"--method {method}: torch has no blocks with {lacking}, so no gradients go through {config['name']}; "
+            "--method side needs none", code="kernels",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _tuning_run(nodes: NodeSource, options: Options, length: int, cancel: Cancel) -> Iterator[Run]:
+    from mdi.cli import heed_interrupts, ignore_interrupts
+    from mdi.run.run import Run
+
+    with Run(nodes, options, length, n_texts=N_TEXTS, on_close=ignore_interrupts, cancel=cancel) as run:
+        yield run
+    heed_interrupts()
+
+
+def _say_kernels(
+    run: Run, examples: Sequence[Example], head: FrozenHead, model: TunedModel, adapter: str, held: Sequence[int]
+) -> None:
+    """Print the loss of these examples in torch, as they are learned, and in the kernels, as texts are generated.
+
+    Args:
+        adapter: what the kernels compute with; "": the model alone, also in torch.
+    """
+    import torch
+
+    losses = [0.0, 0.0]
+
+    def take(index: int, first: int, rows: np.ndarray) -> None:
+        begin = first - examples[index].read_from
+        targets = torch.tensor(examples[index].targets[begin : begin + rows.shape[1]])
+        losses[1] += float(head.loss(torch.tensor(rows[0]), targets).loss)
+
+    with torch.no_grad():
+        learned = model.learned() if adapter else None
+        for index in held:
+            losses[0] += float(model.loss([examples[index]], learned).loss)
+        _read_all(run, examples, held, 2 * N_TEXTS, take, lambda index: None, adapter)
+    n_rows = sum(examples[index].n_rows for index in held)
+    here, there = (loss / n_rows for loss in losses)
+    what = "with what was learned" if adapter else "the model alone"
+    print(
+        f"{what}: loss {here:.4f} in torch, as it is trained, {there:.4f} in the kernels, as texts are generated "
+        f"({there - here:+.4f})", flush=True,
+    )  # fmt: skip
+
+
+def _say_rate(training: RingTraining, seconds: float) -> None:
+    n_tokens = training.settings.epochs * sum(len(one.ids) for one in training.examples[: training.n_train])
+    print(f"{n_tokens / seconds:,.1f} tokens/s forward and backward; {training.bytes_told}", flush=True)
+
+
+def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
+    import torch
+
+    from mdi_training.examples import class_examples, read_rows
+    from mdi_training.ring_training import TunedModel
+    from mdi_training.tuned_tensors import SCORE, read_tensors
+
+    assert options.out is not None and options.tuning.predict is not None
+    tuned = read_tensors(options.out, model.weights.config, model.weights.source_of)
+    if not tuned.kind.labels:
+        raise UsageError(f"--predict: {options.out} knows no labels, and writes texts", code="flags")
+    longest = model.max_length - tuned.kind.length
+    examples = class_examples(read_rows(options.tuning.predict), model.codec, longest, None)
+    length = tuned.kind.length + max(len(one.ids) for one in examples)
+    with _nodes(options, cancel) as nodes, _tuning_run(nodes, options, length, cancel) as run:
+        through = TunedModel(run, tuned, model.head())
+        for one in examples:
+            with torch.no_grad():
+                logits = through.classes(through([one], through.learned()), tuned.named[SCORE])
+            parts = torch.softmax(logits[0].double(), 0)
+            best = int(parts.argmax())
+            print(
+                json.dumps({"label": tuned.kind.labels[best], "probability": round(float(parts[best]), 4)}), flush=True
+            )
+    return 0
 
 
 def _nodes(options: Options, cancel: Cancel) -> NodeSource:

@@ -50,10 +50,12 @@ class FrozenHead:
         if self._has_norm and shift is not None:
             bias = weight @ shift + (0 if bias is None else bias)
         if self._has_norm and gain is not None:
-            weight = weight * (gain + (1.0 if self._is_rms and "Gemma" in config["name"] else 0.0))
+            gain = gain + (1.0 if self._is_rms and "Gemma" in config["name"] else 0.0)
+            weight = weight * gain
         if self._has_norm and not self._is_rms:  # such a norm takes the mean of a row away
             weight = weight - weight.mean(dim=1, keepdim=True)
         self.weight, self.bias = weight, bias
+        self._gain, self._shift = gain, shift  # of the norm
 
     def length(self, x: torch.Tensor) -> torch.Tensor:
         """What the norm divides each row by: (M, n_embd) -> (M, 1)"""
@@ -61,6 +63,17 @@ class FrozenHead:
             return x.new_ones(len(x), 1)
         square = x.square().mean(dim=1, keepdim=True) if self._is_rms else x.var(dim=1, keepdim=True, correction=0)
         return (square + self._eps).sqrt()
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's final norm: (M, n_embd) rows that went through all blocks -> the same"""
+        if self._has_norm and not self._is_rms:
+            found = (x - x.mean(dim=1, keepdim=True)) / self.length(x)
+        else:
+            found = x / self.length(x)
+        if not self._has_norm or self._gain is None:
+            return found
+        found = found * self._gain
+        return found if self._shift is None else found + self._shift
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(M, n_embd) rows that went through all blocks -> logits (M, padded_vocab_size)"""

@@ -8,13 +8,14 @@ with Run(nodes, options, n_tokens=64, n_texts=1) as run:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mdi.block_ranges import block_span
 from mdi.errors import UsageError
-from mdi.run.passes import Passes
+from mdi.run.passes import Passes, Traffic
 from mdi.run.run import Run
 
 
@@ -36,8 +37,16 @@ class RingBlocks(torch.nn.Module):
             raise UsageError(f"{block_span(self.start, self.stop)} of a model of {n_layer}", code="value")
         self._passes, self._n_embd, self._max_length = run.passes, int(run.model.config.n_embd), run.max_length
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that went to nodes and came back so far, headers of frames not counted."""
+        return self._passes.traffic
+
+    def forward(self, x: torch.Tensor, trained: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """float32 (texts, tokens, n_embd), from the first position on -> the same behind the last of these blocks
+
+        Args:
+            trained: float32 tensors that the blocks compute with, see `mdi.stages.trained_tensors`; they have gradients, too.
 
         Raises:
             UsageError: another shape, or blocks without gradients. MdiError: a lost node was not replaced.
@@ -47,19 +56,29 @@ class RingBlocks(torch.nn.Module):
                 f"rows of shape {tuple(x.shape)}; expected (texts, at most {self._max_length} tokens, {self._n_embd})",
                 code="value",
             )
-        found: torch.Tensor = _Through.apply(x, self._passes, self.start, self.stop)
+        trained = trained or {}
+        found: torch.Tensor = _Through.apply(x, self._passes, self.start, self.stop, tuple(trained), *trained.values())
         return found
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, passes: Passes, start: int, stop: int) -> torch.Tensor:
-        ctx.passes, ctx.borders = passes, passes.forward(x.detach().float().cpu().numpy(), start, stop)
+    def forward(
+        ctx: Any, x: torch.Tensor, passes: Passes, start: int, stop: int, names: tuple[str, ...], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.passes, ctx.trained = passes, {name: _array(one) for name, one in zip(names, tensors, strict=True)}
+        ctx.borders = passes.forward(_array(x), start, stop, ctx.trained)
         return _tensor(ctx.borders[-1][1], x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _tensor(ctx.passes.backward(ctx.borders, dy.detach().float().cpu().numpy()), dy), None, None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, learned = ctx.passes.backward(ctx.borders, _array(dy), ctx.trained)
+        others = [_tensor(learned[name], dy) if name in learned else None for name in ctx.trained]
+        return _tensor(dx, dy), None, None, None, None, *others
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().float().cpu().numpy()
 
 
 def _tensor(rows: Any, like: torch.Tensor) -> torch.Tensor:

@@ -94,13 +94,37 @@ def adapter_names(texts: Sequence[str]) -> tuple[AdapterName, ...]:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class AdaptedRows:
     """Rows of a module's B that belong to a layer of ours: its outputs from `first` on."""
 
     layer: str
     first: int
     rows: tuple[int, int]
     is_interleaved: bool = False
+
+    def name(self, block: int, number: int) -> str:
+        """Of the two tensors that a node gets for them, without ".a" and ".b"."""
+        return f"transformer.h.{block}.{self.layer}.{number}.{self.first}"
+
+
+def adapted_rows(
+    config: dict[str, Any], where: str, block: int, module: str
+) -> tuple[tuple[AdaptedRows, ...], int, int]:
+    """A module's rows among our layers, none if the model has no such module, and its number of outputs and inputs."""
+    shapes = part_shapes(config, where, f"block.{block}")
+    found, n_rows, n_in = [], 0, 0
+    for layer in LAYERS:
+        shape = shapes.get(f"transformer.h.{block}.{layer}.weight")
+        for known in BLOCK_MODULES[layer] if shape is not None else ():
+            assert shape is not None
+            if known == module:
+                found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), module in INTERLEAVED))
+                n_rows, n_in = n_rows + shape[0], shape[1]
+            elif isinstance(known, tuple) and module in known:
+                first, n = _of_heads(config)[known.index(module)]
+                found.append(AdaptedRows(layer, first, (0, n)))
+                n_rows, n_in = n, shape[1]
+    return tuple(found), n_rows, n_in
 
 
 @dataclass(frozen=True)
@@ -109,7 +133,7 @@ class _Module:
 
     a: str
     b: str
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[AdaptedRows, ...]
 
 
 class Adapter:
@@ -202,26 +226,14 @@ class Adapter:
             modules.setdefault(block, []).append(_Module(tensors["A"], tensors["B"], pieces))
         return modules
 
-    def _pieces_of(self, block: int, module: str) -> tuple[tuple[_Piece, ...], int, int]:
+    def _pieces_of(self, block: int, module: str) -> tuple[tuple[AdaptedRows, ...], int, int]:
         """A module's rows among our layers, and its number of outputs and inputs."""
-        shapes = part_shapes(self._config, str(self.folder), f"block.{block}")
-        pieces, n_rows, n_in = [], 0, 0
-        for layer in LAYERS:
-            shape = shapes.get(f"transformer.h.{block}.{layer}.weight")
-            for known in BLOCK_MODULES[layer] if shape is not None else ():
-                assert shape is not None
-                if known == module:
-                    pieces.append(_Piece(layer, 0, (n_rows, n_rows + shape[0]), module in INTERLEAVED))
-                    n_rows, n_in = n_rows + shape[0], shape[1]
-                elif isinstance(known, tuple) and module in known:
-                    first, n = _of_heads(self._config)[known.index(module)]
-                    pieces.append(_Piece(layer, first, (0, n)))
-                    n_rows, n_in = n, shape[1]
+        pieces, n_rows, n_in = adapted_rows(self._config, str(self.folder), block, module)
         if not pieces:
             raise self._refused(
                 f"{module[:200]} of block {block}, where this model has no such layer that can be adapted"
             )
-        return tuple(pieces), n_rows, n_in
+        return pieces, n_rows, n_in
 
     def _refused(self, what: str) -> CheckpointError:
         return CheckpointError(f"adapter {self.name}: {self.folder} has {what}", code="adapter")
@@ -232,7 +244,7 @@ class Adapter:
         for module in self.modules.get(block, ()):
             rank, n_in = self._file.specs[module.a].shape
             for piece in module.pieces:
-                name = self._stored(block, piece)
+                name = piece.name(block, self.number)
                 found[f"{name}.a"] = TensorSpec("F32", (rank, n_in))
                 found[f"{name}.b"] = TensorSpec("F32", (rank, piece.rows[1] - piece.rows[0]))
         return found
@@ -246,13 +258,10 @@ class Adapter:
                 rows = b[slice(*piece.rows)]
                 if piece.is_interleaved:
                     rows = rows[interleaved_rows(self._config)]
-                name = self._stored(block, piece)
+                name = piece.name(block, self.number)
                 found[f"{name}.a"] = a
                 found[f"{name}.b"] = np.ascontiguousarray(rows.T * np.float32(self.scale))
         return found
-
-    def _stored(self, block: int, piece: _Piece) -> str:
-        return f"transformer.h.{block}.{piece.layer}.{self.number}.{piece.first}"
 
     def _floats(self, name: str) -> np.ndarray:
         values = np.ascontiguousarray(floats(self._file.array(name)))
@@ -309,18 +318,9 @@ class AdapterSource(WeightSource):
             norm = norm_before(f"transformer.h.{block}.{layer}.weight", self.config_dict)
             if norm is None or norm not in source.specs:
                 continue
+            norm_gain(source, norm)  # complain now
             name = f"{norm.removesuffix('weight')}gain"
             self._gains[name], self.specs[name] = norm, TensorSpec("F32", (self.config_dict["n_embd"],))
-            packing = source.packing
-            if (
-                packing is not None
-                and packing.blocks in FOLDED_FORMATS
-                and is_folded(self._gain(norm), self.config_dict)
-            ):
-                raise CheckpointError(
-                    f"the weights of {source} are stored in {packing.blocks}, without the gains of their norms, which adapters "
-                    f"need: start from the model's own weights (--quantize {packing.blocks} packs them)", code="adapter",
-                )  # fmt: skip
 
     def __str__(self) -> str:
         return " and ".join(str(adapter.folder) for adapter in self._adapters)
@@ -334,18 +334,14 @@ class AdapterSource(WeightSource):
 
     def array(self, name: str) -> np.ndarray:
         if name in self._gains:
-            return self._gain(self._gains[name])
+            found = norm_gain(self._model_of(f"block.{name.split('.')[2]}"), self._gains[name])
+            assert found is not None
+            return found
         block = int(name.split(".")[2])
         kept = self._arrays  # several threads may read several blocks
         if kept[0] != block:
             kept = self._arrays = block, {k: v for one in self._adapters for k, v in one.arrays(block).items()}
         return kept[1][name]
-
-    def _gain(self, norm: str) -> np.ndarray:
-        source = self._model_of(f"block.{norm.split('.')[2]}")
-        values, code = source.array(norm), source.specs[norm].dtype
-        values = floats(values) if code in ("F32", "BF16", "F16") else values.astype(np.float32)
-        return np.ascontiguousarray(values[: self.config_dict["n_embd"]])
 
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
         """The same in any format."""
@@ -353,6 +349,25 @@ class AdapterSource(WeightSource):
 
     def release(self) -> None:
         self._arrays = (-1, {})
+
+
+def norm_gain(source: WeightSource, norm: str) -> np.ndarray | None:
+    """A norm's weight, float32; None if the model has no such norm.
+
+    Raises:
+        CheckpointError: it is not known any more, because it was multiplied into stored weights.
+    """
+    if norm not in source.specs:
+        return None
+    values, code = source.array(norm), source.specs[norm].dtype
+    values = floats(values) if code in ("F32", "BF16", "F16") else values.astype(np.float32)
+    values, packing = np.ascontiguousarray(values[: source.config_dict["n_embd"]]), source.packing
+    if packing is not None and packing.blocks in FOLDED_FORMATS and is_folded(values, source.config_dict):
+        raise CheckpointError(
+            f"the weights of {source} are stored in {packing.blocks}, without the gains of their norms, which adapters "
+            f"need: start from the model's own weights (--quantize {packing.blocks} packs them)", code="adapter",
+        )  # fmt: skip
+    return values
 
 
 class AdapterFile(PartFile):
@@ -398,6 +413,25 @@ def is_folded(weight: np.ndarray, config: Mapping[str, Any]) -> bool:
     return bool((weight == np.float32(1 - _offset(config))).all())
 
 
+def gain_factor(
+    norm: str, gain: np.ndarray | None, own: np.ndarray | None, config: Mapping[str, Any]
+) -> np.ndarray | None:
+    """What an adapter's A is multiplied by, where a node's weights have their norm's gain; None: nothing.
+
+    Args:
+        gain: the norm's weight in the model; own: the same as the node has it.
+
+    Raises:
+        CheckpointError: the norm is another one than the adapter's model has.
+    """
+    if gain is None or own is None or np.array_equal(gain, own):
+        return None
+    if not is_folded(own, config):
+        raise CheckpointError(f"{norm} is not that of the model that the adapters are for", code="adapter")
+    found: np.ndarray = gain + _offset(config)
+    return found
+
+
 def _offset(config: Mapping[str, Any]) -> np.float32:
     """Of a norm that multiplies by 1 + weight."""
     return np.float32(config["norm_class_name"] == "RMSNorm" and "Gemma" in config["name"])
@@ -423,10 +457,8 @@ def low_rank(
         a, norm = weights[name], norm_before(f"transformer.h.{block}.{match[2]}.weight", config)
         gain = None if norm is None else weights.get(f"{norm.removesuffix('weight')}gain")
         here = None if norm is None else own(norm)
-        if gain is not None and here is not None and not np.array_equal(gain, here):
-            if not is_folded(here, config):
-                raise CheckpointError(f"{norm} is not that of the model that the adapters are for", code="adapter")
-            a = a * (gain + _offset(config))
+        if norm is not None and (factor := gain_factor(norm, gain, here, config)) is not None:
+            a = a * factor
         found.append(
             LowRank(int(match[3]), match[2], int(match[4]), np.ascontiguousarray(a), weights[name[:-1] + "b"])
         )  # fmt: skip

@@ -62,7 +62,7 @@ def hf_config(config: Json) -> Json:
     Raises:
         CheckpointError: transformers has no model with these settings.
     """
-    model_type = _model_type(config)
+    model_type = transformers_type(config)
     if model_type not in _OWN and (lacking := converter_lacks(config)) is not None:
         raise CheckpointError(f"{lacking} cannot be written in Hugging Face's form: litgpt's converters do not know it")
     eps = next((key for key, kinds in _EPS.items() if model_type in kinds), "rms_norm_eps")
@@ -99,7 +99,8 @@ def hf_config(config: Json) -> Json:
 _NOT_THERE = ("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act")
 
 
-def _model_type(config: Json) -> str:
+def transformers_type(config: Json) -> str:
+    """The family of transformers' model, as its config.json names it."""
     if config.get("glu_limit"):
         return "gpt_oss"
     if config.get("embedding_norm"):

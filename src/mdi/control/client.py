@@ -124,8 +124,10 @@ class ControlClient:
                 elif found:
                     return self._last(found)
 
-    def blocks(self, request: BlocksRequest, pieces: Sequence[memoryview]) -> bytearray:
-        """The node's blocks over rows, in torch: the bytes of the rows behind them, or of the gradients before them."""
+    def blocks(self, request: BlocksRequest, pieces: Sequence[memoryview], wanted: int) -> bytearray:
+        """The node's blocks over rows, in torch: the bytes of the rows behind them, or of the gradients before them and of what
+        was learned; `wanted` of them.
+        """
         n_bytes = sum(map(len, pieces))
         with (
             self.open_message("blocks", request.to_json(), n_bytes, ANSWER_S) as message,
@@ -136,7 +138,6 @@ class ControlClient:
                 if "go" in found:
                     message.send(pieces, BLOCK_S)
                 elif (push := found.get("push")) is not None:
-                    wanted = n_bytes // (2 if request.is_backward else 1)
                     if not isinstance(push, dict) or push.get("n_bytes") != wanted:
                         raise ControlError(f"{self.port_where} answers with other rows than it was asked for")
                     data = message.receive(wanted, BLOCK_S)

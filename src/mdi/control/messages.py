@@ -249,11 +249,13 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class BlocksRequest:
-    """Arguments of a message `blocks`. Its bytes are float32 rows (n_texts, n_tokens, n_embd), then gradients of that shape.
+    """Arguments of a message `blocks`. Its bytes are float32 rows (n_texts, n_tokens, n_embd), then gradients of that shape,
+    then the header of tensors (stages.trained_tensors), and the tensors.
 
     Attributes:
         blocks: (start, stop) of the receiver's blocks.
-        is_backward: the gradients with respect to the rows are wanted, not the rows behind the blocks.
+        is_backward: the gradients with respect to the rows and to the tensors are wanted, not the rows behind the blocks.
+        header_bytes: of the tensors' names and shapes.
     """
 
     run: RunId
@@ -261,6 +263,7 @@ class BlocksRequest:
     n_texts: Annotated[int, Meta(ge=1, le=1 << 16)]
     n_tokens: Length
     is_backward: bool = False
+    header_bytes: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

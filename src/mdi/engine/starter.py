@@ -196,18 +196,24 @@ class StarterEngine:
         return request
 
     def submit_rows(
-        self, prompt_ids: Iterable[int], read_from: int, take_rows: TakeRows, events: Events | None = None
+        self,
+        prompt_ids: Iterable[int],
+        read_from: int,
+        take_rows: TakeRows,
+        events: Events | None = None,
+        adapter: str = "",
     ) -> Request:
         """Queue a text whose rows are wanted instead of tokens, once each and in order, from position `read_from` on.
 
         Args:
             take_rows: gets the position of the first of some rows, and the rows: float32 (1 + taps, rows, n_embd), those that
                 went through all blocks first. Called in the engine's thread, so it must be short.
+            adapter: as in `submit`.
 
         Raises:
             as `submit`.
         """
-        sequence = self._sequence(tuple(prompt_ids), SamplingParams(1), None)
+        sequence = self._sequence(tuple(prompt_ids), SamplingParams(1), None, adapter)
         if not 0 <= read_from < sequence.n_prompt:
             raise UsageError(f"rows from position {read_from} on of a text of {sequence.n_prompt} tokens", code="value")
         sequence.read_from, sequence.is_guessed = read_from, False

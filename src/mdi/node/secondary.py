@@ -65,6 +65,7 @@ from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
+from mdi.stages.trained_tensors import joined_bytes, read_header
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
@@ -402,16 +403,22 @@ class SecondaryNode:
             raise self._unknown_run()
         (start, stop), n_embd = request.blocks, int(worker.request.config["n_embd"])
         shape = request.n_texts, request.n_tokens, n_embd
-        wanted = 4 * math.prod(shape)
+        n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
         if not stage.start <= start < stop <= stage.stop:
             raise ControlError(f"{self.config.name} has other blocks in this run", 409, code="run")
-        if request.n_tokens > worker.request.max_length or n_bytes != wanted * (1 + request.is_backward):
+        if request.n_tokens > worker.request.max_length or n_bytes < n_rows + request.header_bytes:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
         blocks = blocks_of_stage(stage, sign)
-        x, *gradients = (_array_of(read, wanted).reshape(shape) for _ in range(1 + request.is_backward))
+        x, *gradients = _floats(read, n_rows).reshape(-1, *shape)
+        header = read_header(_bytes_of(read, request.header_bytes), worker.request.config, start, stop)
+        if n_bytes != n_rows + request.header_bytes + 4 * sum(map(math.prod, header.values())):
+            raise ControlError(f"{n_bytes} bytes are not these rows and tensors", 400)
+        trained = {name: _floats(read, 4 * math.prod(own)).reshape(own) for name, own in header.items()}
         with computing_threads(worker.held.spec.computing.threads):
-            found = blocks.backward(x, gradients[0], start, stop) if gradients else blocks.forward(x, start, stop)
-        return np.ascontiguousarray(found, dtype="<f4").reshape(-1).view(np.uint8).data
+            if not gradients:
+                return joined_bytes([blocks.forward(x, start, stop, trained)])
+            found, learned = blocks.backward(x, gradients[0], start, stop, trained)
+        return joined_bytes([found, *(learned[name] for name in header if name in learned)])
 
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         if ring is not None:
@@ -438,11 +445,15 @@ class SecondaryNode:
         self._measurement.check_echo()
 
 
-def _array_of(read: Callable[[int], bytes], n_bytes: int) -> np.ndarray:
-    """float32 numbers of `n_bytes` that come."""
+def _bytes_of(read: Callable[[int], bytes], n_bytes: int) -> bytearray:
     data = bytearray()
     while len(data) < n_bytes:
         if not (piece := read(n_bytes - len(data))):
             raise ControlError("the bytes were cut off", 400)
         data += piece
-    return np.frombuffer(data, dtype="<f4")
+    return data
+
+
+def _floats(read: Callable[[int], bytes], n_bytes: int) -> np.ndarray:
+    """float32 numbers of `n_bytes` that come."""
+    return np.frombuffer(_bytes_of(read, n_bytes), dtype="<f4")

@@ -6,8 +6,9 @@ what is lost with a node is one question, which is asked again when the run has 
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from mdi.control.messages import BlocksRequest
 from mdi.errors import MdiError, UsageError
 from mdi.run.form import Ring
 from mdi.stages.store import blocks_of_stage
+from mdi.stages.trained_tensors import NONE, Trained, header_of, is_learned, joined_bytes, of_blocks
 
 T = TypeVar("T")
 
@@ -24,6 +26,19 @@ Borders = list[tuple[int, np.ndarray]]  # blocks, and the rows before them
 
 RETRY_S = 0.2
 PATIENCE_S = 120.0  # for another ring, after a node was lost
+
+
+class Traffic:
+    """Bytes of questions to nodes and of their answers so far; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent_bytes = self.received_bytes = 0
+
+    def add(self, sent: int, received: int) -> None:
+        with self._lock:
+            self.sent_bytes += sent
+            self.received_bytes += received
 
 
 class Passes:
@@ -35,59 +50,82 @@ class Passes:
 
     def __init__(self, run: str, ring: Callable[[], Ring], failure: Callable[[], None], cancel: Cancel) -> None:
         self._run, self._ring, self._failure, self._cancel = run, ring, failure, cancel
+        self.traffic = Traffic()
 
-    def forward(self, x: np.ndarray, start: int, stop: int) -> Borders:
+    def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> Borders:
         """float32 (texts, tokens, n_embd) before block `start` -> the same before each node's blocks, and before block `stop`
+
+        Args:
+            trained: of these blocks, see `stages.trained_tensors`; each node gets those of its own.
 
         Raises:
             MdiError: the blocks have no gradients, or a lost node was not replaced in time.
         """
         borders = [(start, x)]
         while borders[-1][0] < stop:
-            borders.append(self._tried(lambda: self._from(borders[-1][1], borders[-1][0], stop)))
+            borders.append(self._tried(lambda: self._from(borders[-1][1], borders[-1][0], stop, trained)))
         return borders
 
-    def backward(self, borders: Borders, dy: np.ndarray) -> np.ndarray:
-        """The gradient with respect to the first rows of `forward`, if `dy` is that of the last ones; raises as `forward`."""
-        end = borders[-1][0]
+    def backward(self, borders: Borders, dy: np.ndarray, trained: Trained = NONE) -> tuple[np.ndarray, Trained]:
+        """The gradients with respect to the first rows of `forward` and to what is learned in `trained`, if `dy` is that of the
+        last rows; raises as `forward`.
+        """
+        end, learned = borders[-1][0], dict[str, np.ndarray]()
         for start, rows in reversed(borders[:-1]):
-            dy, end = self._back(rows, dy, start, end), start
-        return dy
+            dy, found = self._back(rows, dy, start, end, trained)
+            learned |= found
+            end = start
+        return dy, learned
 
-    def _back(self, x: np.ndarray, dy: np.ndarray, start: int, stop: int) -> np.ndarray:
+    def _back(
+        self, x: np.ndarray, dy: np.ndarray, start: int, stop: int, trained: Trained
+    ) -> tuple[np.ndarray, Trained]:
         """As `backward`, through blocks that one node has had; another ring may have cut them."""
-        return self._tried(lambda: self._back_now(x, dy, start, stop))
+        return self._tried(lambda: self._back_now(x, dy, start, stop, trained))
 
-    def _back_now(self, x: np.ndarray, dy: np.ndarray, start: int, stop: int) -> np.ndarray:
+    def _back_now(
+        self, x: np.ndarray, dy: np.ndarray, start: int, stop: int, trained: Trained
+    ) -> tuple[np.ndarray, Trained]:
         held = self._stage_of(stop - 1)[0]
         if held > start:
-            middle = self.forward(x, start, held)[-1][1]
-            return self._back(x, self._back(middle, dy, held, stop), start, held)
-        return self._asked(x, dy, start, stop)
+            middle = self.forward(x, start, held, trained)[-1][1]
+            dy, behind = self._back(middle, dy, held, stop, trained)
+            dx, before = self._back(x, dy, start, held, trained)
+            return dx, {**before, **behind}
+        return self._asked(x, dy, start, stop, trained)
 
-    def _from(self, x: np.ndarray, start: int, stop: int) -> tuple[int, np.ndarray]:
+    def _from(self, x: np.ndarray, start: int, stop: int, trained: Trained) -> tuple[int, np.ndarray]:
         """Through the blocks of the node that has block `start`: the block behind them, and the rows before that."""
         end = min(self._stage_of(start)[1], stop)
-        return end, self._asked(x, None, start, end)
+        return end, self._asked(x, None, start, end, trained)[0]
 
     def _stage_of(self, block: int) -> tuple[int, int]:
         """The blocks of the node that has `block`, half-open."""
         return next((one.start, one.stop) for one in self._ring().stages if one.start <= block < one.stop)
 
-    def _asked(self, x: np.ndarray, dy: np.ndarray | None, start: int, stop: int) -> np.ndarray:
-        ring = self._ring()
+    def _asked(
+        self, x: np.ndarray, dy: np.ndarray | None, start: int, stop: int, trained: Trained
+    ) -> tuple[np.ndarray, Trained]:
+        """Rows behind the blocks, or gradients before them and those of what is learned, from the node that has all of them."""
+        ring, trained = self._ring(), of_blocks(trained, start, stop)
         index = next((i for i, one in enumerate(ring.stages) if one.start <= start and stop <= one.stop), None)
         if index is None:
             raise MdiError(f"no node has the blocks {start} to {stop - 1} any more")
         if index == 0:
             blocks = blocks_of_stage(ring.stage)
-            return blocks.forward(x, start, stop) if dy is None else blocks.backward(x, dy, start, stop)
+            if dy is None:
+                return blocks.forward(x, start, stop, trained), NONE
+            return blocks.backward(x, dy, start, stop, trained)
         n_texts, n_tokens, _ = x.shape
-        request = BlocksRequest(self._run, (start, stop), n_texts, n_tokens, dy is not None)
-        given = [np.ascontiguousarray(rows, dtype="<f4") for rows in ((x,) if dy is None else (x, dy))]
+        header = header_of(trained)
+        request = BlocksRequest(self._run, (start, stop), n_texts, n_tokens, dy is not None, len(header))
+        given = [joined_bytes([x] if dy is None else [x, dy]), memoryview(header), joined_bytes(list(trained.values()))]
+        learned = {} if dy is None else {name: array for name, array in trained.items() if is_learned(name)}
         node = next(client for client in ring.clients if client.node.name == ring.stages[index].name)
-        data = node.blocks(request, [rows.reshape(-1).view(np.uint8).data for rows in given])
-        return np.frombuffer(data, dtype="<f4").reshape(x.shape)
+        data = node.blocks(request, given, x.size * 4 + sum(array.size * 4 for array in learned.values()))
+        self.traffic.add(sum(map(len, given)), len(data))
+        rows, *others = _split(data, [x, *learned.values()])
+        return rows, dict(zip(learned, others, strict=True))
 
     def _tried(self, ask: Callable[[], T]) -> T:
         """Ask until there is an answer: a node may be lost meanwhile, and its blocks be elsewhere then."""
@@ -102,3 +140,12 @@ class Passes:
                     raise
                 self._failure()
                 self._cancel.wait(RETRY_S)
+
+
+def _split(data: bytearray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Arrays of these shapes, one after the other."""
+    flat, found, at = np.frombuffer(data, dtype="<f4"), [], 0
+    for one in like:
+        found.append(flat[at : at + one.size].reshape(one.shape))
+        at += one.size
+    return found

@@ -370,11 +370,16 @@ class Run(StatusOnly):
         return self._texts.submit(prompt, prompt_ids, params, stop, on_text, reader, before, finish_reason, adapter)
 
     def submit_rows(
-        self, prompt_ids: Sequence[int], read_from: int, take_rows: TakeRows, events: Events | None = None
+        self,
+        prompt_ids: Sequence[int],
+        read_from: int,
+        take_rows: TakeRows,
+        events: Events | None = None,
+        adapter: str = "",
     ) -> Request:
         """Have the rows of a text computed, see `StarterEngine.submit_rows`."""
         self.model.check_prompt(prompt_ids)
-        return self.engine.submit_rows(prompt_ids, read_from, take_rows, events)
+        return self.engine.submit_rows(prompt_ids, read_from, take_rows, events, adapter)
 
     def submit_beams(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, beams: Beams, stop: Sequence[str] = (),

@@ -29,7 +29,14 @@ MODES = ("ring", "tensor", "auto")
 PLACEMENTS = ("throughput", "latency", "even")
 DEFAULT_PLACEMENT = "throughput"
 DEFAULT_DRAFT = "none"
-METHODS = ("side",)  # of fine-tuning
+SIDE, LORA, PROMPT, DEEP_PROMPT, PREFIX = METHODS = (
+    "side",
+    "lora",
+    "prompt",
+    "deep-prompt",
+    "prefix",
+)  # of fine-tuning
+ADAPTED = ("query", "key", "value", "projection", "mlp")  # matrices that LoRA can adapt over a ring
 SUMS = ("star", "exchange", "ring", "tree")
 # Costs less than a star, by the model at any delay and rate, and adds in the order of ranks.
 DEFAULT_SUM = "exchange"
@@ -279,6 +286,13 @@ def _taps(text: str, flag: str) -> tuple[int, ...] | int:
     return tuple(blocks)
 
 
+def _adapted(text: str, flag: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(part for part in text.split(",") if part))
+    if not found or any(one not in ADAPTED for one in found):
+        raise UsageError(f"{flag} {text}: expected some of {', '.join(ADAPTED)}, with commas; the head cannot be adapted")
+    return found
+
+
 @dataclass(frozen=True)
 class TuningOptions:
     """How a model is fine-tuned over a ring.
@@ -291,9 +305,26 @@ class TuningOptions:
         "examples, one JSON object per line: text, or prompt and completion; with --head classes text and label", metavar="FILE"
     )] = None
     method: Annotated[str, Option(
-        "side: a small network beside the frozen blocks learns from their outputs, which are computed once (%(default)s)",
+        "side: a small network beside the frozen blocks learns from their outputs, which are computed once. The others are "
+        "trained through the blocks, in torch on each node: lora, matrices beside those of the blocks; prompt, rows before a "
+        "text; deep-prompt, also before each block; prefix, keys and values of each block (%(default)s)",
         choices=METHODS,
-    )] = "side"
+    )] = SIDE
+    lora_r: Annotated[Annotated[int, Meta(ge=1, le=256)], Option("rank of lora (%(default)s)", metavar="N")] = 8
+    lora_alpha: Annotated[Annotated[int, Meta(ge=1, le=1 << 16)], Option(
+        "what lora adds is multiplied by alpha / rank (%(default)s)", metavar="N"
+    )] = 16
+    lora_targets: Annotated[tuple[str, ...], Option(
+        "matrices that lora adapts, of query,key,value,projection,mlp (%(default)s)", metavar="A,B,...", read=_adapted,
+        default="query,value",
+    )] = ("query", "value")
+    prompt_length: Annotated[Annotated[int, Meta(ge=1, le=1 << 12)], Option(
+        "rows of a prompt or a prefix (%(default)s)", metavar="N"
+    )] = 16
+    micro_batches: Annotated[Annotated[int, Meta(ge=1, le=64)], Option(
+        "parts of a step's examples that are on their way over the nodes at the same time, not with side (%(default)s)",
+        metavar="N",
+    )] = 4
     task: Annotated[str, Option(
         "what is learned: lm, to write as the examples do; classes, to tell their labels apart (%(default)s)", ("--head",),
         choices=("lm", "classes"),
@@ -617,8 +648,8 @@ DRAFT = ("draft", "draft_inexact", "adapter")
 DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed", *DRAFT)
 GENERATION = ("prompt", "n_samples", *DRAWING, "beams", "length_penalty", "early_stopping")
 TUNING = (
-    "data", "held_out", "method", "task", "taps", "width", "feature_bits", "epochs", "batch_size", "lr", "keep_logits",
-    "keep_features", "predict",
+    "data", "held_out", "method", "task", "lora_r", "lora_alpha", "lora_targets", "prompt_length", "micro_batches",
+    "taps", "width", "feature_bits", "epochs", "batch_size", "lr", "keep_logits", "keep_features", "predict",
 )  # fmt: skip
 RESUME = ("resume", "run_dir", "no_journal")
 OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")

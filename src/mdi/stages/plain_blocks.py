@@ -6,21 +6,28 @@ input of each block, and computes one block at a time again, so that it needs th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from litgpt.config import Config
 from litgpt.model import Block
+from torch.nn import functional
 
-from mdi.checkpoint.packing import plain
+from mdi.checkpoint.adapters import gain_factor
+from mdi.checkpoint.packing import norm_before, plain
 from mdi.errors import UsageError
 from mdi.kernels.blocks import Weights
 from mdi.spec.model import why_not_litgpt
 from mdi.stages.torch_stage import position_tables
+from mdi.stages.trained_tensors import NONE, Trained, is_learned, of_blocks
 
 Each = Callable[[], None]
+
+_ONE = threading.Lock()  # several questions take turns, so that a process has one block's activations in memory
 
 
 class PlainBlocks:
@@ -39,36 +46,47 @@ class PlainBlocks:
         if (lacking := why_not_litgpt(config)) is not None:
             raise UsageError(f"torch has no blocks with {lacking}, so no gradients go through them", code="kernels")
         self._config, self._weights, self._each = Config(**config), weights, each
+        self._all = config
 
-    def forward(self, x: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """float32 (texts, tokens, n_embd) before block `start` -> the same before block `stop`"""
-        with torch.no_grad():
-            return self._inputs(torch.tensor(x), start, stop)[-1].numpy()
+    def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> np.ndarray:
+        """float32 (texts, tokens, n_embd) before block `start` -> the same before block `stop`
 
-    def backward(self, x: np.ndarray, dy: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """The gradient with respect to `x`, float32 (texts, tokens, n_embd), of a number whose gradient with respect to
-        `forward(x, start, stop)` is `dy`.
+        Args:
+            trained: of these blocks, see `stages.trained_tensors`; used for this call.
         """
         with torch.no_grad():
-            inputs = self._inputs(torch.tensor(x), start, stop - 1)
-        gradient = torch.tensor(dy)
+            return self._inputs(torch.tensor(x), start, stop, trained)[-1].numpy()
+
+    def backward(
+        self, x: np.ndarray, dy: np.ndarray, start: int, stop: int, trained: Trained = NONE
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The gradients with respect to `x`, float32 (texts, tokens, n_embd), and to what is learned in `trained`, of a number
+        whose gradient with respect to `forward(x, start, stop, trained)` is `dy`.
+        """
+        with torch.no_grad():
+            inputs = self._inputs(torch.tensor(x), start, stop - 1, trained)
+        gradient, found = torch.tensor(dy), dict[str, np.ndarray]()
         for index in reversed(range(start, stop)):
             rows = inputs.pop().requires_grad_()
-            with torch.enable_grad():
-                (gradient,) = torch.autograd.grad(self._block(index, rows), rows, gradient)
+            own = _tensors(of_blocks(trained, index, index + 1))
+            learned = [name for name in own if is_learned(name)]
+            with _ONE, torch.enable_grad():
+                wanted = [rows, *(own[name].requires_grad_() for name in learned)]
+                gradient, *others = torch.autograd.grad(self._block(index, rows, own), wanted, gradient)
+            found |= {name: one.numpy() for name, one in zip(learned, others, strict=True)}
             self._each()
-        found: np.ndarray = gradient.numpy()
-        return found
+        return gradient.numpy(), found
 
-    def _inputs(self, x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    def _inputs(self, x: torch.Tensor, start: int, stop: int, trained: Trained) -> list[torch.Tensor]:
         """The rows before each block, and before block `stop`."""
         found = [x]
         for index in range(start, stop):
-            found.append(self._block(index, found[-1]))
+            with _ONE:
+                found.append(self._block(index, found[-1], _tensors(of_blocks(trained, index, index + 1))))
             self._each()
         return found
 
-    def _block(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def _block(self, index: int, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.device("meta"):
             block = Block(self._config, index)
         prefix = f"transformer.h.{index}."
@@ -77,8 +95,67 @@ class PlainBlocks:
         block.requires_grad_(False)
         if left := [name for name, tensor in block.state_dict().items() if tensor.is_meta]:
             raise UsageError(f"the weights of block {index} lack {left[0]}", code="tensor")
-        cos, sin = position_tables(self._config, x.size(1), x.device)
+        own = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+        self._add_adapters(block, prefix, own)
+        n_before = 0
+        if (prompt := own.get("prompt")) is not None:
+            x = torch.cat([x[:, : len(prompt)] + prompt[: x.size(1)], x[:, len(prompt) :]], dim=1)
+        elif (key := own.get("prefix_key")) is not None:
+            n_before = len(key)
+            self._add_prefix(block.attn, key, own["prefix_value"])
+        cos, sin = (table[n_before:] for table in position_tables(self._config, n_before + x.size(1), x.device))
         if (kinds := self._config.rope_indices) is not None:
             cos, sin = cos[..., kinds[index]], sin[..., kinds[index]]
         found: torch.Tensor = block(x, cos[None], sin[None])
         return found
+
+    def _add_adapters(self, block: Block, prefix: str, own: Mapping[str, torch.Tensor]) -> None:
+        """Have the block's linear layers add what adapters add to them."""
+        norms = block.state_dict()
+        for name in own:
+            if not name.endswith(".a"):
+                continue
+            layer, _, first, _ = name.rsplit(".", 3)
+            a, b = own[name], own[f"{name[:-1]}b"]
+            norm = (norm_before(f"{prefix}{layer}.weight", self._all) or "").removeprefix(prefix)
+            gain, here = own.get(f"{norm.removesuffix('weight')}gain"), norms.get(norm)
+            if gain is not None and here is not None:
+                factor = gain_factor(prefix + norm, gain.numpy(), here.numpy(), self._all)
+                a = a if factor is None else a * torch.tensor(factor)
+            block.get_submodule(layer).register_forward_hook(partial(_added, a=a, b=b, first=int(first)))
+
+    def _add_prefix(self, attention: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Have all rows see these keys and values, too, as if they stood before the first one."""
+        if attention.apply_sliding_window_attention or self._all["latent_attention"]:
+            raise UsageError("a prefix cannot stand before attention in windows, or latent attention", code="kernels")
+        attend, size = attention.scaled_dot_product_attention, self._config.head_size
+
+        def heads(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            found = rows.view(len(rows), -1, size).transpose(0, 1)
+            found = found.repeat_interleave(like.size(1) // len(found), dim=0)
+            return torch.cat([found.expand(len(like), -1, -1, -1), like], dim=2)
+
+        def with_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            n = q.size(2)
+            hidden = torch.full((n, n), float("-inf")).triu(1)
+            mask = torch.cat([torch.zeros(n, len(key)), hidden], dim=1)
+            found: torch.Tensor = attend(q, heads(key, k), heads(value, v), mask)
+            return found
+
+        attention.scaled_dot_product_attention = with_prefix
+
+
+def _tensors(trained: Trained) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(array) for name, array in trained.items()}
+
+
+def _added(
+    layer: torch.nn.Module,
+    given: tuple[torch.Tensor],
+    found: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """A linear layer's results and, from number `first` on, those of an adapter; a (rank, inputs), b (rank, outputs)."""
+    return found + functional.pad(given[0] @ a.T @ b, (first, found.size(-1) - first - b.size(1)))

@@ -1,0 +1,107 @@
+"""Tensors that are trained at the starter and that a node computes with for one question: their names, shapes and bytes.
+
+    transformer.h.<i>.<layer>.1.<first>.a, .b, norm_1.gain, norm_2.gain   LoRA, as in a part of adapters (checkpoint.adapters)
+    transformer.h.<i>.prompt                     (n, n_embd), added to the first n rows of a text before block i (deep prompts)
+    transformer.h.<i>.prefix_key, prefix_value   (n, query groups * head_size), what all rows see before the first one; the
+                                                 rows then have the positions from n on (prefix tuning)
+
+Sources: Hu et al. 2021 (LoRA); Lester et al. 2021 (prompts); Liu et al. 2021, P-Tuning v2 (deep prompts); Li and Liang 2021
+(prefixes); Borzunov et al. 2023, section 2.2 (all of them over servers that keep their blocks).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+
+from mdi.block_ranges import ADAPTER_PREFIX
+from mdi.checkpoint.adapters import check_stored
+from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.errors import CheckpointError, ControlError
+from mdi.spec.decode import Meta, decode_text
+
+Trained = Mapping[str, np.ndarray]  # float32, by name
+Shapes = dict[str, tuple[int, ...]]
+_Told = dict[str, Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(min_length=1, max_length=2)]]
+
+HEADER_LIMIT_BYTES = 1 << 20
+MOST_VIRTUAL = 1 << 12  # rows of a prompt or prefix
+NONE: Trained = {}
+_NAME = re.compile(r"transformer\.h\.(\d+)\.(.+)")
+
+
+def block_of(name: str) -> int:
+    """The block that a tensor belongs to. Raises ControlError (400)."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ControlError(f"{name[:200]!r} is no tensor of a block", 400)
+    return int(match[1])
+
+
+def of_blocks(trained: Trained, start: int, stop: int) -> Trained:
+    """Those of some blocks, in the order in which they travel."""
+    return {name: trained[name] for name in sorted(trained) if start <= block_of(name) < stop}
+
+
+def is_learned(name: str) -> bool:
+    """Whether gradients with respect to it are wanted."""
+    return not name.endswith(".gain")
+
+
+def learned_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Of the gradients."""
+    return sum(4 * int(np.prod(shape)) for name, shape in shapes.items() if is_learned(name))
+
+
+def joined_bytes(arrays: Sequence[np.ndarray]) -> memoryview:
+    """Arrays of float32, one after the other, little-endian."""
+    flat = [np.ascontiguousarray(array, dtype="<f4").reshape(-1) for array in arrays] or [np.empty(0, dtype="<f4")]
+    return (flat[0] if len(flat) == 1 else np.concatenate(flat)).view(np.uint8).data
+
+
+def header_of(trained: Trained) -> bytes:
+    """Names and shapes, which travel before the numbers."""
+    return json.dumps({name: tensor.shape for name, tensor in trained.items()}).encode() if trained else b""
+
+
+def read_header(data: bytes | bytearray, config: Mapping[str, Any], start: int, stop: int) -> Shapes:
+    """Names and shapes of tensors for these blocks. Raises ControlError (400) if such blocks cannot have them."""
+
+    def refused(message: str) -> ControlError:
+        return ControlError(message, 400)
+
+    shapes: Shapes = dict(decode_text(_Told, bytes(data), "the tensors", refused)) if data else {}
+    adapters: dict[int, dict[str, TensorSpec]] = {}
+    n_virtual = set[tuple[str, int]]()
+    width = {"prompt": config["n_embd"], "prefix_key": config["n_query_groups"] * config["head_size"]}
+    width["prefix_value"] = width["prefix_key"]
+    for name, shape in shapes.items():
+        block, what = block_of(name), name.split(".", 3)[3]
+        if not start <= block < stop:
+            raise refused(f"{name}: a tensor of another block than {start} to {stop - 1}")
+        if what not in width:
+            adapters.setdefault(block, {})[name] = TensorSpec("F32", shape)
+        elif len(shape) != 2 or shape[0] > MOST_VIRTUAL or shape[1] != width[what]:
+            raise refused(f"{name} is of shape {list(shape)}; expected (at most {MOST_VIRTUAL}, {width[what]})")
+        else:
+            n_virtual.add((what.partition("_")[0], shape[0]))
+    if len(n_virtual) > 1:
+        raise refused("prompts or prefixes of several lengths")
+    _check_pairs(shapes, refused)
+    for block, specs in adapters.items():
+        try:
+            check_stored(specs, f"{ADAPTER_PREFIX}{block}", dict(config), "tensors that are trained")
+        except CheckpointError as e:
+            raise refused(str(e)) from None
+    return shapes
+
+
+def _check_pairs(shapes: Shapes, refused: Callable[[str], ControlError]) -> None:
+    for name in shapes:
+        stem, _, kind = name.rpartition("_")
+        if stem.endswith(".prefix") and f"{stem}_{'value' if kind == 'key' else 'key'}" not in shapes:
+            raise refused(f"{name} without keys or values that belong to it")

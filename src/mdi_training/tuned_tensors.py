@@ -1,0 +1,321 @@
+"""What is trained at the starter while the blocks stay as they are: LoRA, prompts, deep prompts, prefixes; and its files.
+
+The nodes get it with each question, as the tensors of `mdi.stages.trained_tensors`. In a folder it has PEFT's form, which peft
+and `--adapter NAME=DIR` (LoRA) read; deep prompts, which PEFT does not have, are in a form of our own.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load
+
+from mdi.checkpoint.adapters import BASE_KEY, CONFIG_FILE, WEIGHTS_FILE, AdaptedRows, adapted_rows, norm_gain
+from mdi.checkpoint.export import transformers_type
+from mdi.checkpoint.packing import norm_before
+from mdi.checkpoint.parts import serialize
+from mdi.checkpoint.safetensors_layout import TensorSpec, read_header
+from mdi.checkpoint.shapes import interleaved_rows
+from mdi.checkpoint.weights import WeightSource
+from mdi.errors import CheckpointError, UsageError
+from mdi.files import replacing
+from mdi.spec.decode import decode_text
+from mdi.spec.options import DEEP_PROMPT, LORA, PREFIX, PROMPT
+
+KEY = "mdi_tuning"  # of the file's metadata
+SCORE = "base_model.model.score.weight"  # of the classes, as PEFT has it
+PROMPTS = "prompt_embeddings"
+Named = dict[str, torch.nn.Parameter]
+
+
+@dataclass(frozen=True)
+class TuningKind:
+    """What is trained, besides its numbers.
+
+    Attributes:
+        method: of spec.options.METHODS, but not "side".
+        rank, alpha, targets: of LoRA; targets are of mdi.spec.options.LORA_TARGETS.
+        length: rows of a prompt or prefix.
+        labels: of the classes; none where texts are written.
+    """
+
+    method: str
+    rank: int = 8
+    alpha: int = 16
+    targets: tuple[str, ...] = ("query", "value")
+    length: int = 16
+    labels: tuple[str, ...] = ()
+
+
+class TunedTensors(ABC):
+    """Attributes:
+    named: what is learned, by names of its own.
+    n_rows: rows that stand before those of each text; 0: none.
+    """
+
+    n_rows = 0
+
+    def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
+        self.kind, self.config = kind, dict(config)
+        self.named: Named = {}
+        self._generator = torch.Generator().manual_seed(seed)
+        if kind.labels:
+            self._add(SCORE, (len(kind.labels), config["n_embd"]), 0.02)
+
+    def _add(self, name: str, shape: tuple[int, ...], scale: float) -> torch.nn.Parameter:
+        self.named[name] = torch.nn.Parameter(scale * torch.randn(shape, generator=self._generator))
+        return self.named[name]
+
+    @property
+    def _blocks(self) -> range:
+        return range(self.config["n_layer"])
+
+    def before(self) -> torch.Tensor | None:
+        """The rows before each text, (n_rows, n_embd)."""
+        return None
+
+    @abstractmethod
+    def of_blocks(self) -> dict[str, torch.Tensor]:
+        """What the nodes get."""
+
+    # Its files
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """PEFT's settings, of this method."""
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        """What PEFT's file has."""
+        return dict(self.named)
+
+    def _take(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Learned numbers from such a file."""
+        for name, parameter in self.named.items():
+            parameter.copy_(arrays[name])
+
+    def write(self, folder: Path, base: str, weights: str | None) -> Path:
+        """Write it into a folder, which is made.
+
+        Args:
+            base: name of the model.
+            weights: `weights_hash` of the model's, if that is known.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        found = {name: np.ascontiguousarray(one.detach().numpy()) for name, one in self._arrays().items()}
+        specs = {name: TensorSpec("F32", array.shape) for name, array in found.items()}
+        metadata = {"format": "pt", KEY: json.dumps(asdict(self.kind), sort_keys=True)}
+        if weights is not None:
+            metadata[BASE_KEY] = weights
+        with replacing(folder / WEIGHTS_FILE, makes_folder=True) as file:
+            for piece in serialize(specs, found.__getitem__, metadata):
+                file.write(piece)
+        settings = {
+            "task_type": "SEQ_CLS" if self.kind.labels else "CAUSAL_LM", "base_model_name_or_path": base,
+            "inference_mode": True, **self._settings(),
+        }  # fmt: skip
+        with replacing(folder / CONFIG_FILE) as file:
+            file.write(json.dumps(settings, indent=1).encode())
+        return folder / WEIGHTS_FILE
+
+    def _virtual(self, peft_type: str, n_heads: int, width: int) -> dict[str, Any]:
+        return {
+            "peft_type": peft_type, "num_virtual_tokens": self.kind.length, "token_dim": width,
+            "num_transformer_submodules": 1, "num_attention_heads": n_heads, "num_layers": self.config["n_layer"],
+        }  # fmt: skip
+
+
+# Modules of transformers' models, by our layers, where they are not those of Llama.
+_LLAMA = {
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "projection": "self_attn.o_proj",
+    "mlp": "mlp.gate_proj mlp.up_proj mlp.down_proj",
+}  # fmt: skip
+_NEOX = {"projection": "attention.dense", "mlp": "mlp.dense_h_to_4h mlp.dense_4h_to_h"} | dict.fromkeys(
+    ("query", "key", "value"), "attention.query_key_value"
+)
+_MODULES = {
+    "gpt_neox": _NEOX,
+    "falcon": {name: modules.replace("attention.", "self_attention.") for name, modules in _NEOX.items()},
+    "phi": {**_LLAMA, "projection": "self_attn.dense", "mlp": "mlp.fc1 mlp.fc2"},
+    "phi3": {"projection": "self_attn.o_proj", "mlp": "mlp.gate_up_proj mlp.down_proj"}
+    | dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
+}
+_PATHS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h"}
+
+
+class Lora(TunedTensors):
+    """A and B of modules of transformers' model, W + alpha / r B A; B begins with zeros. See mdi.checkpoint.adapters.
+
+    Args:
+        gain: gives a norm's weight by its name, None if there is none.
+
+    Raises:
+        UsageError: the model's blocks have no such layers.
+    """
+
+    def __init__(
+        self, kind: TuningKind, config: Mapping[str, Any], seed: int, gain: Callable[[str], np.ndarray | None]
+    ) -> None:
+        super().__init__(kind, config, seed)
+        family = transformers_type(self.config)
+        known, self._path = _MODULES.get(family, _LLAMA), _PATHS.get(family, "model.layers")
+        self._modules = list(dict.fromkeys(module for one in kind.targets for module in known[one].split()))
+        self._rows = {(i, module): self._rows_of(i, module) for i in self._blocks for module in self._modules}
+        self._gains: dict[str, torch.Tensor] = {}
+        for (i, _), rows in self._rows.items():
+            for one in rows:
+                norm = norm_before(f"transformer.h.{i}.{one.layer}.weight", self.config)
+                if norm is not None and (found := gain(norm)) is not None:
+                    self._gains[f"{norm.removesuffix('weight')}gain"] = torch.tensor(found)
+
+    def _rows_of(self, block: int, module: str) -> tuple[AdaptedRows, ...]:
+        rows, n_out, n_in = adapted_rows(self.config, "the model", block, module)
+        if not rows:
+            raise UsageError(
+                f"--lora-targets: block {block} has no {module} that can be adapted: experts, their router and latent "
+                "attention cannot; name others", code="kernels",
+            )  # fmt: skip
+        path = f"base_model.model.{self._path}.{block}.{module}"
+        bound = n_in**-0.5
+        a = torch.empty(self.kind.rank, n_in).uniform_(-bound, bound, generator=self._generator)
+        self.named[f"{path}.lora_A.weight"] = torch.nn.Parameter(a)
+        self._add(f"{path}.lora_B.weight", (n_out, self.kind.rank), 0)
+        return rows
+
+    def of_blocks(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = dict(self._gains)
+        scale = self.kind.alpha / self.kind.rank
+        for (i, module), rows in self._rows.items():
+            path = f"base_model.model.{self._path}.{i}.{module}"
+            for one in rows:
+                b = self.named[f"{path}.lora_B.weight"][slice(*one.rows)] * scale
+                if one.is_interleaved:
+                    b = b[torch.from_numpy(interleaved_rows(self.config))]
+                found[f"{one.name(i, 1)}.a"] = self.named[f"{path}.lora_A.weight"]
+                found[f"{one.name(i, 1)}.b"] = b.T
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        names = sorted({module.rpartition(".")[2] for module in self._modules})
+        return {
+            "peft_type": "LORA", "r": self.kind.rank, "lora_alpha": self.kind.alpha, "lora_dropout": 0.0, "bias": "none",
+            "target_modules": names, **({"modules_to_save": ["score"]} if self.kind.labels else {}),
+        }  # fmt: skip
+
+
+class Prompt(TunedTensors):
+    """Rows before each text; deep prompts are also added to these rows before each further block, and begin with zeros.
+
+    Args:
+        embed: gives the rows of token ids; the first ones begin as those of random tokens.
+    """
+
+    def __init__(
+        self, kind: TuningKind, config: Mapping[str, Any], seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
+    ) -> None:
+        super().__init__(kind, config, seed)
+        if config.get("scale_embeddings"):
+            raise UsageError(
+                f"--method {kind.method}: {config['name']} multiplies its embeddings, so that rows before them have no one "
+                "form in other programs: choose lora or prefix", code="kernels",
+            )  # fmt: skip
+        self.n_rows = kind.length
+        rows = self._add(PROMPTS, (kind.length, config["n_embd"]), 0.02)
+        if embed is not None:
+            ids = torch.randint(0, config["vocab_size"], (kind.length,), generator=self._generator)
+            rows.data = torch.tensor(embed(ids.numpy()))
+        for i in self._blocks[1:] if kind.method == DEEP_PROMPT else ():
+            self._add(f"transformer.h.{i}.prompt", (kind.length, config["n_embd"]), 0)
+
+    def before(self) -> torch.Tensor | None:
+        return self.named[PROMPTS]
+
+    def of_blocks(self) -> dict[str, torch.Tensor]:
+        return {name: one for name, one in self.named.items() if name not in (PROMPTS, SCORE)}
+
+    def _settings(self) -> dict[str, Any]:
+        kind = "MDI_DEEP_PROMPT" if self.kind.method == DEEP_PROMPT else "PROMPT_TUNING"
+        return {**self._virtual(kind, self.config["n_head"], self.config["n_embd"]), "prompt_tuning_init": "RANDOM"}
+
+
+class Prefix(TunedTensors):
+    """Keys and values of each block that stand before those of each text."""
+
+    def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
+        super().__init__(kind, config, seed)
+        if config.get("latent_attention") or any(config.get("sliding_window_indices") or ()):
+            raise UsageError(
+                f"--method {PREFIX}: {config['name']} has latent attention, or attention in windows, which see no prefix",
+                code="kernels",
+            )
+        self._width = config["n_query_groups"] * config["head_size"]
+        for i in self._blocks:
+            for name in ("key", "value"):
+                self._add(f"transformer.h.{i}.prefix_{name}", (kind.length, self._width), 0.02)
+
+    def of_blocks(self) -> dict[str, torch.Tensor]:
+        return {name: one for name, one in self.named.items() if name != SCORE}
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        own = torch.cat(list(self.of_blocks().values()), dim=1)
+        return {PROMPTS: own, **({SCORE: self.named[SCORE]} if self.kind.labels else {})}
+
+    def _take(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        for name, rows in zip(self.of_blocks(), arrays[PROMPTS].split(self._width, dim=1), strict=True):
+            self.named[name].copy_(rows)
+        if self.kind.labels:
+            self.named[SCORE].copy_(arrays[SCORE])
+
+    def _settings(self) -> dict[str, Any]:
+        own = self._virtual("PREFIX_TUNING", self.config["n_query_groups"], self._width)
+        return {**own, "encoder_hidden_size": self._width, "prefix_projection": False}
+
+
+def new_tensors(
+    kind: TuningKind, config: Mapping[str, Any], seed: int, source: Callable[[str], WeightSource],
+    embed: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> TunedTensors:  # fmt: skip
+    """Tensors that are not trained yet. Raises UsageError, CheckpointError: the model cannot have them.
+
+    Args:
+        source: of a part of the model.
+        embed: gives the rows of token ids.
+    """
+    if kind.method == LORA:
+        return Lora(kind, config, seed, lambda norm: norm_gain(source(f"block.{norm.split('.')[2]}"), norm))
+    if kind.method == PREFIX:
+        return Prefix(kind, config, seed)
+    assert kind.method in (PROMPT, DEEP_PROMPT)
+    return Prompt(kind, config, seed, embed)
+
+
+def read_tensors(folder: Path, config: Mapping[str, Any], source: Callable[[str], WeightSource]) -> TunedTensors:
+    """Tensors that `TunedTensors.write` has written. Raises UsageError, CheckpointError."""
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise UsageError(f"{folder} has no {WEIGHTS_FILE}: give a folder that `mdi finetune` wrote", code="missing")
+    header = read_header(path)
+    if KEY not in header.metadata:
+        raise CheckpointError(f"{path} was not written by `mdi finetune`")
+    kind = decode_text(TuningKind, header.metadata[KEY], str(path), CheckpointError)
+    found = new_tensors(kind, config, 0, source)
+    try:
+        arrays = {name: torch.from_numpy(array) for name, array in load(path.read_bytes()).items()}
+        with torch.no_grad():
+            found._take(arrays)
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise CheckpointError(f"{path} is damaged, or for another model: {e}") from e
+    return found
+
+
+def n_numbers(tensors: Iterable[torch.Tensor] | Sequence[np.ndarray]) -> int:
+    """How many numbers they have."""
+    return sum(int(np.prod(one.shape)) for one in tensors)

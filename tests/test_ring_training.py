@@ -1,0 +1,431 @@
+"""Training through the blocks of a ring: the gradients of one machine, on any nodes; what was learned in PEFT's form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_models import tensors_of
+from litgpt.config import Config
+from litgpt.model import GPT, KVCache
+from torch.nn import functional
+
+from families import config_of, random_gpt
+from mdi.checkpoint.safetensors_layout import read_header
+from mdi.cli import launch
+from mdi.control.client import ControlClient
+from mdi.control.messages import BlocksRequest
+from mdi.errors import ControlError, UsageError
+from mdi.kernels.layout import Matrix, pack, unpack
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions
+from mdi.stages.plain_blocks import PlainBlocks
+from mdi.stages.trained_tensors import header_of, joined_bytes
+from mdi_training.examples import Example
+from mdi_training.frozen_head import FrozenHead
+from mdi_training.ring_blocks import RingBlocks
+from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
+from mdi_training.tuned_tensors import TunedTensors, TuningKind, new_tensors, read_tensors
+from mdi_training.tuning import TuningSettings
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import tiny_config, tiny_gpt, write_checkpoint
+
+N = 3  # blocks
+LENGTH = 5  # of prompts and prefixes
+METHODS = ("lora", "prompt", "deep-prompt", "prefix")
+EVERY = ("query", "key", "value", "projection", "mlp")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("training") / "tiny", n_layer=N, with_end=False)
+
+
+def blocks_of(gpt: GPT) -> PlainBlocks:
+    def weights(index: int) -> dict[str, Matrix | np.ndarray]:
+        return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "float32").items()}
+
+    return PlainBlocks(asdict(gpt.config), weights)
+
+
+def drawn(kind: TuningKind, config: Config, seed: int = 1) -> TunedTensors:
+    """Tensors that are all different from what they begin with."""
+    made = new_tensors(kind, asdict(config), seed, lambda part: NoNorms())
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.named.values():
+        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+class NoNorms:
+    """A source of weights whose norms have no gains to tell."""
+
+    specs: dict[str, Any] = {}
+
+
+def reference(gpt: GPT, x: torch.Tensor, tuned: TunedTensors) -> torch.Tensor:
+    """litgpt's own blocks; weights with LoRA in them, prompts added, prefixes in litgpt's own caches."""
+    n_before = LENGTH if tuned.kind.method == "prefix" else 0
+    n_rows = x.size(1)
+    positions = torch.arange(n_before, n_before + n_rows)
+    cos, sin = gpt.cos[positions][None], gpt.sin[positions][None]
+    for i, block in enumerate(gpt.transformer.h):
+        changed = {name: p.detach() for name, p in block.named_parameters()}
+        arguments: tuple[Any, ...] = (cos, sin)
+        block.attn.kv_cache = None
+        if tuned.kind.method == "lora":
+            changed["attn.qkv.weight"] = changed["attn.qkv.weight"] + with_adapters(tuned, i, gpt.config)
+            for ours, theirs in (
+                ("attn.proj", "self_attn.o_proj"), ("mlp.fc_1", "mlp.gate_proj"), ("mlp.fc_2", "mlp.up_proj"),
+                ("mlp.proj", "mlp.down_proj"),
+            ):  # fmt: skip
+                changed[f"{ours}.weight"] = changed[f"{ours}.weight"] + product(tuned, i, theirs)
+        elif tuned.kind.method == "prefix":
+            shape = len(x), gpt.config.n_query_groups, n_before + n_rows, gpt.config.head_size
+            cache = KVCache(shape, shape)
+            for buffer, name in ((cache.k, "key"), (cache.v, "value")):
+                rows = tuned.named[f"transformer.h.{i}.prefix_{name}"]
+                buffer[:, :, :n_before] = rows.detach().view(n_before, gpt.config.n_query_groups, -1).transpose(0, 1)
+            block.attn.kv_cache = cache
+            mask = torch.ones(n_before + n_rows, n_before + n_rows).tril().bool()[positions][None, None]
+            arguments = cos, sin, mask, positions
+        elif i and tuned.kind.method == "deep-prompt":
+            x = torch.cat([x[:, :LENGTH] + tuned.named[f"transformer.h.{i}.prompt"], x[:, LENGTH:]], dim=1)
+        x = torch.func.functional_call(block, changed, (x, *arguments))
+        block.attn.kv_cache = None
+    return x
+
+
+def product(tuned: TunedTensors, block: int, module: str) -> torch.Tensor:
+    path = f"base_model.model.model.layers.{block}.{module}"
+    scale = tuned.kind.alpha / tuned.kind.rank
+    return scale * tuned.named[f"{path}.lora_B.weight"] @ tuned.named[f"{path}.lora_A.weight"]
+
+
+def with_adapters(tuned: TunedTensors, block: int, config: Config) -> torch.Tensor:
+    return torch.cat([product(tuned, block, f"self_attn.{one}_proj") for one in "qkv"])
+
+
+def arrays(tuned: TunedTensors) -> dict[str, np.ndarray]:
+    return {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_and_gradients_are_those_of_litgpt(method: str) -> None:
+    """Prefixes: litgpt's caches take no gradients, so these are compared with finite differences."""
+    gpt = random_gpt(tiny_config(n_layer=N), 3)
+    tuned = drawn(TuningKind(method, 3, 7, EVERY, LENGTH), gpt.config)
+    blocks, generator = blocks_of(gpt), torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(2, 11, gpt.config.n_embd, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    expected = reference(gpt, x, tuned)
+    found = torch.tensor(blocks.forward(x.detach().numpy(), 0, N, arrays(tuned)))
+    assert float((found - expected.detach()).norm() / expected.detach().norm()) < 1e-5
+    dx, learned = blocks.backward(x.detach().numpy(), dy.numpy(), 0, N, arrays(tuned))
+    of_blocks = tuned.of_blocks()
+    assert learned.keys() == of_blocks.keys()
+    if method != "prefix":
+        used = [p for name, p in tuned.named.items() if name != "prompt_embeddings"]
+        wanted = torch.autograd.grad(expected, [x, *used], dy)
+        assert float((torch.tensor(dx) - wanted[0]).norm() / wanted[0].norm()) < 1e-5
+        got = torch.autograd.grad(
+            list(of_blocks.values()), used, [torch.tensor(learned[name]) for name in of_blocks]
+        ) if used else ()  # fmt: skip
+        for one, other in zip(got, wanted[1:], strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-5
+    for name, tensor in arrays(tuned).items():
+        size = float(np.linalg.norm(learned[name]))
+        v, eps = learned[name] / size, 3e-3 * float(np.linalg.norm(tensor))
+        more, less = (
+            blocks.forward(x.detach().numpy(), 0, N, {**arrays(tuned), name: tensor + sign * eps * v})
+            for sign in (1, -1)
+        )
+        difference = float(((more.astype(np.float64) - less) * dy.numpy()).sum()) / (2 * eps)
+        assert difference == pytest.approx(size, rel=2e-2), name
+
+
+# Over a ring
+
+
+def options_of(checkpoint: Path, folder: Path, **changes: Any) -> StarterOptions:
+    fields = {"prompt_style": "none", "device": "cpu", "dtype": "float32", "placement": "even", **changes}
+    return StarterOptions(ckpt=checkpoint, cache_dir=folder, **fields)
+
+
+def examples_of(n: int = 6) -> list[Example]:
+    generator = np.random.default_rng(5)
+    texts = [tuple(map(int, generator.integers(0, 300, 4 + 3 * i % 11))) for i in range(n)]
+    return [Example(ids[:-1], i % 2, ids[1 + i % 2 :]) for i, ids in enumerate(texts)]
+
+
+def training_of(run: Run, kind: TuningKind, n_steps: int) -> RingTraining:
+    weights = run.model.weights
+    tuned = new_tensors(kind, weights.config, 3, weights.source_of, embedding_of(run))
+    state = tiny_gpt(n_layer=N).state_dict()
+    head = FrozenHead(
+        weights.config, {name: state[name].numpy() for name in ("lm_head.weight", "transformer.ln_f.weight")}
+    )
+    return RingTraining(TunedModel(run, tuned, head), examples_of(), 6, TuningSettings(n_steps // 2, 3, 0.02, 7), 2)
+
+
+def curve(checkpoint: Path, folder: Path, n_nodes: int, kind: TuningKind, n_steps: int = 8) -> list[float]:
+    with secondaries(n_nodes - 1, folder) as nodes:
+        source = GivenNodes(cluster_of(nodes) if nodes else standalone())
+        with Run(source, options_of(checkpoint, folder), 20, n_texts=1) as run:
+            training = training_of(run, kind, n_steps)
+            found = [training.step() for _ in range(n_steps)]
+            assert (training.last_bytes.sent > 0) == (n_nodes > 1)
+            return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_losses_are_the_same_on_any_number_of_nodes(method: str, checkpoint: Path, tmp_path: Path) -> None:
+    kind = TuningKind(method, 2, 4, EVERY, LENGTH)
+    alone = curve(checkpoint, tmp_path, 1, kind)
+    assert alone[-2] < 0.99 * alone[0] and alone[-1] < 0.99 * alone[1], "it learns"
+    assert curve(checkpoint, tmp_path, 3, kind) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Path) -> None:
+    """Texts of several lengths in several parts, with first and deep prompts, against litgpt's GPT text by text."""
+    gpt, kind = tiny_gpt(n_layer=N), TuningKind("deep-prompt", length=LENGTH)
+    with secondaries(1, tmp_path) as nodes, Run(
+        GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path), 20, n_texts=1
+    ) as run:  # fmt: skip
+        training = training_of(run, kind, 8)
+        loss = training.learn(range(5))
+        found = {name: one.grad for name, one in training.named.items()}
+    tuned = drawn(kind, gpt.config)
+    for name, parameter in training.named.items():
+        tuned.named[name] = torch.nn.Parameter(parameter.detach().clone())
+    total, n_rows = torch.zeros(()), sum(one.n_rows for one in training.examples[:5])
+    for one in training.examples[:5]:
+        before = tuned.before()
+        assert before is not None
+        x = torch.cat([before, gpt.transformer.wte(torch.tensor(one.ids)).detach()])[None]
+        rows = gpt.transformer.ln_f(reference(gpt, x, tuned)[0, LENGTH + one.read_from :])
+        total = total + functional.cross_entropy(gpt.lm_head(rows), torch.tensor(one.targets), reduction="sum") / n_rows
+    assert loss == pytest.approx(float(total.detach()), rel=1e-6)
+    wanted = torch.autograd.grad(total, list(tuned.named.values()))
+    for name, gradient in zip(tuned.named, wanted, strict=True):
+        got = found[name]
+        assert got is not None and float((got - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
+    form: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A node's weights have the gains of their norms in them; LoRA's A reads rows that have been multiplied by these."""
+    gpt = random_gpt(tiny_config(n_layer=N), 4)
+    kind, gains = TuningKind("lora", 3, 7, ("query", "value", "mlp")), list[dict[str, torch.Tensor]]()
+    with torch.no_grad():
+        for block in gpt.transformer.h:
+            gains.append({"self_attn": block.norm_1.weight.clone(), "mlp": block.norm_2.weight.clone()})
+            block.attn.qkv.weight *= block.norm_1.weight
+            for layer in (block.mlp.fc_1, block.mlp.fc_2):
+                layer.weight *= block.norm_2.weight
+            for name, weight in block.named_parameters():
+                whole = torch.tensor(unpack(pack(form, weight.numpy(), name))) if weight.dim() == 2 else weight * 0 + 1
+                weight.copy_(whole)
+    x = torch.randn(2, 9, gpt.config.n_embd, generator=torch.Generator().manual_seed(5))
+    with secondaries(1, tmp_path) as nodes, Run(
+        GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path, quantize=form), 20, n_texts=1
+    ) as run:  # fmt: skip
+        weights = run.model.weights
+        tuned = new_tensors(kind, weights.config, 1, weights.source_of)
+        for parameter in tuned.named.values():
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6))
+        found = RingBlocks(run)(x, tuned.of_blocks())
+        got = torch.autograd.grad(found.square().mean(), list(tuned.named.values()))
+    expected = x
+    for i, block in enumerate(gpt.transformer.h):
+        changed = {name: p.detach() for name, p in block.named_parameters()}
+        qkv = torch.zeros_like(changed["attn.qkv.weight"])
+        n_q, n_kv = gpt.config.n_head * gpt.config.head_size, gpt.config.n_query_groups * gpt.config.head_size
+        qkv = torch.cat([product(tuned, i, "self_attn.q_proj"), qkv[:n_kv], product(tuned, i, "self_attn.v_proj")])
+        assert len(qkv) == n_q + 2 * n_kv
+        changed["attn.qkv.weight"] = changed["attn.qkv.weight"] + qkv * gains[i]["self_attn"]
+        for ours, theirs in (("fc_1", "gate_proj"), ("fc_2", "up_proj")):
+            changed[f"mlp.{ours}.weight"] = (
+                changed[f"mlp.{ours}.weight"] + product(tuned, i, f"mlp.{theirs}") * gains[i]["mlp"]
+            )
+        changed["mlp.proj.weight"] = changed["mlp.proj.weight"] + product(tuned, i, "mlp.down_proj")
+        expected = torch.func.functional_call(block, changed, (expected, gpt.cos[:9][None], gpt.sin[:9][None]))
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    wanted = torch.autograd.grad(expected.square().mean(), list(tuned.named.values()))
+    for one, other in zip(got, wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-4
+
+
+def test_a_node_takes_no_other_tensors_than_its_blocks_have(checkpoint: Path, tmp_path: Path) -> None:
+    with (
+        secondaries(1, tmp_path) as nodes,
+        Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path), 20, n_texts=1) as run,
+    ):
+        client: ControlClient = run.clients[0]
+        start, stop = run.model.weights.blocks[1]
+        config = tiny_gpt(n_layer=N).config
+        width, kv = config.n_embd, config.n_query_groups * config.head_size
+        x = np.ones((1, 4, width), dtype=np.float32)
+
+        def asked(tensors: dict[str, Any], cut: int = 0) -> bytearray:
+            header = header_of(tensors)
+            request = BlocksRequest(run.run_id, (start, stop), 1, 4, False, len(header))
+            pieces = [joined_bytes([x]), memoryview(header), joined_bytes(list(tensors.values()))]
+            pieces[-1] = pieces[-1][: len(pieces[-1]) - cut]
+            return client.blocks(request, pieces, x.nbytes)
+
+        prompt = {f"transformer.h.{start}.prompt": np.ones((2, width), dtype=np.float32)}
+        assert asked(prompt) != asked({})
+        wrong: list[dict[str, tuple[int, ...]]] = [
+            {f"transformer.h.{start - 1}.prompt": (2, width)}, {f"transformer.h.{start}.prompt": (2, width + 1)},
+            {f"transformer.h.{start}.prompt": (2 * width,)}, {f"transformer.h.{start}.other": (2, width)},
+            {"prompt": (2, width)},
+            {f"transformer.h.{start}.prefix_key": (2, kv)}, {f"transformer.h.{start}.attn.qkv.1.0.a": (2, width)},
+            {f"transformer.h.{start}.prompt": (2, width), f"transformer.h.{stop - 1}.prompt": (3, width)}
+            if stop - 1 > start else {f"transformer.h.{start}.prompt": (5000, width)},
+            {f"transformer.h.{start}.attn.qkv.1.0.a": (2, width), f"transformer.h.{start}.attn.qkv.1.0.b": (3, kv)},
+        ]  # fmt: skip
+        for shapes in wrong:
+            with pytest.raises(ControlError) as e:
+                asked({name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()})
+            assert e.value.status == 400, shapes
+        with pytest.raises(ControlError) as e:
+            asked(prompt, cut=4)
+        assert e.value.status == 400 and len(asked(prompt)) == x.nbytes, "and goes on"
+
+
+# The command
+
+
+def finetune(checkpoint: Path, data: Path, out: Path, *flags: str) -> int:
+    given = ("--ckpt", str(checkpoint), "--data", str(data), "--out", str(out), "--device", "cpu", "--dtype", "float32")
+    own = ("--epochs", "4", "--batch-size", "2", "--lr", "0.02", "--sequence-length", "32", "--prompt-length", "3")
+    return launch("finetune", [*given, *own, *flags])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    rows = [
+        {"text": text, "label": text.split()[0]}
+        for text in ("you are here", "who is it", "you were there", "who was it")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_lora_is_served_as_it_was_trained(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels read the folder through --adapter, and compute the loss that torch had."""
+    out = tmp_path / "out"
+    assert finetune(checkpoint, data, out, "--method", "lora", "--lora-targets", ",".join(EVERY)) == 0
+    said = capsys.readouterr().out
+    losses = [
+        tuple(map(float, found)) for found in re.findall(r"loss ([\d.]+) in torch.*?, ([\d.]+) in the kernels", said)
+    ]
+    assert len(losses) == 2 and all(a == pytest.approx(b, abs=2e-4) for a, b in losses)
+    assert losses[1][0] < 0.9 * losses[0][0]
+    told = json.loads((out / "adapter_config.json").read_text())
+    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 8, 16)
+    assert "mdi_base" in read_header(out / "adapter_model.safetensors").metadata
+
+
+def test_what_was_interrupted_goes_on_to_the_same_bits(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole, step = tmp_path / "out", tmp_path / "whole", RingTraining.step
+    assert finetune(checkpoint, data, whole, "--method", "deep-prompt") == 0
+
+    def step_and_stop(self: RingTraining) -> float:
+        found = step(self)
+        if self.n_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RingTraining, "step", step_and_stop)
+        assert finetune(checkpoint, data, out, "--method", "deep-prompt") == 128 + signal.SIGTERM
+    assert len((out / "losses.csv").read_text().split()) == 1 + 3
+    assert finetune(checkpoint, data, out, "--method", "deep-prompt") == 2, "it is there, and not meant to be replaced"
+    assert finetune(checkpoint, data, out, "--method", "deep-prompt", "--resume") == 0
+    for name in ("losses.csv", "adapter_model.safetensors"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("method", ["lora", "prefix"])
+def test_classes_are_learned_and_told_apart(
+    method: str, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert finetune(checkpoint, data, out, "--method", method, "--head", "classes", "--epochs", "10") == 0
+    assert "100.0% right" in capsys.readouterr().out.split("after:")[1]
+    flags = (
+        "--ckpt",
+        str(checkpoint),
+        "--predict",
+        str(data),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    )
+    assert launch("finetune", list(flags)) == 0
+    labels = [json.loads(line)["label"] for line in capsys.readouterr().out.split("\n") if line.startswith("{")]
+    assert labels == ["you", "who", "you", "who"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_written_is_read_again(method: str, tmp_path: Path) -> None:
+    config = tiny_config(n_layer=N)
+    tuned = drawn(TuningKind(method, 2, 4, EVERY, LENGTH, ("a", "b")), config)
+    tuned.write(tmp_path, "tiny", None)
+    found = read_tensors(tmp_path, asdict(config), lambda part: NoNorms())
+    assert found.kind == tuned.kind
+    for name, parameter in tuned.named.items():
+        assert torch.equal(found.named[name], parameter)
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert told["task_type"] == "SEQ_CLS"
+    header = read_header(tmp_path / "adapter_model.safetensors")
+    assert header.specs["base_model.model.score.weight"].shape == (2, config.n_embd)
+    if method == "prefix":  # key and value of each block, one block after the other
+        width = config.n_query_groups * config.head_size
+        assert header.specs["prompt_embeddings"].shape == (LENGTH, 2 * N * width)
+        assert (told["num_attention_heads"], told["token_dim"]) == (config.n_query_groups, width)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "word"),
+    [
+        ("Mixtral-8x7B-v0.1", TuningKind("lora", targets=("mlp",)), "experts"),
+        ("Gemma-2-9b", TuningKind("prompt"), "embeddings"),
+        ("Gemma-2-9b", TuningKind("prefix"), "windows"),
+    ],
+)
+def test_what_a_model_cannot_have_is_refused_by_name(family: str, kind: TuningKind, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        drawn(kind, config_of(family))
+
+
+def test_models_without_gradients_are_refused_before_a_node_is_asked(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_checkpoint(tmp_path / "other", n_layer=1)
+    assert finetune(other, data, tmp_path / "out", "--method", "lora", "--lora-targets", "head") == 2
+    assert "head cannot" in capsys.readouterr().err
+    assert finetune(other, data, tmp_path / "out", "--method", "prompt", "--prompt-length", "4000") == 2
+    assert "--prompt-length" in capsys.readouterr().err and not (tmp_path / "out").exists()
