@@ -116,6 +116,10 @@ def with_adapters(tuned: TunedTensors, block: int, config: Config) -> torch.Tens
     return torch.cat([product(tuned, block, f"self_attn.{one}_proj") for one in "qkv"])
 
 
+def alike(found: torch.Tensor, expected: torch.Tensor, most: float) -> None:
+    assert float((found - expected).detach().norm() / expected.detach().norm()) < most
+
+
 def arrays(tuned: TunedTensors) -> dict[str, np.ndarray]:
     return {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
 
@@ -130,19 +134,19 @@ def test_rows_and_gradients_are_those_of_litgpt(method: str) -> None:
     x.requires_grad_()
     expected = reference(gpt, x, tuned)
     found = torch.tensor(blocks.forward(x.detach().numpy(), 0, N, arrays(tuned)))
-    assert float((found - expected.detach()).norm() / expected.detach().norm()) < 1e-5
+    alike(found, expected, 1e-5)
     dx, learned = blocks.backward(x.detach().numpy(), dy.numpy(), 0, N, arrays(tuned))
     of_blocks = tuned.of_blocks()
     assert learned.keys() == of_blocks.keys()
     if method != "prefix":
         used = [p for name, p in tuned.named.items() if name != "prompt_embeddings"]
         wanted = torch.autograd.grad(expected, [x, *used], dy)
-        assert float((torch.tensor(dx) - wanted[0]).norm() / wanted[0].norm()) < 1e-5
+        alike(torch.tensor(dx), wanted[0], 1e-5)
         got = torch.autograd.grad(
             list(of_blocks.values()), used, [torch.tensor(learned[name]) for name in of_blocks]
         ) if used else ()  # fmt: skip
         for one, other in zip(got, wanted[1:], strict=True):
-            assert float((one - other).norm() / other.norm()) < 1e-5
+            alike(one, other, 1e-5)
     for name, tensor in arrays(tuned).items():
         size = float(np.linalg.norm(learned[name]))
         v, eps = learned[name] / size, 3e-3 * float(np.linalg.norm(tensor))
@@ -219,7 +223,8 @@ def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Pat
     wanted = torch.autograd.grad(total, list(tuned.named.values()))
     for name, gradient in zip(tuned.named, wanted, strict=True):
         got = found[name]
-        assert got is not None and float((got - gradient).norm() / gradient.norm()) < 1e-5, name
+        assert got is not None
+        alike(got, gradient, 1e-5)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -262,10 +267,10 @@ def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
             )
         changed["mlp.proj.weight"] = changed["mlp.proj.weight"] + product(tuned, i, "mlp.down_proj")
         expected = torch.func.functional_call(block, changed, (expected, gpt.cos[:9][None], gpt.sin[:9][None]))
-    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    alike(found, expected, 1e-4)
     wanted = torch.autograd.grad(expected.square().mean(), list(tuned.named.values()))
     for one, other in zip(got, wanted, strict=True):
-        assert float((one - other).norm() / other.norm()) < 1e-4
+        alike(one, other, 1e-4)
 
 
 def test_a_node_takes_no_other_tensors_than_its_blocks_have(checkpoint: Path, tmp_path: Path) -> None:
