@@ -240,20 +240,13 @@ MUTANTS = [
         "checkpoint.export:_as_stored",
         "module in INTERLEAVED",
         "False",
-        "tests/test_own_families.py -k export",
+        "tests/test_own_families.py::test_export_and_back",
     ),
     Mutant(
         "OPT's norms behind are exported as its first ones",
         "checkpoint.export:_OWN_NAMES",
         '("norm_2", "post_mlp_norm"), "final_layer_norm"',
         '("norm_2", "post_mlp_norm"), "self_attn_layer_norm"',
-        "tests/test_own_families.py -k export",
-    ),
-    Mutant(
-        "gpt-oss from GGUF has YaRN's bounds as whole numbers",
-        "checkpoint.ggufconfig:_gpt_oss",
-        '"truncate": False',
-        '"truncate": True',
-        "tests/test_gguf_gpt_oss.py",
+        "tests/test_own_families.py::test_export_and_back",
     ),
 ]
