@@ -17,6 +17,7 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from answer_streams import taken_apart
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.shapes import model_shapes
 from mdi.cli import launch
@@ -111,14 +112,7 @@ def test_an_answer_comes_apart_however_it_comes(case: str, codec: TextCodec) -> 
     written, *expected = ANSWERS[case]
     ids = ids_of(written)
     for size in (1, 2, 7, len(ids)):
-        stream, text, reasoning, calls = ChannelStream(codec, ()), "", "", []
-        for at in range(0, len(ids), size):
-            text += stream.push(ids[at : at + size])
-            more, new = stream.others()
-            reasoning, calls = reasoning + more, calls + new
-        text += stream.flush()
-        more, new = stream.others()
-        assert [text, reasoning + more, calls + new] == expected, size
+        assert taken_apart(ChannelStream(codec, ()), ids, size) == expected, size
 
 
 def test_a_message_that_ends_within_a_character_ends(codec: TextCodec) -> None:

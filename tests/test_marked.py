@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import test_harmony
+from answer_streams import taken_apart
 from mdi.serve.chat import Chat
 from mdi.text.marked import MarkedStream, marked_calls
 from mdi.text.texts import TextCodec
@@ -204,15 +205,7 @@ def test_an_answer_comes_apart_however_it_comes(case: str, are_words: bool, code
         else tokenizer().encode(written).ids
     )
     for size in (1, 3, 50, len(ids) + 1):
-        stream = MarkedStream(codec, (), TOOLS, begins)
-        text, reasoning, calls = "", "", []
-        for at in range(0, len(ids), size):
-            text += stream.push(ids[at : at + size])
-            more, new = stream.others()
-            reasoning, calls = reasoning + more, calls + new
-        text += stream.flush()
-        more, new = stream.others()
-        assert [text, reasoning + more, calls + new] == expected, size
+        assert taken_apart(MarkedStream(codec, (), TOOLS, begins), ids, size) == expected, size
 
 
 def test_stop_strings_are_for_the_text_and_nothing_waits_in_vain(codec: TextCodec) -> None:

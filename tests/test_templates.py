@@ -80,6 +80,32 @@ def test_a_template_of_the_models_own(tmp_path: Path) -> None:
     assert text == '<s><user>Wer ist’s?[{"a": 1}]True' and template.knows_tools
 
 
+# How families write the arguments of a call: Llama 3.1 and gpt-oss, Qwen 3, GLM, MiniMax.
+CALLS = """\
+{%- set a = messages[0].tool_calls[0].function.arguments -%}
+{{ a | tojson }}!{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}!
+{%- for k, v in a.items() %}{{ k }}={{ v | tojson(ensure_ascii=False) if v is not string else v }}{% endfor %}"""
+
+
+def test_arguments_of_calls_are_objects_for_templates_as_in_transformers() -> None:
+    def message(arguments: Any) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": arguments}}]}]
+
+    template, found = ChatTemplate(CALLS, {}), []
+
+    async def scenario(template: ChatTemplate) -> None:
+        for arguments in ('{"at": "1", "n": [2]}', {"at": "1", "n": [2]}, "", " "):
+            found.append(await template.render(message(arguments), (), {}))
+
+    rendering(template, scenario)
+    whole = '{"at": "1", "n": [2]}'
+    assert found == [f"{whole}!{whole}!at=1n=[2]"] * 2 + ["{}!{}!"] * 2
+    # A template that takes them as the text that they are in requests, and what is no object.
+    as_text = "{{ '<' + messages[0].tool_calls[0].function.arguments + '>' }}"
+    assert rendered(ChatTemplate(as_text, {}), message('{"at":  1}')) == '<{"at":  1}>'
+    assert rendered(ChatTemplate(as_text, {}), message("not {")) == "<not {>"
+
+
 def test_a_damaged_template_is_told_at_the_first_chat() -> None:
     with pytest.raises(CheckpointError):
         rendered(ChatTemplate("{% for", {}), user("Who?"))

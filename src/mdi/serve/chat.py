@@ -231,8 +231,6 @@ class Chat(EndpointJob):
             messages = _with_instructions(messages, self.tools.instructions)
         if in_channels := _answers_in_channels(model):
             messages = harmony.template_messages(messages)
-        if model.template.is_marked:
-            messages = marked.with_objects(messages)
         text = await _rendered(model, messages, self.tools.tools, self.template_values)
         if in_channels and self.fields.grammar is not None:
             text += harmony.FINAL  # the form of an answer holds from its first token on

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mdi.text.templates import parsed_arguments
 from mdi.text.texts import Detokenizer, TextCodec, TextStream
 
 FINAL = "<|channel|>final<|message|>"  # where a prompt goes on with what the user reads, without reasoning
@@ -145,30 +146,13 @@ def without_reasoning(text: str) -> str:
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat as the models' template wants them: reasoning as `thinking`, arguments of calls as objects."""
+    """Messages of a chat as the models' template wants them: reasoning as `thinking`."""
     found = []
     for message in messages:
         made = dict(message)
         reasoning = made.pop("reasoning_content", None) or made.pop("reasoning", None)
-        if made["role"] == "assistant":
-            made["tool_calls"] = [_with_object(call) for call in made.get("tool_calls") or ()]
-            if isinstance(reasoning, str) and not (made["tool_calls"] and made["content"]):
-                made["thinking"] = reasoning
+        is_whole = not (made.get("tool_calls") and made["content"])
+        if made["role"] == "assistant" and isinstance(reasoning, str) and is_whole:
+            made["thinking"] = reasoning
         found.append(made)
     return found
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    return {**call, "function": {**function, "arguments": parsed_arguments(function["arguments"])}}
-
-
-def parsed_arguments(arguments: str) -> Any:
-    """The object that they are; the text itself if they are none."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments

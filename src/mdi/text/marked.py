@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mdi.text.harmony import parsed_arguments
 from mdi.text.texts import Detokenizer, TextCodec, TextStream
 
 THINK, END_OF_THINK = "<think>", "</think>"
@@ -113,21 +112,6 @@ def _place(text: str, mark: str) -> int:
         return at
     longest = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
     return len(text) - longest
-
-
-def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat as the models' templates want them: arguments of calls as objects."""
-
-    def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-            return dict(call)
-        return {**call, "function": {**function, "arguments": parsed_arguments(function["arguments"])}}
-
-    return [
-        {**m, "tool_calls": [with_object(c) for c in m["tool_calls"]]} if m.get("tool_calls") else dict(m)
-        for m in messages
-    ]
 
 
 def marked_calls(text: str, tools: Tools) -> list[Call]:

@@ -131,8 +131,11 @@ class ChatTemplate:
                 much ("length"), or has been closed ("removed").
             CheckpointError: it cannot be read.
         """
-        values = {**extra, "messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
-        answer = await self._rendered(values) if self._plain is None else self._plain.render(values)
+        values = {**extra, "tools": list(tools) or None, "add_generation_prompt": True}
+        given, found = list(messages), with_objects(messages)
+        answer = await self._written({**values, "messages": found})
+        if answer.get("code") == limited.REFUSED and found != given:
+            answer = await self._written({**values, "messages": given})
         if "text" in answer:
             return str(answer["text"])
         reason = answer["error"]
@@ -141,6 +144,9 @@ class ChatTemplate:
         if answer["code"] == limited.TOO_LONG:
             raise UsageError(f"the chat is too long: {reason}", code="length")
         raise UsageError(f"the model's chat template refuses the chat: {reason}", code="template")
+
+    async def _written(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._rendered(values) if self._plain is None else self._plain.render(values)
 
     def close(self) -> None:
         """End the process; no chat can be rendered any more."""
@@ -176,6 +182,30 @@ class ChatTemplate:
                 if self._process is not None and not is_usable:
                     self._process.kill()
                     self._process = None
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a chat with the arguments of calls as objects, as templates take them; in requests they are JSON."""
+
+    def with_object(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+            return call
+        return {**call, "function": {**function, "arguments": parsed_arguments(function["arguments"])}}
+
+    return [
+        {**m, "tool_calls": [with_object(c) for c in m["tool_calls"]]} if m.get("tool_calls") else dict(m)
+        for m in messages
+    ]
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """The object that they are, without any an empty one; the text itself if they are none."""
+    try:
+        found = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 class TemplateStyle:
