@@ -401,6 +401,16 @@ def test_a_name_is_no_path(text: str) -> None:
         adapter_names([text])
 
 
+def test_a_folder_without_a_name_gives_its_own(made: Made, tmp_path: Path) -> None:
+    folder, side = tmp_path / "polite", tmp_path / "side"
+    write_adapter(folder, made.gpt, 1)
+    options = StarterOptions(adapter=(str(folder), f"other={side}"))
+    assert options.lora == (f"polite={folder}", f"other={side}") and options.side is None
+    assert StarterOptions(adapter=(str(side),)).side == side and not StarterOptions(adapter=(str(side),)).lora
+    with pytest.raises(UsageError, match="together"):
+        _ = StarterOptions(adapter=(str(folder), str(side))).side
+
+
 def test_names_are_different_and_not_too_many() -> None:
     assert [one.name for one in adapter_names(["a=x", "b:1=x=y"])] == ["a", "b:1"]
     with pytest.raises(UsageError, match="two have the name a"):

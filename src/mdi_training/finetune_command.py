@@ -436,7 +436,10 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
             with _tuning_run(nodes, options, length, cancel) as run:
                 model_of = TunedModel(run, tuned, head)
                 _say_kernels(run, examples, head, model_of, "learned", range(n_train, len(examples)) or range(n_train))
-    uses = {LORA: f"--adapter NAME={out} uses it", DEEP_PROMPT: "read_tensors of mdi_training.tuned_tensors reads it"}
+    uses = {
+        LORA: f"--adapter {out} uses it, with the name of the folder, or --adapter NAME={out}",
+        DEEP_PROMPT: "read_tensors of mdi_training.tuned_tensors reads it",
+    }
     how = "--predict FILE uses it" if labels else uses.get(asked.method, "peft reads it")
     print(f"{path}: {how}", flush=True)
     return 0

@@ -168,6 +168,12 @@ class ParallelOptions:
     )] = False
 
 
+def _with_name(adapter: str) -> str:
+    folder = Path(adapter).expanduser()
+    is_lora = "=" not in adapter and (folder / "adapter_config.json").is_file()
+    return f"{folder.resolve().name}={adapter}" if is_lora else adapter
+
+
 @dataclass(frozen=True)
 class StarterOptions(Requested):
     """The user's choices for a starter.
@@ -238,8 +244,8 @@ class StarterOptions(Requested):
         metavar="auto|none|DIR",
     )] = DEFAULT_DRAFT
     adapter: Annotated[tuple[str, ...], Option(
-        "add what was learned for the model: DIR is of `mdi finetune`; NAME=DIR is a LoRA adapter in PEFT's form, and "
-        "repeatable: texts take several in turn, and `serve` has the model also as NAME", metavar="[NAME=]DIR", nargs="append",
+        "use what `mdi finetune` learned for the model. LoRA adapters in PEFT's form are repeatable: texts take all in turn, "
+        "and `serve` has the model also as NAME (default: the folder's)", metavar="[NAME=]DIR", nargs="append",
     )] = ()
     draft_inexact: Annotated[bool, Option(
         "guess also where nodes compute in torch, whose rows may differ in their last bits in other company"
@@ -247,8 +253,8 @@ class StarterOptions(Requested):
 
     @property
     def lora(self) -> tuple[str, ...]:
-        """The values of `adapter` of the form NAME=DIR."""
-        return tuple(one for one in self.adapter if "=" in one)
+        """LoRA adapters as NAME=DIR. A folder in PEFT's form that was given without a name gives its own."""
+        return tuple(one for one in map(_with_name, self.adapter) if "=" in one)
 
     @property
     def side(self) -> Path | None:
