@@ -162,23 +162,26 @@ def by_torch(
 ) -> Iterator[Any]:
     """The same through RingBlocks, over the numbers that packed weights stand for."""
     import torch
-    from mdi_training.ring_training import TunedModel
-    from mdi_training.tuned_tensors import read_tensors
 
     from mdi.checkpoint.packing import Packing, plain
     from mdi_training.frozen_head import FrozenHead
+    from mdi_training.ring_training import TunedModel
+    from mdi_training.tuned_tensors import SCORE, read_tensors
 
     assert out is not None
     with opened(args, form, 64 + max(len(one.ids) for one in examples), 1) as run, torch.no_grad():
         weights = run.model.weights
         packing = Packing(head_format(form), head_format(form))
         head = FrozenHead(weights.config, plain(weights.source_of("head").weights("head", packing)))
-        model = TunedModel(run, read_tensors(out, weights.config, weights.source_of), head)
+        tuned = read_tensors(out, weights.config, weights.source_of)
+        model = TunedModel(run, tuned, head)
         learned, found = model.learned(), []
         begin = time.perf_counter()
         for first in range(0, len(examples), n_at_once):
             part = examples[first : first + n_at_once]
-            found += model(part, learned).split([one.n_rows for one in part])
+            rows = model(part, learned)
+            logits = model.classes(rows, tuned.named[SCORE]) if tuned.kind.labels else head(rows)
+            found += logits.split([one.n_rows for one in part])
         yield time.perf_counter() - begin
         yield from (one.numpy() for one in found)
 

@@ -434,3 +434,16 @@ def test_models_without_gradients_are_refused_before_a_node_is_asked(
     assert "head cannot" in capsys.readouterr().err
     assert finetune(other, data, tmp_path / "out", "--method", "prompt", "--prompt-length", "4000") == 2
     assert "--prompt-length" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "method, name", [("lora", "base_model.model.score.weight"), ("prompt", "base_model.score.weight"),
+                     ("prefix", "base_model.score.weight")],
+)  # fmt: skip
+def test_classes_have_the_name_under_which_peft_looks_for_them(method: str, name: str, tmp_path: Path) -> None:
+    config = asdict(tiny_config(n_layer=N))
+    made = drawn(TuningKind(method, labels=("a", "b")), tiny_config(n_layer=N))
+    path = made.write(tmp_path, "it", None)
+    assert [one for one in read_header(path).specs if "score" in one] == [name]
+    read = read_tensors(tmp_path, config, lambda part: NoNorms())
+    assert all(torch.equal(one, made.named[key]) for key, one in read.named.items())

@@ -30,7 +30,8 @@ from mdi.spec.decode import decode_text
 from mdi.spec.options import DEEP_PROMPT, LORA, PREFIX, PROMPT
 
 KEY = "mdi_tuning"  # of the file's metadata
-SCORE = "base_model.model.score.weight"  # of the classes, as PEFT has it
+SCORE = "base_model.model.score.weight"  # of the classes, as PEFT has it beside LoRA
+SCORE_OF_VIRTUAL = "base_model.score.weight"  # ... and beside prompts and prefixes, whose model is wrapped once less
 PROMPTS = "prompt_embeddings"
 Named = dict[str, torch.nn.Parameter]
 
@@ -61,6 +62,7 @@ class TunedTensors(ABC):
     """
 
     n_rows = 0
+    _score = SCORE  # its name in the file
 
     def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
         self.kind, self.config = kind, dict(config)
@@ -93,12 +95,15 @@ class TunedTensors(ABC):
 
     def _arrays(self) -> dict[str, torch.Tensor]:
         """What PEFT's file has."""
-        return dict(self.named)
+        return {self._in_file(name): one for name, one in self.named.items()}
+
+    def _in_file(self, name: str) -> str:
+        return self._score if name == SCORE else name
 
     def _take(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Learned numbers from such a file."""
         for name, parameter in self.named.items():
-            parameter.copy_(arrays[name])
+            parameter.copy_(arrays[self._in_file(name)])
 
     def write(self, folder: Path, base: str, weights: str | None) -> Path:
         """Write it into a folder, which is made.
@@ -218,6 +223,8 @@ class Prompt(TunedTensors):
         embed: gives the rows of token ids; the first ones begin as those of random tokens.
     """
 
+    _score = SCORE_OF_VIRTUAL
+
     def __init__(
         self, kind: TuningKind, config: Mapping[str, Any], seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
     ) -> None:
@@ -249,6 +256,8 @@ class Prompt(TunedTensors):
 class Prefix(TunedTensors):
     """Keys and values of each block that stand before those of each text."""
 
+    _score = SCORE_OF_VIRTUAL
+
     def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
         super().__init__(kind, config, seed)
         if config.get("latent_attention") or any(config.get("sliding_window_indices") or ()):
@@ -266,13 +275,13 @@ class Prefix(TunedTensors):
 
     def _arrays(self) -> dict[str, torch.Tensor]:
         own = torch.cat(list(self.of_blocks().values()), dim=1)
-        return {PROMPTS: own, **({SCORE: self.named[SCORE]} if self.kind.labels else {})}
+        return {PROMPTS: own, **({self._score: self.named[SCORE]} if self.kind.labels else {})}
 
     def _take(self, arrays: Mapping[str, torch.Tensor]) -> None:
         for name, rows in zip(self.of_blocks(), arrays[PROMPTS].split(self._width, dim=1), strict=True):
             self.named[name].copy_(rows)
         if self.kind.labels:
-            self.named[SCORE].copy_(arrays[SCORE])
+            self.named[SCORE].copy_(arrays[self._score])
 
     def _settings(self) -> dict[str, Any]:
         own = self._virtual("PREFIX_TUNING", self.config["n_query_groups"], self._width)

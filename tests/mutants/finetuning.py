@@ -48,6 +48,13 @@ MUTANTS = [
         f"{FILE}::test_kept_logits_give_the_same_losses",
     ),
     Mutant(
+        "peft does not find the classes beside a prompt",
+        "TunedTensors._in_file",
+        "name == SCORE",
+        "False",
+        "tests/test_ring_training.py::test_classes_have_the_name_under_which_peft_looks_for_them",
+    ),
+    Mutant(
         "damaged logits are used",
         "SideTraining.keep_logits",
         "logits.missing()",

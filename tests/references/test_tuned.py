@@ -1,0 +1,94 @@
+"""What was learned over a ring loads in peft, which gives the same logits; in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mdi.checkpoint.source import open_source
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions
+from mdi_training.examples import Example
+from mdi_training.frozen_head import FrozenHead
+from mdi_training.ring_training import TunedModel
+from mdi_training.tuned_tensors import SCORE, TuningKind, new_tensors, read_tensors
+from references.test_adapter_logits import ADAPTERS, pytestmark
+from tiny_checkpoint import tokenizer
+
+__all__ = ["pytestmark"]
+PROGRAM = """
+import json, os, sys, numpy, peft, torch, transformers
+model_folder, *folders = sys.argv[1:]
+ids = torch.tensor([json.load(open(model_folder + "/ids.json"))])
+for folder in folders:
+    has_classes = folder.endswith("classes")
+    kind = transformers.AutoModelForSequenceClassification if has_classes else transformers.AutoModelForCausalLM
+    more = {"num_labels": 3, "pad_token_id": 319} if has_classes else {}
+    model = kind.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager", **more).eval()
+    adapted = peft.PeftModel.from_pretrained(model, folder).eval()
+    with torch.no_grad():
+        logits = adapted(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    numpy.save(folder + "/found.npy", logits.numpy())
+"""
+KINDS = {
+    "lora": TuningKind("lora", rank=5, alpha=7),
+    "lora-all": TuningKind("lora", rank=2, alpha=9, targets=("query", "key", "value", "projection", "mlp")),
+    "prompt": TuningKind("prompt", length=6),
+    "prefix": TuningKind("prefix", length=6),
+    "lora-classes": TuningKind("lora", labels=("a", "b", "c")),
+    "prompt-classes": TuningKind("prompt", length=4, labels=("a", "b", "c")),
+    "prefix-classes": TuningKind("prefix", length=4, labels=("a", "b", "c")),
+}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each kind, drawn by chance and written, with peft's logits."""
+    folder = tmp_path_factory.mktemp("tuned")
+    shutil.copytree(ADAPTERS / "model", folder / "model")
+    shutil.copy(ADAPTERS / "ids.json", folder / "model")
+    tokenizer().save(str(folder / "model" / "tokenizer.json"))
+    source, generator = open_source(folder / "model"), torch.Generator().manual_seed(5)
+    for name, kind in KINDS.items():
+        tuned = new_tensors(kind, source.config_dict, 1, lambda part: source)
+        with torch.no_grad():
+            for parameter in tuned.named.values():
+                parameter.normal_(0, 0.3, generator=generator)
+        tuned.write(folder / name, str(folder / "model"), None)
+    python, folders = ADAPTERS.parent / "bin" / "python", [str(folder / name) for name in ("model", *KINDS)]
+    subprocess.run(
+        [str(python), "-c", PROGRAM, *folders], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600
+    )
+    return folder
+
+
+def test_logits_are_those_of_peft(computed: Path) -> None:
+    ids = json.loads((computed / "model" / "ids.json").read_text(encoding="utf-8"))
+    options = StarterOptions(ckpt=computed / "model", prompt_style="none", device="cpu", dtype="float32")
+    model = computed / "model"
+    source = open_source(model)
+    head = FrozenHead(source.config_dict, {name: np.asarray(source.array(name)) for name in source.part_specs("head")})
+    alone = Example(tuple(ids), 0, (0,) * len(ids))
+    with Run(GivenNodes(standalone()), options, len(ids) + 8, n_texts=1) as run, torch.no_grad():
+        plain = head(
+            TunedModel(run, new_tensors(KINDS["lora"], source.config_dict, 1, lambda part: source), head)([alone], None)
+        )
+        for name, kind in KINDS.items():
+            tuned = read_tensors(computed / name, source.config_dict, lambda part: source)
+            assert tuned.kind == kind
+            one = TunedModel(run, tuned, head)
+            rows = one([alone], one.learned())
+            found = one.classes(rows[-1:], tuned.named[SCORE])[0] if kind.labels else head(rows)
+            expected = torch.from_numpy(np.load(computed / name / "found.npy"))
+            assert kind.labels or float((found - plain).abs().max()) > 0.5, f"{name} changes nothing"
+            expected = expected if kind.labels else expected[-len(found) :]  # peft gives rows of the prompt, too
+            assert float((found - expected).abs().max()) < 2e-4 * max(1, float(expected.abs().max())), name
