@@ -4,6 +4,7 @@
     swarm_processes.py                                   12 nodes, 3 starters, ten minutes
     swarm_processes.py --nodes 6 --starters 2 --seconds 60
 
+The first three nodes and every third one after them have the model on their disks; to the others its parts come from them.
 Every few seconds a node is killed, asked to end, or halted for a time, or one comes; now and then a starter is killed. Each
 starter makes one run after the other. Every text must be that of a single node, and every run must end.
 """
@@ -14,6 +15,8 @@ import argparse
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +35,8 @@ from mdi.net.keys import new_secret, write_keys  # noqa: E402
 from mdi.node.local import free_ports  # noqa: E402
 
 CKPT = ROOT / "assets" / "nano-llama"
+NAME = "churned"
+N_WHOLE = 3
 PROMPTS = ("Once upon a time", "The little dog", "In the morning")
 N_TEXTS = 4  # of a run, at the same time
 FLAGS = ("--temperature", "0", "--json", "--no-journal", "--threads", "1")
@@ -55,7 +60,12 @@ class Churn:
         self, folder: Path, n_nodes: int, seed: int, most_blocks: int, n_tokens: int, ckpt: Path = CKPT
     ) -> None:
         self.folder, self.n_nodes, self.rng = folder, n_nodes, random.Random(seed)
-        self.most_blocks, self.n_tokens, self.ckpt = most_blocks, n_tokens, ckpt
+        self.most_blocks, self.n_tokens, self.ckpt = most_blocks, n_tokens, folder / NAME
+        shutil.copytree(ckpt, self.ckpt)
+        config = self.ckpt / "model_config.yaml"
+        config.write_text(
+            re.sub(r"(?m)^name: .*$", f"name: {NAME}", config.read_text())
+        )  # no name that is known elsewhere
         self.key = folder / "cluster.key"
         write_keys(self.key, (new_secret(),))
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}  # by control port
@@ -80,12 +90,14 @@ class Churn:
         """Another standing node; its control port."""
         port, ring_port = free_ports(2)
         peers = [flag for one in self._living(3) for flag in ("--peer", f"127.0.0.1:{one}")]
-        words = (
-            "join", "--key", self.key, "--model", self.ckpt, "--addr", "127.0.0.1", "--port", port, "--port-in", ring_port,
-            "--max-blocks", self.most_blocks, "--threads", 1, "--no-announce",
-            "--cache-dir", self.folder / "cache", *peers,
-        )  # fmt: skip
         self._n_started += 1
+        is_whole = self._n_started <= N_WHOLE or self._n_started % 3 == 0
+        cache = "cache" if is_whole else f"cache{self._n_started}"  # of the others, each has its own
+        words = (
+            "join", "--key", self.key, "--model", self.ckpt if is_whole else NAME, "--addr", "127.0.0.1", "--port", port,
+            "--port-in", ring_port, "--max-blocks", self.most_blocks, "--threads", 1, "--no-announce",
+            "--cache-dir", self.folder / cache, *peers,
+        )  # fmt: skip
         with (self.folder / f"node{self._n_started}.log").open("wb") as log:
             self.nodes[port] = subprocess.Popen(
                 self.command(*words), stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment

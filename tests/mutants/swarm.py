@@ -5,7 +5,51 @@ from mutants.mutant import Mutant
 BALANCE, CHAIN = "tests/placement/test_balance.py", "tests/placement/test_chain.py"
 TABLE, MEMBER, RUNS = (f"tests/swarm/test_{name}.py" for name in ("swarm_table", "swarm_member", "swarm_runs"))
 
+PARTS = "tests/swarm/test_swarm_parts.py"
+
 MUTANTS = [
+    Mutant(
+        "parts come from any node that has them",
+        "SwarmMember._nearest",
+        "sorted(found, key=lambda one: self._ways[one.label])",
+        "found",
+        f"{PARTS}::test_the_nearest_node_sends_them",
+    ),
+    Mutant(
+        "only the nearest node is asked for a part",
+        "SwarmMember._get_part",
+        'logger.info("%s has not sent %s: %s", one.label, part.name, e)',
+        "raise",
+        f"{PARTS}::test_a_node_that_cannot_send_is_passed_over",
+    ),
+    Mutant(
+        "only nodes with the whole model give parts",
+        "swarm_member:_has",
+        "(one.is_ready and block.isdigit() and one.start <= int(block) < one.stop)",
+        "False",
+        f"{PARTS}::test_parts_come_from_other_nodes_and_go_on_to_others",
+    ),
+    Mutant(
+        "parts are sent to strangers",
+        "SecondaryNode.forward",
+        "request.run not in self.table.versions",
+        "False",
+        f"{PARTS}::test_strangers_get_and_give_no_parts",
+    ),
+    Mutant(
+        "a node tells of another model than is asked for",
+        "SecondaryNode.model",
+        "model.weights != request.weights",
+        "False",
+        f"{PARTS}::test_strangers_get_and_give_no_parts",
+    ),
+    Mutant(
+        "a config is believed",
+        "StandingModel.__init__",
+        "if config_hash(facts.config) != facts.config_hash:",
+        "if False:",
+        f"{PARTS}::test_facts_that_do_not_fit_are_refused",
+    ),
     Mutant(
         "a new node takes any span with the slowest block",
         "weakest_span",

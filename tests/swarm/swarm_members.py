@@ -15,7 +15,26 @@ from mdi.node.swarm_member import SwarmMember, SwarmWaits
 from secondaries import secondary
 from waiting import until
 
+SPAN_S = 0.01  # for which each thing is measured
 SOON = SwarmWaits(tell_s=0.1, refresh_s=5.0, look_s=0.3, leave_s=20.0)
+
+
+@contextlib.contextmanager
+def member_without_files(
+    index: int, folder: Path, model: str, peers: Sequence[SecondaryNode], most_blocks: int | None = None
+) -> Iterator[tuple[SecondaryNode, SwarmMember]]:
+    """One that has no weights, and a cache of its own."""
+    with secondary(index, folder / f"own{index}") as node:
+        node.profiler.span_s = SPAN_S
+        member = SwarmMember(
+            node, model, [Peer("127.0.0.1", one.control_port) for one in peers], None, most_blocks, waits=SOON,
+            spare_bytes=0,
+        )  # fmt: skip
+        member.start()
+        try:
+            yield node, member
+        finally:
+            member.close()
 
 
 @contextlib.contextmanager
@@ -27,6 +46,7 @@ def swarm_member(
     source = open_source(checkpoint)
     try:
         with secondary(index, folder / "cache", weights=source, **options) as node:
+            node.profiler.span_s = SPAN_S
             own = open_source(checkpoint)
             member = SwarmMember(
                 node, own, [Peer("127.0.0.1", one.control_port) for one in peers], options.get("keys"), most_blocks,

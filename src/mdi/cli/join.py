@@ -8,13 +8,15 @@ examples:
   mdi join 192.168.1.10:8088 ABCD-EFGH-IJKL-MNOP --install-service
       the same, as a service that comes back after a reboot (`mdi join --uninstall-service` removes it)
   mdi join --model org/name
-      one of a standing swarm: it holds blocks of a model for all runs, those that the others lack most
+      one of a standing swarm: it holds blocks of a model for all runs, those that the others lack most; what it needs of a
+      model that is not here comes from them
   mdi join --dial 203.0.113.5:8089
       behind a router: this node connects to the starter's machine (`mdi starter --dial-port 8089`), which then reaches it
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -22,13 +24,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, CancelledError
 from mdi.errors import UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
     from mdi.net.invitation import GuestNode
+
+LOOK_S, POLL_S = 10.0, 0.5  # for nodes that have a model, before it is fetched
 
 logger = logging.getLogger("mdi")
 
@@ -54,7 +58,7 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli.access import default_key_file, free_port, ip_address, own_address, split_address
     from mdi.cli.secondary import serve
     from mdi.cli.service import arguments_of, find_service
-    from mdi.cli.session import with_model
+    from mdi.cli.session import is_here, with_model
     from mdi.net.invitation import GuestNode
     from mdi.spec.cluster import NodeConfig
 
@@ -85,14 +89,37 @@ def run(options: Options, cancel: Cancel) -> int:
     if options.stand_with is not None:
         if options.ckpt is not None or options.chunk is not None or options.dial is not None:
             raise UsageError(
-                "--model: a standing node has the whole model, and is reached directly: no --ckpt, --chunk, --dial"
+                "--model: a standing node has the parts of this model, and is reached directly: no --ckpt, --chunk, --dial"
             )
-        options = with_model(replace(options, model=options.stand_with), cancel)
+        model, options = options.stand_with, replace(options, key=key)
+        if is_here(model, options.ckpt_folder) or not others_have(options, model, addr):
+            options = with_model(replace(options, model=model), cancel)
     elif options.max_blocks is not None or options.peer or options.spare_memory is not None:
         raise UsageError("--max-blocks, --peer and --spare-memory belong to --model NAME")
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
     logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
     return serve(replace(options, key=key), NodeConfig(name, addr, port, port_in))
+
+
+def others_have(options: Options, name: str, addr: str) -> bool:
+    """Whether a standing node holds blocks of a model, and so gives its parts. Raises MdiError."""
+    from mdi.cli.access import open_keys, split_address
+    from mdi.cli.discover import neighbours
+    from mdi.control.meeting import Peer
+    from mdi.node.swarm_member import is_named
+    from mdi.run.swarm import Swarm
+
+    keys, peers = open_keys(options), [Peer(*split_address(text, 0)) for text in options.peer]
+    with neighbours(options, addr, keys) as found:
+        swarm, end = Swarm(peers, keys, 0.0, found), Cancel(LOOK_S)
+        while not end.is_cancelled:
+            swarm.look()
+            if any(is_named(one, name) for one in swarm.present):
+                logger.info("%s is not here; other nodes of this key have it", name)
+                return True
+            with contextlib.suppress(CancelledError):
+                end.wait(POLL_S)
+    return False
 
 
 def fetch(addr: str, port: int, code: str, path: Path, node: GuestNode | None = None) -> None:

@@ -121,10 +121,12 @@ def _swarm_member(options: Options, node: SecondaryNode, keys: KeyFile | None) -
     from mdi.control.meeting import Peer
     from mdi.node.swarm_member import SwarmMember
 
-    assert options.ckpt is not None
     peers = [Peer(*split_address(text, 0)) for text in options.peer]
-    with neighbours(options, node.config.addr, keys) as found, contextlib.closing(open_source(options.ckpt)) as source:
-        member = SwarmMember(node, source, peers, keys, options.max_blocks, found, spare_bytes=options.spare_memory)
+    with neighbours(options, node.config.addr, keys) as found, contextlib.ExitStack() as stack:
+        here = options.ckpt is not None and stack.enter_context(contextlib.closing(open_source(options.ckpt)))
+        member = SwarmMember(
+            node, here or options.stand_with, peers, keys, options.max_blocks, found, spare_bytes=options.spare_memory
+        )
         member.start()
         try:
             yield

@@ -56,6 +56,14 @@ def with_model(options: Options, cancel: Cancel, is_litgpt: bool = True) -> Opti
     return replace(options, ckpt=folder, model="")
 
 
+def is_here(name: str, folder: Path | None) -> bool:
+    """Whether a model that is named can be used without fetching it."""
+    from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model
+
+    is_embedded = name == EMBEDDED and embedded_model() is not None
+    return is_embedded or Path(name).expanduser().exists() or ModelStore(folder).find(name) is not None
+
+
 def _named_model(options: Options, cancel: Cancel) -> Path:
     """The folder of the model that is named, fetched if it is not here; without a name, of the last one. Raises MdiError."""
     from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model, is_model_name

@@ -32,7 +32,7 @@ from mdi.control.signing import (
     is_answer,
     sign_request,
 )
-from mdi.control.swarm import Announced, SwarmRequest, announcements_of
+from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, announcements_of
 from mdi.errors import AccessError, ControlError
 from mdi.net.keys import KeyFile
 from mdi.net.message import ANSWER_LIMIT_BYTES, ExchangeError, Message, connect, problem_of
@@ -163,6 +163,10 @@ class ControlClient:
         """Announcements of nodes of the swarm that the node knows, and the caller does not."""
         body = json.dumps(request.to_json()).encode()
         return announcements_of(self.ask("swarm", {}, timeout_s, [body], len(body)), self.port_where)
+
+    def model(self, request: ModelRequest) -> ModelFacts:
+        """What a node knows of the model that it holds blocks of. It may have to read weights for that."""
+        return ModelFacts.from_json(self.ask("model", request.to_json(), PART_ANSWER_S), self.port_where)
 
     def watch(self, run: str, epoch: str | None, cancel: Cancel) -> Iterator[dict[str, Any]]:
         """Each status of a ring of a run, as it changes, until the ring has ended; says meanwhile that the starter lives.

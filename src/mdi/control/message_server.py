@@ -23,7 +23,7 @@ from mdi.control.messages import (
     WatchRequest,
     version_error,
 )
-from mdi.control.swarm import SwarmRequest
+from mdi.control.swarm import ModelRequest, SwarmRequest
 from mdi.errors import ControlError, WireError
 from mdi.net.listener import RingListener
 from mdi.net.message import Asked, FrameCodec
@@ -82,6 +82,9 @@ class PortNode(Protocol):
     def swarm(self, request: SwarmRequest) -> dict[str, Any]:
         """The announcements of the swarm that the caller does not know; takes the caller's own."""
 
+    def model(self, request: ModelRequest) -> dict[str, Any]:
+        """The model that it holds blocks of for all runs, see ModelFacts."""
+
     def compute_blocks(
         self, request: BlocksRequest, n_bytes: int, read: Callable[[int], bytes], sign: Callable[[], None]
     ) -> memoryview:
@@ -121,6 +124,9 @@ class EchoOnly:
         raise self._refuse()
 
     def swarm(self, request: SwarmRequest) -> dict[str, Any]:
+        raise self._refuse()
+
+    def model(self, request: ModelRequest) -> dict[str, Any]:
         raise self._refuse()
 
     def compute_blocks(
@@ -167,6 +173,7 @@ class MessageServer:
             "profile": _Kind(self._profile, of_run=False, limit_bytes=JSON_LIMIT_BYTES),
             "probe": _Kind(self._probe, of_run=False),
             "swarm": _Kind(self._swarm, of_run=False, limit_bytes=JSON_LIMIT_BYTES),
+            "model": _Kind(self._model, of_run=False),
             "echo": _Kind(self._echo, of_run=False, limit_bytes=ECHO_LIMIT_BYTES),
         }
         listener.on_message = self._accept
@@ -265,6 +272,9 @@ class MessageServer:
 
     def _swarm(self, asked: Asked, args: dict[str, Any]) -> dict[str, Any]:
         return self._node.swarm(SwarmRequest.from_json(self._json(asked)))
+
+    def _model(self, asked: Asked, args: dict[str, Any]) -> dict[str, Any]:
+        return self._node.model(ModelRequest.from_json(args))
 
     def _probe(self, asked: Asked, args: dict[str, Any]) -> dict[str, Any]:
         return self._node.probe(ProbeRequest.from_json(args))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
+from mdi.control.messages import PartSpec
 from mdi.errors import ControlError
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import Meta, Name, Number, Port, RunId, Sha256, Text, Whole, decode, spans_rise
@@ -40,6 +41,7 @@ class Announced:
         cache_bytes: free memory for caches.
         n_runs: that it takes part in.
         is_leaving: whether it gives its blocks up.
+        is_whole: whether it has the whole model on its disk, and not only the blocks that it holds.
     """
 
     name: ShortName
@@ -61,6 +63,7 @@ class Announced:
     cache_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     n_runs: Whole = 0
     is_leaving: bool = False
+    is_whole: bool = False
     age_s: Number = 0.0
 
     @property
@@ -123,6 +126,62 @@ def _check(one: Announced) -> None:
 
 def _refused(message: str) -> ControlError:
     return ControlError(message, 400)
+
+
+N_PARTS = 4096  # of a model
+
+PartNames = Annotated[tuple[Name, ...], Meta(max_length=N_PARTS)]
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Arguments of a message `model`: what is known of the model that a node holds blocks of.
+
+    Attributes:
+        weights: see Announced.
+        parts: names of those whose hashes are wanted.
+    """
+
+    weights: Sha256
+    parts: PartNames = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ModelRequest:
+        """Raises ControlError (400)."""
+        return decode(cls, data, "request", _refused)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as one node tells another of it.
+
+    Attributes:
+        config: litgpt Config as a plain object; `config_hash` is its hash.
+        stored_dtype, stored_format: of its parts, see InitRequest.
+        parts: those of the request that the node knows.
+    """
+
+    model: Text
+    config: dict[str, Any]
+    config_hash: Text
+    stored_dtype: Text
+    stored_format: Text | None
+    parts: Annotated[tuple[PartSpec, ...], Meta(max_length=N_PARTS)]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> ModelFacts:
+        """Raises ControlError."""
+        facts = decode(cls, data, where, ControlError)
+        n_layer = facts.config.get("n_layer")
+        if not isinstance(n_layer, int) or not 1 <= n_layer <= 1 << 16:
+            raise ControlError(f"{where}: a model of {str(n_layer)[:40]} blocks")
+        return facts
 
 
 class SwarmTable:

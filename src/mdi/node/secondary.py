@@ -14,7 +14,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import psutil
 
 import mdi
 from mdi.cancel import Cancel
+from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import COMING, BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.message_server import MessageServer
@@ -34,13 +35,14 @@ from mdi.control.messages import (
     BlocksRequest,
     ForwardRequest,
     InitRequest,
+    PartSpec,
     ProbeRequest,
     ProfileRequest,
     RowsRequest,
     ToldRows,
 )
 from mdi.control.server import ControlServer
-from mdi.control.swarm import SwarmRequest, SwarmTable
+from mdi.control.swarm import ModelRequest, SwarmRequest, SwarmTable
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.host.device import devices, load_kernels
 from mdi.host.threads import computing_threads
@@ -57,6 +59,7 @@ from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
+from mdi.node.standing_model import StandingModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
@@ -120,6 +123,8 @@ class SecondaryNode:
         )  # fmt: skip
         self.workers: list[RingWorker] = []
         self.table = SwarmTable()
+        self.standing: StandingModel | None = None  # of whose blocks it holds some for all runs
+        self.expected: Mapping[str, PartSpec] = {}  # parts that come for them, by sha256
         self._kernels = threading.Thread(target=load_kernels, name="kernels", daemon=True)
         self._in_time = InTime()
         self._forwards = Forwards(config.name, self.weights.pieces, keys)
@@ -340,6 +345,9 @@ class SecondaryNode:
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         rings = self.runs.active_of(run)
+        if not rings and run == self.process and (own := self.expected.get(sha256)) is not None:
+            self._check_rest(own, offset, n_bytes)
+            return self.store.receive(own, offset, read)
         if not rings:
             raise self._unknown_run()
         worker = next((one for one in rings if one.missing and sha256 in one.missing), rings[-1])
@@ -349,8 +357,7 @@ class SecondaryNode:
             raise ControlError(
                 "this part is not missing (any more)", 409, code=COMING if is_here else ControlError.code
             )
-        if n_bytes != part.n_bytes - offset:
-            raise ControlError(f"{n_bytes} bytes from {offset} on do not make up part {part.name}", 400)
+        self._check_rest(part, offset, n_bytes)
 
         def count(n: int) -> None:
             worker.cancel.touch()
@@ -368,6 +375,11 @@ class SecondaryNode:
                 worker.fail(e)
             raise
         self._note_part(sha256)
+
+    @staticmethod
+    def _check_rest(part: Part, offset: int, n_bytes: int) -> None:
+        if n_bytes != part.n_bytes - offset:
+            raise ControlError(f"{n_bytes} bytes from {offset} on do not make up part {part.name}", 400)
 
     def rows(self, request: RowsRequest) -> dict[str, Any]:
         worker = self.runs.find(request.run, request.epoch)
@@ -390,7 +402,8 @@ class SecondaryNode:
             worker.note_part(sha256)
 
     def forward(self, request: ForwardRequest) -> None:
-        if self.runs.find(request.run) is None and request.run != self._measurement.planned_run:
+        is_known = self.runs.find(request.run) is not None or request.run == self._measurement.planned_run
+        if not is_known and request.run not in self.table.versions:  # of a standing node, the number of its process
             raise self._unknown_run()
         self._forwards.send(request)
 
@@ -440,6 +453,12 @@ class SecondaryNode:
 
     def swarm(self, request: SwarmRequest) -> dict[str, Any]:
         return self.table.answer(request)
+
+    def model(self, request: ModelRequest) -> dict[str, Any]:
+        model = self.standing
+        if model is None or model.weights != request.weights:
+            raise ControlError(f"{self.config.name} holds no blocks of this model", 404, code="weights")
+        return model.told(request.parts).to_json()
 
     def check_echo(self) -> None:
         self._measurement.check_echo()

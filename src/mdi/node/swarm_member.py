@@ -6,6 +6,7 @@ functions (`mdi.placement.balance`) of what all nodes have announced (`mdi.contr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import secrets
@@ -17,19 +18,20 @@ from typing import Any
 
 import psutil
 
-from mdi.cancel import Cancel
+from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.client import ControlClient
 from mdi.control.meeting import Peer, Unheard, resolved
-from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
-from mdi.control.swarm import Announced, SwarmRequest, SwarmTable, model_id
+from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
+from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, SwarmTable
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.node.secondary import SecondaryNode
+from mdi.node.standing_model import StandingModel
 from mdi.placement.balance import Served, plan, speeds, weakest_span
 from mdi.placement.cost import time_of
 from mdi.placement.profile import NodeProfile
@@ -68,7 +70,7 @@ class SwarmMember:
 
     Args:
         node: that is open, and computes.
-        source: the whole model on this machine.
+        source: the whole model on this machine; or the name of one whose parts come from the nearest node that has them.
         peers: nodes of the swarm, if some are known.
         found: more of them, as they announce themselves in the network: addresses and ring ports.
         most_blocks: that it may hold; None: as many as fit.
@@ -77,13 +79,14 @@ class SwarmMember:
     """
 
     def __init__(
-        self, node: SecondaryNode, source: WeightSource, peers: Sequence[Peer], keys: KeyFile | None,
+        self, node: SecondaryNode, source: WeightSource | str, peers: Sequence[Peer], keys: KeyFile | None,
         most_blocks: int | None = None, found: Callable[[], Sequence[NodeConfig]] = lambda: (),
         waits: SwarmWaits | None = None, spare_bytes: int | None = None,
         free_bytes: Callable[[], int] = free_memory_bytes,
     ) -> None:  # fmt: skip
         self._node, self._source, self._keys = node, source, keys
-        self._peers, self._found = list(peers), found
+        self._ways: dict[str, float] = {}  # seconds of an exchange with other nodes, by their labels
+        self._peers, self._found_nodes = list(peers), found
         self._most_blocks = most_blocks
         self._waits = waits or SwarmWaits()
         self.table: SwarmTable = node.table
@@ -143,30 +146,36 @@ class SwarmMember:
 
     def _join(self) -> None:
         """Take the blocks that the swarm lacks most."""
-        node, source = self._node, self._source
+        node = self._node
         node.wait_for_kernels(self._cancel)
-        n_layer = int(source.config_dict["n_layer"])
-        computing = node.weights.computing(self._request(0, 1))
+        model = node.standing = (
+            self._found(self._source) if isinstance(self._source, str) else StandingModel.of(self._source)
+        )
+        facts, n_layer = model.facts, model.n_layer
+        computing = node.weights.computing(self._request(n_layer - 1, n_layer))
         if computing.packing is None:
             raise UsageError(
                 f"a standing node computes in the kernels, on a CPU; this one would compute {computing.path}"
             )
-        request = ProfileRequest(config=source.config_dict, config_hash=source.config_hash, stored_dtype=source.dtype)
+        request = ProfileRequest(config=facts.config, config_hash=facts.config_hash, stored_dtype=facts.stored_dtype)
         answer = node.profile(request)
         profile = NodeProfile.from_json(answer["profile"], "the node's own profile")
         block_s = time_of(profile.block_s, 1)
         self._n_blocks = n_blocks = min(n_layer, self._most_blocks or n_layer, self._fitting())
-        last = source.info(f"block.{n_layer - 1}")
         self._own = Announced(
-            node.config.name[:80], node.process, 0, node.config.addr, node.control_port, node.ring_port, source.model,
-            model_id(source.config_hash, source.dtype, last.sha256), computing.format, library.arithmetic(), n_layer,
-            0, 0, is_ready=False, speed=0.0, block_s=block_s,
+            node.config.name[:80], node.process, 0, node.config.addr, node.control_port, node.ring_port, facts.model,
+            model.weights, computing.format, library.arithmetic(), n_layer, 0, 0, is_ready=False, speed=0.0,
+            block_s=block_s, is_whole=model.is_whole,
         )  # fmt: skip
         self._ask_others()
         bytes_s = self._way_bytes_s()
-        row_bytes = int(source.config_dict["n_embd"]) * ROW_BYTES
+        row_bytes = int(facts.config["n_embd"]) * ROW_BYTES
         self._own = replace(self._own, speed=min(1 / (block_s * n_blocks), bytes_s / row_bytes))
-        self._take_weakest()
+        try:
+            self._take_weakest()
+        except ControlError as e:  # no node sends the parts: some will come
+            self._cancel.check()
+            logger.warning("warning: %s holds no blocks at the moment: %s", node.config.name, e)
 
     def _take_weakest(self) -> None:
         """Hold the span that is served slowest."""
@@ -178,12 +187,14 @@ class SwarmMember:
 
     def _fitting(self) -> int:
         """How many blocks fit into the memory, with some left for caches. Raises UsageError if none does."""
-        spec = self._spec(0, 1)
+        spec = self._spec(self._model.n_layer - 1, self._model.n_layer)  # of the block whose part each node knows
         block_bytes = max(1, spec.weight_bytes({}))
         free = self._node.stages.available(spec.computing.device)
         n = int(free * (1 - MARGIN_SHARE) // block_bytes)
         if n < 1:
-            raise UsageError(f"not one block of {self._source.model} fits into the memory of {self._node.config.name}")
+            raise UsageError(
+                f"not one block of {self._model.facts.model} fits into the memory of {self._node.config.name}"
+            )
         return n
 
     def _way_bytes_s(self) -> float:
@@ -204,9 +215,11 @@ class SwarmMember:
         """Load these blocks, and keep them until `_drop`. Raises MdiError."""
         spec = self._spec(start, stop)
         claim = Claim(secrets.token_hex(8), self._node.process)
-        self.held = self._node.stages.acquire(spec, claim, self._node.weights, self._cancel)
+        with self._node.store.in_use({part.sha256 for part in spec.parts}):
+            self._get_parts(spec)
+            self.held = self._node.stages.acquire(spec, claim, self._node.weights, self._cancel)
         self._say(start=start, stop=stop, is_ready=True)
-        logger.info("%s holds %s of %s for all runs", self._node.config.name, spec, self._source.model)
+        logger.info("%s holds %s of %s for all runs", self._node.config.name, spec, self._model.facts.model)
 
     def _drop(self) -> None:
         held, self.held = self.held, None
@@ -218,14 +231,107 @@ class SwarmMember:
 
     def _request(self, start: int, stop: int) -> InitRequest:
         """As a starter would ask for these blocks, for a text of one token: the stage itself needs no caches."""
-        source, name = self._source, self._node.config.name
-        infos = [source.info(part) for part in stage_parts(start, stop, starter=False)]
+        model, name = self._model, self._node.config.name
+        facts, parts = model.facts, model.parts(stage_parts(start, stop, starter=False), self._told_parts)
         return InitRequest(
             run="0" * 16, epoch="0" * 16, index=1, names=("starter", name), placement="", next_addr="", next_port=1,
-            model=source.model, config=source.config_dict, config_hash=source.config_hash, stored_dtype=source.dtype,
-            blocks=(start, stop), parts=tuple(PartSpec(one.name, one.sha256, one.n_bytes) for one in infos), max_length=1,
-            stored_format=source.packing.blocks if source.packing else None, n_sequences=1,
+            model=facts.model, config=facts.config, config_hash=facts.config_hash, stored_dtype=facts.stored_dtype,
+            blocks=(start, stop), parts=parts, max_length=1, stored_format=facts.stored_format, n_sequences=1,
         )  # fmt: skip
+
+    # A model that is not here
+
+    @property
+    def _model(self) -> StandingModel:
+        model = self._node.standing
+        assert model is not None
+        return model
+
+    def _found(self, name: str) -> StandingModel:
+        """A model as the other nodes know it; waits for one that has it. Raises the error of the `Cancel`."""
+        report = Periodic()
+        while True:
+            self._ask_others()
+            for one in self._nearest([one for one in self.table.nodes if is_named(one, name) and one.is_ready]):
+                try:
+                    last = ModelRequest(one.weights, (f"block.{one.n_layer - 1}",))
+                    model = StandingModel(ControlClient(one.config(), self._keys).model(last))
+                    if model.weights == one.weights:
+                        return model
+                    logger.warning("warning: %s tells of another model than it has announced", one.label)
+                except ControlError as e:
+                    logger.debug("%s does not tell of %s: %s", one.label, name, e)
+            if report.is_due():
+                logger.info("%s waits for a node that has %s", self._node.config.name, name)
+            self._cancel.wait(self._waits.tell_s)
+
+    def _told_parts(self, names: Sequence[str]) -> ModelFacts:
+        """What others know of parts. Raises ControlError: nobody knows all of them."""
+        error = ControlError(f"no other node has the weights of {', '.join(names)}", code="weights")
+        found: dict[str, PartSpec] = {}
+        weights = self._model.weights
+        for one in self._nearest([one for one in self.table.nodes if one.weights == weights]):
+            wanted = tuple(name for name in names if name not in found and _has(one, name))
+            if wanted:
+                with contextlib.suppress(ControlError):
+                    told = ControlClient(one.config(), self._keys).model(ModelRequest(weights, wanted))
+                    found |= {part.name: part for part in told.parts}
+            if len(found) == len(names):
+                return replace(self._model.facts, parts=tuple(found.values()))
+        raise error
+
+    def _get_parts(self, spec: StageSpec) -> None:
+        """Have the missing parts sent by the nearest nodes that have them. Raises ControlError: nobody has one."""
+        node, weights = self._node, self._node.weights
+        missing = weights.missing(spec, (), self._cancel)
+        if not missing or self._model.is_whole:
+            return
+        weights.check_disk(spec, missing)
+        parts = {part.sha256: PartSpec(part.name, part.sha256, part.n_bytes) for part in missing}
+        node.expected = parts
+        self._ways.clear()  # all are asked again: a node sends parts only to one that it has heard of
+        try:
+            for part in parts.values():
+                self._cancel.check()
+                self._get_part(part)
+        finally:
+            node.expected = {}
+
+    def _get_part(self, part: PartSpec) -> None:
+        node = self._node
+        others = [one for one in self.table.nodes if one.weights == self._model.weights and _has(one, part.name)]
+        for one in self._nearest(others):
+            asked = ForwardRequest(
+                node.process,
+                part,
+                node.store.partial_bytes(part.sha256),
+                node.config.name,
+                node.config.addr,
+                node.ring_port,
+            )
+            try:
+                ControlClient(one.config(), self._keys).forward(asked)
+                logger.debug("%s has sent %s", one.label, part.name)
+                return
+            except ControlError as e:
+                self._cancel.check()
+                if node.store.has(part.sha256):
+                    return
+                logger.info("%s has not sent %s: %s", one.label, part.name, e)
+        raise ControlError(f"no node has sent {part.name}", code="weights")
+
+    def _nearest(self, nodes: Sequence[Announced]) -> list[Announced]:
+        """Other nodes, the shortest way first; those that do not answer are left out. They know this node then."""
+        found = []
+        for one in nodes:
+            if one.process == self._node.process or one.is_leaving:
+                continue
+            config = one.config()
+            if one.label not in self._ways and not self._unheard.is_avoided(_place(config)):
+                self._exchange(config)
+            if one.label in self._ways:
+                found.append(one)
+        return sorted(found, key=lambda one: self._ways[one.label])
 
     # Announcements
 
@@ -263,26 +369,34 @@ class SwarmMember:
 
     def _ask_others(self) -> None:
         """Exchange announcements with up to two nodes that are known, and with one that was given or found."""
-        own = self._own
-        assert own is not None
-        known = [one.config() for one in self.table.nodes if one.process != own.process and not one.is_leaving]
+        node = self._node
+        known = [one.config() for one in self.table.nodes if one.process != node.process and not one.is_leaving]
         known = [one for one in known if not self._unheard.is_avoided(_place(one))]
         asked = self._random.sample(known, min(2, len(known)))
-        given: list[NodeConfig] = [*self._found(), *self._resolved()]
-        given = [one for one in given if (one.addr, one.port_in) != (own.addr, own.ring_port)]
+        given: list[NodeConfig] = [*self._found_nodes(), *self._resolved()]
+        given = [one for one in given if (one.addr, one.port_in) != (node.config.addr, node.ring_port)]
         given = [one for one in given if not self._unheard.is_avoided(_place(one))]
         if given:
             asked.append(self._random.choice(given))
         for config in asked:
-            if self._cancel.is_cancelled and not own.is_leaving:
+            if self._cancel.is_cancelled and not (self._own is not None and self._own.is_leaving):
                 return
-            try:
-                request = SwarmRequest(own if own.version else None, self.table.versions)
-                self.table.add(ControlClient(config, self._keys).swarm(request, ASK_S))
-                self._unheard.remove(_place(config))
-            except ControlError as e:
-                self._unheard.add(_place(config))
-                logger.debug("%s does not tell of the swarm: %s", config.name, e)
+            self._exchange(config)
+
+    def _exchange(self, config: NodeConfig) -> None:
+        """Tell a node what this one is, and hear what it knows; the shortest time of it is kept."""
+        own = self._own
+        begin = time.monotonic()
+        try:
+            request = SwarmRequest(own if own is not None and own.version else None, self.table.versions)
+            self.table.add(ControlClient(config, self._keys).swarm(request, ASK_S))
+        except ControlError as e:
+            self._unheard.add(_place(config))
+            self._ways.pop(config.name, None)
+            logger.debug("%s does not tell of the swarm: %s", config.name, e)
+            return
+        self._unheard.remove(_place(config))
+        self._ways[config.name] = min(time.monotonic() - begin, self._ways.get(config.name, float("inf")))
 
     def _resolved(self) -> list[NodeConfig]:
         """The given peers, with their ring ports as far as they have told them."""
@@ -367,6 +481,17 @@ class SwarmMember:
 
 def _place(config: NodeConfig) -> str:
     return f"{config.addr}:{config.port_in}"
+
+
+def is_named(one: Announced, name: str) -> bool:
+    """Whether a node holds blocks of the model of this name; the name of its owner does not count."""
+    return one.model.rsplit("/")[-1].lower() == name.rsplit("/")[-1].lower()
+
+
+def _has(one: Announced, part: str) -> bool:
+    """Whether a node has said that a part is there."""
+    block = part.removeprefix("block.")
+    return one.is_whole or (one.is_ready and block.isdigit() and one.start <= int(block) < one.stop)
 
 
 def served_of(one: Announced) -> Served:

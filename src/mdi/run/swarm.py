@@ -115,7 +115,12 @@ class Swarm:
     @property
     def usable(self) -> list[Announced]:
         """Nodes that hold blocks, and go on doing so."""
-        return [one for one in self._table.nodes if one.is_ready and not one.is_leaving]
+        return [one for one in self.present if one.is_ready]
+
+    @property
+    def present(self) -> list[Announced]:
+        """Nodes that hold blocks, or will."""
+        return [one for one in self._table.nodes if not one.is_leaving]
 
     def _lacking(self, nodes: Sequence[Announced], weights: str, form: str, n_layer: int, model: str) -> str:
         held = {block for one in nodes for block in range(one.start, one.stop)}

@@ -448,8 +448,8 @@ class Options(StarterOptions):
         metavar="SIZE", read=parse_bytes,
     )] = None
     stand_with: Annotated[str | None, Option(
-        "hold blocks of this model for all runs: those that the nodes of this key lack most. A name in the store or on the "
-        "hub, a folder, or a GGUF file",
+        "hold blocks of this model for all runs: those that the nodes of this key lack most. A name in the store, of a model "
+        "that they hold (its parts come from the nearest), or on the hub, a folder, or a GGUF file",
         ("--model",), metavar="NAME",
     )] = None
     max_blocks: Annotated[Count | None, Option(
