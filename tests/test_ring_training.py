@@ -19,6 +19,7 @@ from litgpt.model import GPT, KVCache
 from torch.nn import functional
 
 from families import config_of, random_gpt
+from mdi.checkpoint.adapters import Adapter, AdapterName
 from mdi.checkpoint.safetensors_layout import read_header
 from mdi.cli import launch
 from mdi.control.client import ControlClient
@@ -35,7 +36,7 @@ from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead
 from mdi_training.ring_blocks import RingBlocks
 from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
-from mdi_training.tuned_tensors import TunedTensors, TuningKind, new_tensors, read_tensors
+from mdi_training.tuned_tensors import TunedTensors, TuningKind, n_numbers, new_tensors, read_tensors
 from mdi_training.tuning import TuningSettings
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import tiny_config, tiny_gpt, write_checkpoint
@@ -411,6 +412,34 @@ def test_what_was_written_is_read_again(method: str, tmp_path: Path) -> None:
         width = config.n_query_groups * config.head_size
         assert header.specs["prompt_embeddings"].shape == (LENGTH, 2 * N * width)
         assert (told["num_attention_heads"], told["token_dim"]) == (config.n_query_groups, width)
+
+
+@pytest.mark.parametrize(
+    "family", ["Llama-3.1-8B", "pythia-14m", "falcon-7b", "phi-2", "Phi-3-mini-4k-instruct", "Gemma-2-9b", "Qwen3-0.6B"]
+)
+def test_the_folder_of_lora_is_what_the_nodes_had(family: str, tmp_path: Path) -> None:
+    """As --adapter reads it, by the names of transformers' modules."""
+    config = asdict(config_of(family))
+    tuned = drawn(TuningKind("lora", 2, 5, EVERY), config_of(family))
+    tuned.write(tmp_path, family, None)
+    read = Adapter(AdapterName("own", tmp_path), 1, config, lambda: None)
+    found = {name: array for i in range(config["n_layer"]) for name, array in read.arrays(i).items()}
+    had = arrays(tuned)
+    assert found.keys() == had.keys() and len(found) >= 8 * config["n_layer"]
+    for name in found:
+        np.testing.assert_allclose(found[name], had[name], rtol=1e-6)
+
+
+def test_a_step_of_lora_takes_what_the_documents_say() -> None:
+    """r = 8 on queries and values of 32 blocks with 4,096 numbers in a row."""
+    config = config_of("Llama-2-7b-hf", n_layer=32, n_embd=4096, n_head=32, n_query_groups=32, head_size=128, intermediate_size=11008)
+    for method, expected in (
+        ("lora", 4_194_304),
+        ("deep-prompt", 31 * 16 * 4096),
+        ("prefix", 4_194_304),
+        ("prompt", 0),
+    ):
+        assert n_numbers(drawn(TuningKind(method), config).of_blocks().values()) == expected
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class RingTraining(Tuning):
         total, sums = 0.0, list[torch.Tensor]()
         for loss, gradients in self._over_parts(one, indices):
             total += loss
-            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
+            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if bool(sums) else list(gradients)
         torch.autograd.backward([tensor for tensor in learned if tensor.requires_grad], sums)
         self.last_bytes = StepBytes(traffic.sent_bytes - before[0], traffic.received_bytes - before[1])
         return total

@@ -14,10 +14,65 @@ STRANGER = f"{FILE}::test_a_strangers_side_network_is_checked"
 BLOCKS = "tests/backends/test_backends.py::test_outputs_of_single_blocks_are_those_of_the_model_and_change_nothing"
 
 RING = "tests/test_ring_blocks.py"
+THROUGH = "tests/test_ring_training.py"
+LITGPT = f"{THROUGH}::test_rows_and_gradients_are_those_of_litgpt"
+STEP = f"{THROUGH}::test_a_step_has_the_gradients_of_one_machine"
 HEAD = "tests/test_frozen_head.py::test_losses_and_gradients_are_those_of_torch"
 KEPT = "tests/test_frozen_head.py::test_from_logits_that_were_kept_they_are_the_same"
 
 MUTANTS = [
+    Mutant(
+        "LoRA reads rows without the gain of their norm",
+        "PlainBlocks._add_adapters",
+        "a if factor is None else a * torch.tensor(factor)",
+        "a",
+        f"{THROUGH}::test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for",
+    ),
+    Mutant(
+        "LoRA adds to the first results of a layer",
+        "_added",
+        "(first, found.size(-1) - first - b.size(1))",
+        "(0, found.size(-1) - b.size(1))",
+        f"{LITGPT}[lora]",
+    ),
+    Mutant(
+        "a prompt changes the rows behind it",
+        "PlainBlocks._block",
+        "prompt[: x.size(1)]",
+        "prompt.mean()",
+        f"{LITGPT}[deep-prompt]",
+    ),
+    Mutant("rows behind a prefix have the first positions", "PlainBlocks._block", "len(key)", "0", f"{LITGPT}[prefix]"),
+    Mutant(
+        "a row sees a prefix and all rows behind it",
+        "PlainBlocks._add_prefix.with_prefix",
+        'float("-inf")',
+        "0.0",
+        f"{LITGPT}[prefix]",
+    ),
+    Mutant("only the last part of a step is learned from", "RingTraining.learn", "bool(sums)", "False", STEP),
+    Mutant("rows of a text begin in its prompt", "TunedModel.__call__", "len(before)", "0", STEP),
+    Mutant(
+        "a node takes tensors of other blocks",
+        "read_header",
+        "not start <= block < stop",
+        "False",
+        f"{THROUGH}::test_a_node_takes_no_other_tensors_than_its_blocks_have",
+    ),
+    Mutant(
+        "rows of B that stand group by group are taken in their order",
+        "Lora.of_blocks",
+        "one.is_interleaved",
+        "False",
+        f"{THROUGH}::test_the_folder_of_lora_is_what_the_nodes_had",
+    ),
+    Mutant(
+        "values of a prefix stand before its keys",
+        "Prefix._take",
+        "self.of_blocks()",
+        "reversed(self.of_blocks())",
+        f"{THROUGH}::test_what_was_written_is_read_again[prefix]",
+    ),
     Mutant("a cap of the logits has no slope", "_Cross.forward", "slope is not None", "False", HEAD),
     Mutant(
         "what a norm takes away as the mean stays", "FrozenHead.__init__", "weight.mean(dim=1, keepdim=True)", "0", HEAD
@@ -42,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "what goes through the head's product is not learned",
-        "SideTraining.step",
+        "SideTraining.learn",
         "projected is not None and self._head is not None",
         "False",
         f"{FILE}::test_kept_logits_give_the_same_losses",
@@ -71,8 +126,8 @@ MUTANTS = [
     Mutant(
         "a gradient goes through a part of the blocks twice",
         "Passes.backward",
-        "dy, end = self._back(rows, dy, start, end), start",
-        "dy = self._back(rows, dy, start, end)",
+        "self._back(rows, dy, start, end, trained)",
+        "self._back(rows, dy, start, borders[-1][0], trained)",
         f"{RING}::test_gradients_through_the_ring_are_those_of_one_machine",
     ),
     Mutant(
@@ -115,9 +170,7 @@ MUTANTS = [
     ),
     Mutant("everybody may read the outputs", "_allocate", "0o600", "0o644", DISK),
     Mutant("outputs stay at the end", "_learn", "not asked.keep_features", "False", DISK),
-    Mutant(
-        "moments of the optimizer begin anew", "SideTraining.restore", 'f"step/{name}" in tensors', "False", RESUMED
-    ),
+    Mutant("moments of the optimizer begin anew", "Tuning.restore", 'f"step/{name}" in tensors', "False", RESUMED),
     Mutant(
         "damaged outputs are used",
         "StoredRows.missing",
