@@ -20,9 +20,9 @@ class Prices:
         self.n_noted += 1
 
     def note_most(self, n_rows: int, time_s: float) -> None:
-        """A frame took at most `time_s`: a shorter time than what is known counts at once."""
-        if time_s < self.of(n_rows, time_s):
-            self._times_s[n_rows] = time_s
+        """A frame took at most `time_s`: it counts if that is shorter than what is known. One that was late may seem short."""
+        if time_s < (known := self.of(n_rows, time_s)):
+            self._times_s[n_rows] = known + WEIGHT * (time_s - known)
 
     def of(self, n_rows: int, unknown_s: float = 0.0) -> float:
         """The time of a frame; from that of one with fewer rows where it is not known, and `unknown_s` without any."""

@@ -40,7 +40,8 @@ LOOK_EACH = 8  # tokens, repetitions are looked for while there are none, and fe
 N_KNOWN = 16  # times that limits count before they are worked out again
 N_OWN = 16  # frames in which this node's own time is measured
 N_TRIAL = 32  # tokens after which the times with and without guesses are compared
-N_CLEAR, CLEARLY = 8, 1.25  # tokens after which so many times the time without is enough to see it
+N_CLEAR, CLEARLY = 8, 1.4  # tokens after which so many times the time without is enough to see it
+MOST_SLOW = 2.0  # times the time without for its tokens: a frame that takes longer was held up by something else
 TRIAL_PAUSE, LONGEST_TRIAL_PAUSE = 256, 2048  # frames
 PROVEN = 0.6  # with this rate, shorter repetitions count
 DEPTH_SLACK = 0.15  # by this part of a stage's time a right frame may wait: measured times scatter
@@ -193,10 +194,10 @@ class Speculation:
         guessed = self.texts.get(sequence.seq_id)
         if guessed is None or self._n_to_measure:
             return 1, 1
-        if not sequence.guessed and not self._finds(guessed, sequence):
+        kind = guessed.last if sequence.guessed else self._finds(guessed, sequence)
+        if not kind:
             return 1, 1
-        kind = guessed.last
-        p = guessed.rates[kind].rate if kind else max(ASSUMED.values())
+        p = guessed.rates[kind].rate
         if self._known[0] == (p, n_places, kind) and self._known[2]:  # times change slowly
             self._known = self._known[0], self._known[1], self._known[2] - 1
             return self._known[1]
@@ -206,24 +207,29 @@ class Speculation:
             speed = self._speed(p, n_rows, n_frames, kind)
             if speed > best:
                 best, found = speed, (n_frames, n_rows)
-        self._known = (p, n_places, kind), found, N_KNOWN
+        if found == (1, 1) and not sequence.guessed:
+            guessed.rates[kind].pause(len(sequence.ids))  # others may pay
+        else:
+            self._known = (p, n_places, kind), found, N_KNOWN
         return found
 
-    def _finds(self, guessed: _Guessed, sequence: Text) -> bool:
-        """Whether a source may have guesses. Each text without any comes here again and again: it has to be cheap."""
+    def _finds(self, guessed: _Guessed, sequence: Text) -> str:
+        """The source that may have guesses; "" without any. Each text without any comes here again and again: it has to be
+        cheap.
+        """
         n, is_looked_up = len(sequence.ids), True
         for kind, source in guessed.sources.items():
             if self._is_paused(kind, guessed.rates[kind], n):
                 continue
             if source.learn(sequence.ids):
-                return True
+                return kind
             is_looked_up &= kind == "lookup"
         sequence.n_quiet = n
         if is_looked_up:
             rate = guessed.rates.get("lookup")
             is_proven = rate is not None and rate.is_known and rate.rate >= PROVEN
             sequence.n_quiet += 0 if is_proven else LOOK_EACH - 1
-        return False
+        return ""
 
     def _is_paused(self, kind: str, rate: _Rate, n_tokens: int) -> bool:
         return n_tokens < rate.until or self._number < self._trials[kind].until
@@ -402,9 +408,11 @@ class _Trial:
 
     def note(self, time_s: float, n_tokens: int, plain_s: float, number: int) -> None:
         """The next frame was back after so long, with so many tokens; without guesses one token takes `plain_s`."""
-        self._time_s += time_s
+        if not plain_s:
+            return
+        self._time_s += min(time_s, MOST_SLOW * plain_s * max(1, n_tokens))
         self._n_tokens += n_tokens
-        if not plain_s or self._n_tokens < N_CLEAR:
+        if self._n_tokens < N_CLEAR:
             return
         slower = self._time_s / (self._n_tokens * plain_s)
         if self._n_tokens < N_TRIAL and slower < CLEARLY:
