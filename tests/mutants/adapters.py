@@ -42,6 +42,22 @@ MUTANTS = [
         f"{OWN}::test_the_hash_is_that_of_all_that_an_adapter_adds",
     ),
     Mutant(
+        "an adapter may say any rank", "Adapter._settings", "not 1 <= rank <= MOST_RANK", "False",
+        f"{OWN}::test_a_setting_that_is_not_served_is_refused_by_name",
+    ),
+    Mutant(
+        "what changes an adapter's formula is left out", "Adapter._settings", "told.get(key) not in plain", "False",
+        f"{OWN}::test_a_setting_that_is_not_served_is_refused_by_name",
+    ),
+    Mutant(
+        "a node takes adapters of any rank", "check_stored", "1 <= rank <= MOST_RANK", "True",
+        f"{OWN}::test_a_node_checks_the_adapters_that_it_gets",
+    ),
+    Mutant(
+        "shapes of an adapter are not looked at", "Adapter._modules", "spec.shape != shape", "False",
+        f"{OWN}::test_a_file_that_does_not_fit_is_refused_by_name",
+    ),
+    Mutant(
         "an adapter of other weights is taken", "Adapter.__init__", "found != told", "False",
         f"{OWN}::test_an_adapter_that_says_what_it_was_trained_on_is_compared",
     ),

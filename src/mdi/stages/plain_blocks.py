@@ -90,7 +90,11 @@ class PlainBlocks:
         with torch.device("meta"):
             block = Block(self._config, index)
         prefix = f"transformer.h.{index}."
-        tensors = {name.removeprefix(prefix): torch.tensor(w) for name, w in plain(dict(self._weights(index))).items()}
+        arrays = plain(dict(self._weights(index)))  # torch warns of those that cannot be written to
+        tensors = {
+            name.removeprefix(prefix): torch.from_numpy(w if w.flags.writeable else w.copy())
+            for name, w in arrays.items()
+        }
         block.load_state_dict(tensors, strict=False, assign=True)
         block.requires_grad_(False)
         if left := [name for name, tensor in block.state_dict().items() if tensor.is_meta]:
