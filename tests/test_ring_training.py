@@ -369,6 +369,7 @@ def test_what_was_interrupted_goes_on_to_the_same_bits(
     assert finetune(checkpoint, data, out, "--method", "deep-prompt", "--resume") == 0
     for name in ("losses.csv", "adapter_model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert not (out / "work").exists()
 
 
 @pytest.mark.parametrize("method", ["lora", "prefix"])
@@ -432,7 +433,9 @@ def test_the_folder_of_lora_is_what_the_nodes_had(family: str, tmp_path: Path) -
 
 def test_a_step_of_lora_takes_what_the_documents_say() -> None:
     """r = 8 on queries and values of 32 blocks with 4,096 numbers in a row."""
-    config = config_of("Llama-2-7b-hf", n_layer=32, n_embd=4096, n_head=32, n_query_groups=32, head_size=128, intermediate_size=11008)
+    config = config_of(
+        "Llama-2-7b-hf", n_layer=32, n_embd=4096, n_head=32, n_query_groups=32, head_size=128, intermediate_size=11008
+    )
     for method, expected in (
         ("lora", 4_194_304),
         ("deep-prompt", 31 * 16 * 4096),

@@ -25,6 +25,7 @@ import hashlib
 import json
 import logging
 import queue
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -431,6 +432,7 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
             _say_rate(training, time.perf_counter() - begin)
             known = weights_hash(model.weights.sources[0])
             path = tuned.write(out, str(config["name"]), known)
+            shutil.rmtree(out / WORK, ignore_errors=True)
         if asked.method == LORA and not labels:
             options = replace(options, adapter=(f"learned={out}",))
             with _tuning_run(nodes, options, length, cancel) as run:
@@ -525,14 +527,14 @@ def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
     length = tuned.kind.length + max(len(one.ids) for one in examples)
     with _nodes(options, cancel) as nodes, _tuning_run(nodes, options, length, cancel) as run:
         through = TunedModel(run, tuned, model.head())
-        for one in examples:
+        for i in range(0, len(examples), options.tuning.batch_size):
             with torch.no_grad():
-                logits = through.classes(through([one], through.learned()), tuned.named[SCORE])
-            parts = torch.softmax(logits[0].double(), 0)
-            best = int(parts.argmax())
-            print(
-                json.dumps({"label": tuned.kind.labels[best], "probability": round(float(parts[best]), 4)}), flush=True
-            )
+                rows = through(examples[i : i + options.tuning.batch_size], through.learned())
+                logits = through.classes(rows, tuned.named[SCORE])
+            for parts in torch.softmax(logits.double(), 1):
+                best = int(parts.argmax())
+                told = {"label": tuned.kind.labels[best], "probability": round(float(parts[best]), 4)}
+                print(json.dumps(told), flush=True)
     return 0
 
 

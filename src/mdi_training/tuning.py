@@ -25,6 +25,7 @@ from mdi_training.frozen_head import Sum
 
 STATE_FILE, LOSSES_FILE = "state.safetensors", "losses.csv"
 WARMUP_SHARE = 0.05  # of all steps
+SAVE_S = 60.0  # from one state that is written to the next, in a long pass
 CLIP = 1.0  # largest norm of the gradient
 
 
@@ -156,7 +157,7 @@ def train(
     training: Tuning, folder: Path, losses: Path, is_stopped: Callable[[], bool], say: Callable[[str], None],
     first_s: float = 0.0,
 ) -> bool:  # fmt: skip
-    """All steps that are left; the state is saved after each pass, and when it is stopped.
+    """All steps that are left; the state is saved after each pass and each minute, and when it is stopped.
 
     Args:
         folder: for the state.
@@ -171,14 +172,16 @@ def train(
         MdiError: the loss is no number any more, or a file cannot be written.
     """
     begin, total, count = time.perf_counter(), 0.0, 0
+    saved_s = begin
     kept = _lines(losses, training.n_steps)
     while training.n_steps < training.n_all:
         loss = training.step()
         total, count = total + loss, count + 1
         kept.append([training.n_steps, repr(loss)])
         is_over, is_full = is_stopped(), training.n_steps % training.steps_per_epoch == 0
-        if is_over or is_full:
+        if is_over or is_full or time.perf_counter() > saved_s + SAVE_S:
             training.save(folder)
+            saved_s = time.perf_counter()
             _write_lines(losses, kept)
         if is_full:
             epoch, now = training.n_steps // training.steps_per_epoch, time.perf_counter()

@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant("rows of a text begin in its prompt", "TunedModel.__call__", "len(before)", "0", STEP),
     Mutant(
         "a node takes tensors of other blocks",
-        "read_header",
+        "read_shapes",
         "not start <= block < stop",
         "False",
         f"{THROUGH}::test_a_node_takes_no_other_tensors_than_its_blocks_have",

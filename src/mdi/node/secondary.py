@@ -68,7 +68,7 @@ from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
-from mdi.stages.trained_tensors import joined_bytes, read_header
+from mdi.stages.trained_tensors import joined_bytes, read_shapes
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
@@ -423,7 +423,7 @@ class SecondaryNode:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
         blocks = blocks_of_stage(stage, sign)
         x, *gradients = _floats(read, n_rows).reshape(-1, *shape)
-        header = read_header(_bytes_of(read, request.header_bytes), worker.request.config, start, stop)
+        header = read_shapes(_bytes_of(read, request.header_bytes), worker.request.config, start, stop)
         if n_bytes != n_rows + request.header_bytes + 4 * sum(map(math.prod, header.values())):
             raise ControlError(f"{n_bytes} bytes are not these rows and tensors", 400)
         trained = {name: _floats(read, 4 * math.prod(own)).reshape(own) for name, own in header.items()}

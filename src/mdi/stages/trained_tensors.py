@@ -68,7 +68,7 @@ def header_of(trained: Trained) -> bytes:
     return json.dumps({name: tensor.shape for name, tensor in trained.items()}).encode() if trained else b""
 
 
-def read_header(data: bytes | bytearray, config: Mapping[str, Any], start: int, stop: int) -> Shapes:
+def read_shapes(data: bytes | bytearray, config: Mapping[str, Any], start: int, stop: int) -> Shapes:
     """Names and shapes of tensors for these blocks. Raises ControlError (400) if such blocks cannot have them."""
 
     def refused(message: str) -> ControlError:
