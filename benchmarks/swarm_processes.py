@@ -36,7 +36,6 @@ from mdi.node.local import free_ports  # noqa: E402
 
 CKPT = ROOT / "assets" / "nano-llama"
 NAME = "churned"
-N_WHOLE = 3
 PROMPTS = ("Once upon a time", "The little dog", "In the morning")
 N_TEXTS = 4  # of a run, at the same time
 FLAGS = ("--temperature", "0", "--json", "--no-journal", "--threads", "1")
@@ -50,6 +49,7 @@ class Churn:
         folder: for caches, logs and the key.
         n_nodes: that there shall be; each holds `most_blocks` at most.
         n_tokens: of each text.
+        n_whole: of the first nodes, how many have the model on their disks.
 
     Attributes:
         counts: what has happened, by name.
@@ -57,10 +57,18 @@ class Churn:
     """
 
     def __init__(
-        self, folder: Path, n_nodes: int, seed: int, most_blocks: int, n_tokens: int, ckpt: Path = CKPT
+        self,
+        folder: Path,
+        n_nodes: int,
+        seed: int,
+        most_blocks: int,
+        n_tokens: int,
+        ckpt: Path = CKPT,
+        n_whole: int = 3,
     ) -> None:
         self.folder, self.n_nodes, self.rng = folder, n_nodes, random.Random(seed)
         self.most_blocks, self.n_tokens, self.ckpt = most_blocks, n_tokens, folder / NAME
+        self.n_whole = n_whole
         shutil.copytree(ckpt, self.ckpt)
         config = self.ckpt / "model_config.yaml"
         config.write_text(
@@ -91,7 +99,7 @@ class Churn:
         port, ring_port = free_ports(2)
         peers = [flag for one in self._living(3) for flag in ("--peer", f"127.0.0.1:{one}")]
         self._n_started += 1
-        is_whole = self._n_started <= N_WHOLE or self._n_started % 3 == 0
+        is_whole = self._n_started <= self.n_whole or self._n_started % 3 == 0
         cache = "cache" if is_whole else f"cache{self._n_started}"  # of the others, each has its own
         words = (
             "join", "--key", self.key, "--model", self.ckpt if is_whole else NAME, "--addr", "127.0.0.1", "--port", port,
@@ -204,7 +212,9 @@ class Churn:
         """What has happened."""
         wanted = self.reference()
         first = self.start_node()
-        time.sleep(3.0)
+        end = time.monotonic() + RUN_S
+        while b"holds blocks" not in (self.folder / "node1.log").read_bytes() and time.monotonic() < end:
+            time.sleep(0.2)  # it measures the machine for all that share its cache
         for _ in range(self.n_nodes - 1):
             self.start_node()
         assert first in self.nodes

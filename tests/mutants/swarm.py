@@ -90,7 +90,7 @@ MUTANTS = [
         "choose_chain",
         "found = _even(path, by_name)",
         "found = path",
-        f"{CHAIN}::test_chains_come_near_the_best_of_all",
+        f"{CHAIN}::test_blocks_that_two_nodes_hold_are_shared_evenly",
     ),
     Mutant(
         "an announcement that is repeated becomes younger",
@@ -139,6 +139,6 @@ MUTANTS = [
         "Swarm.choose",
         "if (one.weights, one.form) == (weights, form)",
         "if one.weights == weights",
-        f"{RUNS}::test_blocks_that_nobody_holds_are_named",
+        f"{RUNS}::test_a_ring_has_one_format",
     ),
 ]

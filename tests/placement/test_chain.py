@@ -65,3 +65,8 @@ def test_a_slow_node_or_a_long_way_is_left_out() -> None:
     near, slow, far = Holder("near", 0, 4, 1.0, 0.1), Holder("slow", 0, 4, 9.0, 0.1), Holder("far", 0, 4, 1.0, 90.0)
     chain = choose_chain([slow, far, near], 4)
     assert chain is not None and [part.name for part in chain] == ["near"]
+
+
+def test_blocks_that_two_nodes_hold_are_shared_evenly() -> None:
+    slow, first, second = Holder("slow", 0, 6, 10.0), Holder("first", 0, 4, 1.0), Holder("second", 2, 6, 1.0)
+    assert choose_chain([slow, first, second], 6) == (Part("first", 0, 3), Part("second", 3, 6))

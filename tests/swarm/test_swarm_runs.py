@@ -174,5 +174,11 @@ def test_blocks_that_nobody_holds_are_named(tmp_path: Path, checkpoint: Path) ->
         until(lambda: held_by(member) is not None)
         with pytest.raises(PlacementError, match="block 2 and 2 others"), opened(node, checkpoint, wait_s=0.5):
             pass
+
+
+def test_a_ring_has_one_format(tmp_path: Path, checkpoint: Path) -> None:
+    """All blocks are there, in another one than is wanted."""
+    with swarm_member(0, tmp_path, checkpoint, most_blocks=N_LAYER) as (node, member):
+        until(lambda: held_by(member) is not None)
         with pytest.raises(PlacementError, match="--quantize"), opened(node, checkpoint, wait_s=0.5, quantize="int8"):
             pass
