@@ -520,7 +520,7 @@ class Scheduler:
         n_slices = min(self._share(), len(self._ready))
         slices: list[PlannedSlice] = []
         cohort: tuple[Sequence, ...] = ()
-        is_guessed = self.guesser is not None and not self._is_full
+        is_guessed = self.guesser is not None
         n_rows = 0
         while self._ready and (
             (len(slices) < n_slices and n_rows < self.decode_rows) or (cohort and self._ready[0].cohort is cohort)
@@ -528,7 +528,10 @@ class Scheduler:
             sequence = self._ready.popleft()  # a cohort stays together: it needs all of its rows to go on
             cohort = sequence.cohort
             n_known = sequence.n_to_send
-            guesses = self._guesses(sequence, n_known) if is_guessed else []
+            guesses = []
+            if is_guessed and len(sequence.ids) > sequence.n_quiet:  # of most texts no source has guesses
+                is_guessed = not self._is_full
+                guesses = self._guesses(sequence, n_known) if is_guessed else []
             part = self._with_guesses(sequence, n_known, guesses) if guesses else next_slice(sequence, n_known)
             slices.append(part)
             n_rows += part.n_rows

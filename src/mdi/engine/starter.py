@@ -147,6 +147,7 @@ class StarterEngine:
         self._inbox = Inbox()
         self._live: dict[int, Request] = {}
         self._cohorts: dict[int, Cohort] = {}  # by each of their texts
+        self._n_constrained = 0  # texts that came with a constraint
         self._complete: list[Cohort] = []  # have all logits of this step
         self._ids = itertools.count()
         self.adapters: Mapping[str, str] = {}
@@ -423,7 +424,7 @@ class StarterEngine:
         if frame is not None:
             tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
             self._tell(self.scheduler.update(frame.number, tokens))
-            if self.scheduler.guesser is not None:
+            if self._n_constrained and self.scheduler.guesser is not None:
                 self._take_certain(tokens)
             while self._complete:
                 self._choose(self._complete.pop())
@@ -651,6 +652,7 @@ class StarterEngine:
     def _take(self, requests: list[Request], cohort: Cohort | None) -> None:
         for request in requests:
             self._live[request.seq_id] = request
+            self._n_constrained += request.constraint is not None
             if cohort is not None:
                 self._cohorts[request.seq_id] = cohort
             elif self._speculation is not None and request.sequence.is_guessed:
