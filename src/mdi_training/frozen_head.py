@@ -51,9 +51,9 @@ class FrozenHead:
             bias = weight @ shift + (0 if bias is None else bias)
         if self._has_norm and gain is not None:
             gain = gain + (1.0 if self._is_rms and "Gemma" in config["name"] else 0.0)
-            weight = weight * gain
+            weight *= gain
         if self._has_norm and not self._is_rms:  # such a norm takes the mean of a row away
-            weight = weight - weight.mean(dim=1, keepdim=True)
+            weight -= weight.mean(dim=1, keepdim=True)
         self.weight, self.bias = weight, bias
         self._gain, self._shift = gain, shift  # of the norm
 

@@ -18,7 +18,7 @@ MUTANTS = [
         "adapter[m] = r ? adapter_of(frame_.slices[s]) : 0", BITS,
     ),
     Mutant(
-        "A is not multiplied by the gains that are in rounded weights", "low_rank", "a * (gain + _offset(config))", "a",
+        "A is not multiplied by the gains that are in rounded weights", "low_rank", "a * factor", "a",
         f"{OWN}::test_an_adapter_adds_what_it_says_beside_every_format",
     ),
     Mutant(
