@@ -330,6 +330,7 @@ OPTIONAL = {
     "threads",
     "n_sequences",
     "silence_s",
+    "refused_s",
 }
 
 
@@ -365,6 +366,9 @@ FIELDS_OF_VERSION = {
 }
 FIELDS_OF_VERSION[7] = FIELDS_OF_VERSION[6]  # what is new are an extension and the ring of /stop
 FIELDS_OF_VERSION[8] = FIELDS_OF_VERSION[7]  # parts and measurements are messages on the ring port
+FIELDS_OF_VERSION[9] = (
+    " ".join(sorted([*FIELDS_OF_VERSION[8][0].split(), "is_hot", "refused_s"])), FIELDS_OF_VERSION[8][1]
+)  # fmt: skip
 
 
 def test_other_fields_are_another_version() -> None:
@@ -420,6 +424,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
             "compile",
             "exclusive",
             "hand_over",
+            "is_hot",
             "keep_caches",
             "extensions",
             "placement",

@@ -71,6 +71,9 @@ class World:
     def may_use(self, name: str) -> bool:
         return self.is_used
 
+    def with_spare(self, ring: Sequence[Stage], free: Sequence[str]) -> Form | None:
+        return None
+
     def roll(self, clients: Any, awaited: frozenset[str], timeout_s: float) -> Roll:
         names = [client.node.name for client in clients]
         return Roll(

@@ -10,7 +10,7 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.net.wire import SILENCE_S
+from mdi.net.wire import REFUSED_S, SILENCE_S
 from mdi.spec.decode import (
     Meta,
     Name,
@@ -32,7 +32,7 @@ from mdi.spec.options import Frames, Length, Requested, Silence
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 8
+CONTROL_VERSION = 9
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -97,6 +97,8 @@ class InitRequest(Requested):
         exclusive: no other run may be on the node.
         replay: the receiver's part in replays, see engine.worker; replay_bytes: for rows that it has sent.
         keep_caches: use the caches of the run's last ring, if they still exist.
+        is_hot: whether the next node has the same blocks, and this one could take its place, see engine.worker.
+        refused_s: see net.ring.Seat.
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
 
@@ -123,6 +125,8 @@ class InitRequest(Requested):
     replay: Annotated[str, one_of((COMPUTE, FILL, PASS))] = COMPUTE
     replay_bytes: Annotated[int, Meta(ge=0, le=1 << 45)] = 0
     hand_over: bool = False
+    is_hot: bool = False
+    refused_s: Annotated[float, Meta(ge=0, le=600)] = REFUSED_S
     layout_version: Annotated[int, Meta(ge=0, le=VERSION_LIMIT)] = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
     extensions: dict[str, Any] = field(default_factory=dict)

@@ -130,11 +130,11 @@ class Recorder:
         self.buffer = SpanBuffer(n_spans)
         self.texts = texts
 
-    def over(self, ring: TcpRing | LoopbackRing) -> RecordedRing:
-        """The ring as the node's loop is to see it."""
+    def over(self, ring: TcpRing | LoopbackRing, sends_first: bool = False) -> RecordedRing:
+        """The ring as the node's loop is to see it; see RecordedRing."""
         if isinstance(ring, TcpRing):
             ring.observe(self)
-        return RecordedRing(ring, self)
+        return RecordedRing(ring, self, sends_first)
 
     def add(self, activity: Activity, begin_ns: int, end_ns: int, frame: Frame) -> None:
         """Something was done with a frame's rows."""
@@ -173,11 +173,15 @@ class RecordedRing:
 
     From the return of `recv` to `send` is computing. The starter gives a frame back (`release`) before it sends another: until
     then it was the head, from then on its blocks.
+
+    Args:
+        sends_first: whether each frame is sent on before it is computed, as by a hot spare; then `release` ends computing.
     """
 
-    def __init__(self, ring: Ring, recorder: Recorder) -> None:
+    def __init__(self, ring: Ring, recorder: Recorder, sends_first: bool = False) -> None:
         self._ring = ring
         self._recorder = recorder
+        self._sends_first = sends_first
         self._mark: int | None = None  # since when there is something to do
         self._received: Frame | None = None  # not yet given back, and nothing sent
 
@@ -195,7 +199,7 @@ class RecordedRing:
 
     def send(self, frame: Frame) -> None:
         now = time.perf_counter_ns()
-        if self._mark is not None:
+        if self._mark is not None and not self._sends_first:
             self._recorder.add(Activity.BLOCKS, self._mark, now, frame)
         if self._recorder.texts is not None:
             self._recorder.buffer.add(Span(Activity.TEXTS, now, now, frame.number, *self._recorder.texts()))
@@ -219,6 +223,10 @@ class RecordedRing:
         return frame
 
     def release(self, frame: Frame) -> None:
+        if self._sends_first and self._mark is not None:
+            now = time.perf_counter_ns()
+            self._recorder.add(Activity.BLOCKS, self._mark, now, frame)
+            self._mark = now
         if frame is self._received and self._mark is not None:
             now = time.perf_counter_ns()
             self._recorder.add(Activity.HEAD, self._mark, now, frame)

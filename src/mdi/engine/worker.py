@@ -207,11 +207,13 @@ class SecondaryLoop:
         replay: this node's part in replays: COMPUTE those that have rows, and PASS them on with their rows, or FILL those that
             have none for the next node.
         tapped: the stage, if outputs of blocks are wanted; None: they are not.
+        is_hot: whether the next node has the same blocks, and gets the frames as they come: this one computes them as well, so
+            that it can take the other's place.
     """
 
     def __init__(
         self, stage: FrameStage, rows: FrameRows, ring: Ring, is_last: bool, wire: str = "auto", sent: SentRows | None = None,
-        replay: str = COMPUTE, tapped: TappedStage | None = None, received: SentRows | None = None,
+        replay: str = COMPUTE, tapped: TappedStage | None = None, received: SentRows | None = None, is_hot: bool = False,
     ) -> None:  # fmt: skip
         self._stage = stage
         self._tapped = TappedStage(stage, rows, (), 0, 0) if tapped is None else tapped
@@ -222,6 +224,7 @@ class SecondaryLoop:
         self._sent = SentRows(0) if sent is None or is_last else sent
         self._replay = replay
         self._received = SentRows(0) if received is None else received
+        self._is_hot = is_hot
         self.compute_s = 0.0
 
     def run(self) -> None:
@@ -250,8 +253,20 @@ class SecondaryLoop:
             self._pass_on(frame)
 
     def _pass_on(self, frame: Frame) -> None:
-        self._ring.send(self._compute(frame))
+        if (
+            self._is_hot
+        ):  # the next node computes at the same time; what this one keeps is what it would send in its place
+            self._ring.send(self._as_it_came(frame))
+            self._compute(frame)
+        else:
+            self._ring.send(self._compute(frame))
         self._ring.release(frame)
+
+    def _as_it_came(self, frame: Frame) -> Frame:
+        """The frame for the next node, which has the same blocks; rows of a replay only if that has lost its caches, too."""
+        if frame.is_replay and self._replay != PASS:
+            return _without_payload(frame)
+        return replace(frame, payload=bytes(frame.payload))  # the buffer is used again before the last byte has left
 
     def _compute(self, frame: Frame) -> Frame:
         """The frame with its rows after this stage."""
@@ -267,7 +282,7 @@ class SecondaryLoop:
         out = replace(frame, dtype=dtype, n_rows=len(x), n_cols=x.shape[1], payload=payload)
         self._sent.add(out)
         if frame.is_replay and self._replay != PASS:
-            out = replace(out, dtype="bytes", n_rows=0, n_cols=0, payload=b"")
+            out = _without_payload(out)
         self.compute_s += time.perf_counter() - begin
         return out
 
@@ -278,3 +293,7 @@ class SecondaryLoop:
             return frame
         dtype, n_cols, payload = self._sent.fill(frame.slices)
         return replace(frame, dtype=dtype, n_rows=frame.slices.n_rows, n_cols=n_cols, payload=payload)
+
+
+def _without_payload(frame: Frame) -> Frame:
+    return replace(frame, dtype="bytes", n_rows=0, n_cols=0, payload=b"")

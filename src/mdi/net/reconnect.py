@@ -24,9 +24,6 @@ from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, read_frame, send_
 
 CALL_S = 2.0  # of connecting, and of a challenge
 PAUSE_S = 0.1
-# Who is refused for so long gives up: nobody listens there any more, or the node has left the run. Before that, word of the
-# run's end may still be on its way round the ring.
-REFUSED_S = 0.7
 
 logger = logging.getLogger("mdi")
 
@@ -64,7 +61,7 @@ class Dialer:
             except _RefusedError as e:
                 why = str(e)
                 refused_since = begin if refused_since is None else refused_since
-                if time.monotonic() > refused_since + REFUSED_S:
+                if time.monotonic() > refused_since + self._seat.refused_s:
                     raise NotBackError(why) from None
             except (OSError, WireError, AccessError, CannotConnectError) as e:
                 why, refused_since = str(e), None

@@ -15,7 +15,7 @@ from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.hello import Fault, Hello
 from mdi.net.keys import KeyFile
 from mdi.net.link import STUCK, Channel, Link, LinkObserver, Reconnect
-from mdi.net.wire import SILENCE_S, Allocate, Frame, FrameCodec, FrameType, Limits
+from mdi.net.wire import REFUSED_S, SILENCE_S, Allocate, Frame, FrameCodec, FrameType, Limits
 
 FLUSH_S = 2.0
 
@@ -31,6 +31,7 @@ class Seat:
         process: a number that this node's process drew.
         keys: of the cluster; if there are some, all frames between its nodes are encrypted.
         silence_s: a neighbour that is silent for so long is lost.
+        refused_s: likewise the next node, if nothing listens on its port any more for so long.
     """
 
     epoch: int
@@ -43,6 +44,7 @@ class Seat:
     process: str = ""
     keys: KeyFile | None = field(default=None, repr=False)
     silence_s: float = SILENCE_S
+    refused_s: float = REFUSED_S
 
     @property
     def n_nodes(self) -> int:

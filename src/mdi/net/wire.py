@@ -47,6 +47,9 @@ from mdi.kernels.slices import Slice as Slice
 from mdi.net.keys import TAG_BYTES, SealedSession
 
 SILENCE_S = 6.0  # a neighbour that is silent for so long counts as dead, unless the run has another limit
+# Who is refused for so long gives up: nobody listens there any more, or the node has left the run. Before that, word of the
+# run's end may still be on its way round the ring.
+REFUSED_S = 0.7
 FRAME_ROWS = 1 << 13  # of one frame at most: prompt rows, and a row for each sequence that decodes
 
 

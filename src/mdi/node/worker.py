@@ -348,7 +348,7 @@ class RingWorker:
         assert stage is not None
         seat = Seat(
             int(request.epoch, 16), request.index, request.names, request.placement, request.next_addr,
-            request.next_port, request.wire_dtype, self._process, self._listener.keys, request.silence_s,
+            request.next_port, request.wire_dtype, self._process, self._listener.keys, request.silence_s, request.refused_s,
         )  # fmt: skip
         expectation = self._listener.expect(seat.epoch, seat.prev_hello)
         try:
@@ -387,12 +387,13 @@ class RingWorker:
     def _compute(self, stage: Backend, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
         is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # which needs only the rows for logits
         recorder = recorder_of(self.request.extensions)
-        recorded = ring if recorder is None else recorder.over(ring)
+        recorded = ring if recorder is None else recorder.over(ring, self.request.is_hot)
         seen = group.of_member(recorded)
         tapped = TappedStage(stage, stage.rows, self._taps, stage.start, stage.stop)
         loop = SecondaryLoop(
-            stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay, tapped, self.held.received
-        )
+            stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay, tapped, self.held.received,
+            self.request.is_hot,
+        )  # fmt: skip
         turn = Turn(loop, ring, self.held.spec.computing.threads, partial(getattr, stage, "n_finished"))
         if self.held.spec.window is not None:
             turn.read_bytes = lambda: stage.weight_use.read_bytes

@@ -291,6 +291,30 @@ def check_adapters(family: ModelFamily, weights: StarterWeights, options: Starte
         raise UsageError("--adapter: adapters cannot be shared out: use --parallel ring")
 
 
+def check_hot_spares(options: StarterOptions, cluster: ClusterConfig, is_swarm: bool) -> None:
+    """Raises UsageError for what hot spares cannot be used with."""
+    if not (wanted := options.hot_spare):
+        return
+    told = f"--hot-spare {','.join(wanted)}"
+    without = {
+        "--fixed": options.fixed, f"--parallel {options.parallel.mode}": options.parallel.mode != "ring",
+        "groups in the nodes file": cluster.n_stages < cluster.n_nodes, "--verify": bool(options.verify), "--swarm": is_swarm,
+    }  # fmt: skip
+    if found := [what for what, is_so in without.items() if is_so]:
+        raise UsageError(f"{told} cannot be used with {' and '.join(found)}", code="flags")
+    names = [node.name for node in cluster.secondaries]
+    unknown = [name for name in wanted if name not in ("auto", *names)]
+    if unknown or len(wanted) > len(names):
+        raise UsageError(
+            f"{told}: expected auto, or some of {', '.join(names) or 'the secondaries, but there are none'}"
+        )
+    if len(wanted) > len(cluster.spares):
+        raise UsageError(
+            f'{told} needs {len(wanted)} spares, but there are {len(cluster.spares)}: mark them with "spare": true in the '
+            "nodes file, or give --spares to local-ring"
+        )
+
+
 def measured_cluster(
     cluster: ClusterConfig, weights: StarterWeights, options: StarterOptions, computing: Computing, run: str,
     cancel: Cancel,

@@ -98,7 +98,7 @@ class MovingCut:
         if (present.round_s - best.round_s) * self.n_rounds() <= self.moving_s(holders, best.counts):
             return None
         edges = [0, *accumulate(best.counts)]
-        return Form(tuple(Stage(one.name, *edges[i : i + 2]) for i, one in enumerate(holders)), is_moved=True)
+        return Form(tuple(Stage(one.name, edges[i], edges[i + 1]) for i, one in enumerate(holders)), is_moved=True)
 
     def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
         """Seconds of a round of these nodes with `counts` blocks; without measurements, of a frame.

@@ -37,11 +37,12 @@ from mdi.kernels import library
 from mdi.net.handshake import close_starter_ring
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
+from mdi.net.wire import REFUSED_S
 from mdi.node.part_sending import Holders
 from mdi.node.runs import ahead_extension
 from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.run.identity import IN_KERNELS, numbers_of
-from mdi.run.policy import Form, Stage
+from mdi.run.policy import Form, Stage, computing
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import Requested, StarterOptions
@@ -55,6 +56,7 @@ from mdi.stages.window_budget import window_of
 from mdi.tensor.group import SharingOut
 from mdi.units import duration
 
+HOT_REFUSED_S = 0.1  # as net.ring.Seat.refused_s, where a hot spare makes a ring without the next node cheap
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.
@@ -151,13 +153,16 @@ class ReplayRoles:
         return ReplayPlan(self.is_by_starter, kept) if kept else None
 
 
-def replay_roles(names: Sequence[str], fresh: frozenset[str]) -> ReplayRoles | None:
-    """For a ring with the cut of the one before; None if the starter has lost its caches, or is alone.
+def replay_roles(names: Sequence[str], fresh: frozenset[str], hot: frozenset[str] = frozenset()) -> ReplayRoles | None:
+    """For a ring with the cut of the one before; None if the starter has lost its caches, or is alone, or rows are on no node.
 
     Args:
         names: of its nodes; `fresh` are those without caches.
+        hot: hot spares, which keep what their nodes send, not what these get.
     """
     if names[0] in fresh or len(names) < 2:
+        return None
+    if any(before in hot and before not in fresh for before, name in itertools.pairwise(names) if name in fresh):
         return None
     before = [names[k - 1] for k, name in enumerate(names) if name in fresh]
     roles = {name: PASS if name in fresh else FILL for name in before if name != names[0]}
@@ -167,10 +172,16 @@ def replay_roles(names: Sequence[str], fresh: frozenset[str]) -> ReplayRoles | N
 def _least(counts: Sequence[Counts]) -> dict[int, int]:
     """The common part of all of them."""
     common = set.intersection(*(set(one) for one in counts)) if counts else set()
-    return {seq_id: min(one[seq_id] for one in counts) for seq_id in common}
+    return {seq_id: n for seq_id in common if (n := min(one[seq_id] for one in counts))}
 
 
 # Rings
+
+
+def refused_s(stages: Sequence[Stage], index: int) -> float:
+    """See net.ring.Seat: of the node at place `index`, about the next one."""
+    is_cheap = stages[index].is_hot or stages[(index + 1) % len(stages)].is_hot
+    return HOT_REFUSED_S if is_cheap else REFUSED_S
 
 
 @dataclass
@@ -308,7 +319,7 @@ class Former:
         weights = copy.copy(basis.weights)  # the present ring is described with the other cut
         cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
         if basis.sharing is None:
-            weights.cut_anew(plan.counts)
+            weights.take_blocks(plan.spans)
         else:
             processes = self._ask_processes(
                 [ControlClient(n, cluster.keys) for n in cluster.secondaries], REACH_S, cancel
@@ -320,13 +331,9 @@ class Former:
         self._n_rings += 1
         work = Preparation(
             replace(basis, weights=weights), cluster, clients, self.held, self._n_rings, REACH_S, frozenset(ring.processes),
-            self._holders(outside), None, frozenset(zip(ring.stages, self._shares(ring.stages), strict=True)),
+            self._holders(outside), None, plan.hot, frozenset(zip(ring.stages, self._shares(ring.stages), strict=True)),
         )  # fmt: skip
-        pairs = zip(cluster.nodes, weights.blocks, strict=True)
-        stages = tuple(
-            Stage(node.name, start, stop) for node, (start, stop) in pairs
-        )  # groups have an order of their own
-        return LoadAhead(replace(plan, stages=stages), work, cancel.child(timeout_s), put)
+        return LoadAhead(replace(plan, stages=work.stages), work, cancel.child(timeout_s), put)
 
     def beside(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> RingBeside:
         """From any thread, while no ring is formed: have another node compute blocks of the model. Raises MdiError."""
@@ -356,14 +363,14 @@ class Former:
         """Get all nodes ready. Raises as `form`."""
         basis = self.basis
         cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
-        if not self.is_shared and plan.counts != tuple(stop - start for start, stop in basis.weights.blocks):
-            basis.weights.cut_anew(plan.counts)
+        if not self.is_shared and plan.spans != basis.weights.blocks:
+            basis.weights.take_blocks(plan.spans)
         outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
         fresh = plan.fresh
         while rows and not plan.is_moved and self._has_caches and not self.is_shared:
-            if (roles := replay_roles(plan.names, fresh)) is None:
+            if (roles := replay_roles(plan.names, fresh, plan.hot)) is None:
                 break
-            ring = self._prepare(cluster, cancel, roles.by_name, outside)
+            ring = self._prepare(cluster, cancel, roles.by_name, outside, plan.hot)
             lacking = frozenset(plan.names[1:]) - ring.sent_rows.keys() - fresh
             if not lacking:
                 ring.replay = roles.plan(rows, ring.sent_rows)
@@ -373,7 +380,7 @@ class Former:
                 return ring
             fresh |= lacking  # they were too long without a ring, or failed, and have freed their caches
         self._has_caches = False  # if this ring is not closed, the next one cannot use them
-        ring = self._prepare(cluster, cancel, None, outside)
+        ring = self._prepare(cluster, cancel, None, outside, plan.hot)
         ring.has_fresh = bool(fresh)
         return ring
 
@@ -385,7 +392,7 @@ class Former:
         number = basis.run + ring.number
         seat = Seat(
             number, 0, names, ring.placement, following.addr, following.port_in, basis.options.wire_dtype,
-            basis.process, cluster.keys, basis.options.silence_s,
+            basis.process, cluster.keys, basis.options.silence_s, refused_s(ring.stages, 0),
         )  # fmt: skip
         group = basis.weights.group_of(0)
         ring.part = GroupPart(
@@ -414,16 +421,15 @@ class Former:
 
     def _linked(self, ring: Ring, seat: Seat, cancel: Cancel) -> Link:
         basis, cluster = self.basis, ring.cluster
-        n_frames = ring.n_frames = basis.options.n_frames or cluster.n_nodes
-        if n_frames != cluster.n_nodes:
+        n_nodes = len(computing(ring.stages))
+        n_frames = ring.n_frames = basis.options.n_frames or n_nodes
+        if n_frames != n_nodes:
             logger.info(
-                "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)",
-                n_frames,
-                cluster.n_nodes,
+                "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)", n_frames, n_nodes
             )
         if basis.listener is None or not cluster.secondaries:  # none there, or all left out
             return LoopbackRing(n_frames, seat.epoch)
-        n_places = basis.options.n_places(n_frames, cluster.n_nodes)
+        n_places = basis.options.n_places(n_frames, n_nodes)
         limits, allocate = (
             ring_limits(basis.family.widest_row(basis.config), len(basis.taps)),
             receive_buffers(basis.computing.device),
@@ -443,12 +449,14 @@ class Former:
         cancel: Cancel,
         replays: Mapping[str, str] | None,
         outside: Sequence[ControlClient],
+        hot: frozenset[str],
     ) -> Ring:
         """A ring whose nodes are ready, with the cut that the weights have.
 
         Args:
             replays: where nodes are to keep the caches of the ring before: by name, what they do with replays.
             outside: nodes that are not in the ring, and are there: they may have parts.
+            hot: names of the hot spares.
         """
         basis, is_first = self.basis, not self._n_rings
         wait_s = basis.options.wait_s if is_first and not basis.is_held else REACH_S
@@ -460,7 +468,16 @@ class Former:
             basis.weights.take_blocks(blocks, groups)
             self.clients = [ControlClient(node, cluster.keys) for node in self.cluster.secondaries]
         work = Preparation(
-            basis, self.cluster, self.clients, self.held, self._n_rings, wait_s, known, self._holders(outside), replays
+            basis,
+            self.cluster,
+            self.clients,
+            self.held,
+            self._n_rings,
+            wait_s,
+            known,
+            self._holders(outside),
+            replays,
+            hot,
         )
         try:
             memory = work.run(cancel)
@@ -475,10 +492,8 @@ class Former:
         self._arithmetic.update(work.arithmetic)
         for name, parts in work.parts.items():
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
-        pairs = zip(self.cluster.nodes, basis.weights.blocks, strict=True)
-        stages = tuple(Stage(node.name, start, stop) for node, (start, stop) in pairs)
         return Ring(
-            self._n_rings, self.cluster, self.clients, stages, work.stage, memory, work.processes, work.ring_ports,
+            self._n_rings, self.cluster, self.clients, work.stages, work.stage, memory, work.processes, work.ring_ports,
             work.placement, work.sent_rows,
         )  # fmt: skip
 
@@ -599,7 +614,7 @@ class Preparation:
         wait_s: how long a node is waited for that does not answer.
         known: secondaries of the ring before.
         holders: nodes that may have parts already.
-        replays: as for `Former._prepare`.
+        replays, hot: as for `Former._prepare`.
         kept: stages that the present ring also has, with the nodes' shares of them, if it goes on meanwhile; None if there is
             none, or it ends first.
 
@@ -623,6 +638,7 @@ class Preparation:
     known: frozenset[str]
     holders: Holders
     replays: Mapping[str, str] | None
+    hot: frozenset[str] = frozenset()
     kept: frozenset[tuple[Stage, Any]] | None = None
     next: HeldStage | None = None
     parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
@@ -692,6 +708,12 @@ class Preparation:
         return self.held.stage
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The nodes with their blocks; groups have an order of their own."""
+        pairs = zip(self.cluster.nodes, self.basis.weights.blocks, strict=True)
+        return tuple(Stage(node.name, start, stop, node.name in self.hot) for node, (start, stop) in pairs)
+
+    @property
     def _supply(self) -> StarterSupply:
         basis = self.basis
         return StarterSupply(self.cluster.starter.name, basis.weights, basis.family, basis.options)
@@ -746,7 +768,8 @@ class Preparation:
         """The task of node `index` of the ring."""
         basis, nodes = self.basis, self.cluster.nodes
         weights, options = basis.weights, basis.options
-        node, following = nodes[index], nodes[(index + 1) % len(nodes)]
+        node, following, stages = nodes[index], nodes[(index + 1) % len(nodes)], self.stages
+        n_nodes = len(computing(stages))
         port_in = following.port_in
         if index == len(nodes) - 1:
             assert basis.listener is not None
@@ -772,8 +795,10 @@ class Preparation:
             max_length=basis.max_length,
             n_sequences=basis.n_sequences,
             stored_format=weights.stored_format,
-            n_frames=options.n_places(options.n_frames or len(nodes), len(nodes)),
+            n_frames=options.n_places(options.n_frames or n_nodes, n_nodes),
             silence_s=options.silence_s,
+            is_hot=stages[index].is_hot,
+            refused_s=refused_s(stages, index),
             hand_over=not options.fixed,
             keep_caches=self.replays is not None,
             replay=(self.replays or {}).get(node.name, COMPUTE),

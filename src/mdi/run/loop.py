@@ -44,9 +44,10 @@ from mdi.run.policy import (
     NotFormed,
     Policy,
     Stage,
+    computing,
     present_holders,
 )
-from mdi.run.report import MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
+from mdi.run.report import HOT_SPARE, MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
 from mdi.run.verify import Untrue
 from mdi.spec.cluster import NodeConfig
 
@@ -83,6 +84,9 @@ class Nodes(Protocol):
     def may_use(self, name: str) -> bool:
         """Whether a node has waited long enough since it was lost."""
 
+    def with_spare(self, ring: Sequence[Stage], free: Sequence[str]) -> Form | None:
+        """See Policy."""
+
 
 class Joins:
     """Nodes outside of a ring that it would be faster with. Not for several threads.
@@ -108,7 +112,7 @@ class Joins:
         self._measuring: dict[str, FanOut[NodeProfile]] = {}
 
     def best(self, ring: Sequence[Stage], processes: Mapping[str, str]) -> Form | None:
-        """The best ring with one more present node, if it gains enough.
+        """The ring with a hot spare that it lacks, else the best one with one more present node, if it gains enough.
 
         Args:
             processes: of the ring's secondaries.
@@ -117,9 +121,12 @@ class Joins:
         outside = [client for name, client in self._nodes.clients.items() if name not in used]
         answers = self._ask(outside, frozenset(), GRACE_S).answers if outside else {}
         answers |= self._admit({*processes.values(), *(answer.process for answer in answers.values())})
-        for name, answer in answers.items():
-            is_wanted = answer.is_free and name not in self._spares and self._nodes.may_use(name)
-            if is_wanted and self._is_known(name) and (found := better_with(ring, name, self._cut)) is not None:
+        free = [name for name, answer in answers.items() if answer.is_free and self._nodes.may_use(name)]
+        if (found := self._nodes.with_spare(ring, free)) is not None:
+            return replace(found, outside=frozenset(answers) - found.fresh)
+        for name in free:
+            is_wanted = name not in self._spares and self._is_known(name)
+            if is_wanted and (found := better_with(computing(ring), name, self._cut)) is not None:
                 return replace(found, outside=frozenset(answers) - {name})
         return None
 
@@ -189,7 +196,9 @@ class SlowLinks:
             if (way_s := found.get(source)) is not None:
                 self._ways[source, target] = way_s, now
         self._ways = {pair: one for pair, one in self._ways.items() if now - one[1] < FORGET_S}
-        return self._cut.in_another_order(ring.stages, {pair: way_s for pair, (way_s, _) in self._ways.items()})
+        return self._cut.in_another_order(
+            computing(ring.stages), {pair: way_s for pair, (way_s, _) in self._ways.items()}
+        )
 
     def _asked(self, client: ControlClient) -> float | None:
         measured = client.status(self._run, ASK_S).get("measured")
@@ -366,6 +375,9 @@ class RingLoop:
     def may_use(self, name: str) -> bool:
         return self.policy.may_use(name, self._clock())
 
+    def with_spare(self, ring: Sequence[Stage], free: Sequence[str]) -> Form | None:
+        return self.policy.with_spare(ring, free)
+
     @property
     def recoveries(self) -> list[Recovery]:
         return self._records.so_far(None if self.engine is None else self.engine.first_token_s)
@@ -445,7 +457,8 @@ class RingLoop:
             decision = self.policy.next(event, self._clock()) if self._ahead is None else None
             if not isinstance(decision, Form):
                 return None
-            logger.info("blocks are loaded for a faster ring, with %s", ", ".join(decision.names))
+            what = "a hot spare" if decision.fresh else "a faster ring"
+            logger.info("blocks are loaded for %s, with %s", what, ", ".join(decision.names))
             return self._load_ahead(decision, decision)
         if event.ring != ring.number or event.node not in ring.processes:
             return None
@@ -509,7 +522,9 @@ class RingLoop:
             self._records.end(engine.first_token_s)
         if isinstance(cause, Form):
             joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
-            if joining:
+            if hot := sorted(joining & cause.hot):
+                logger.info("hot spare: %s computes beside the node after it", ", ".join(hot))
+            elif joining:
                 logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
             else:
                 logger.info("a link has become slower; the ring is now %s", " -> ".join(cause.names))
@@ -544,7 +559,9 @@ class RingLoop:
         if plan.isolated:
             engine.isolate(plan.isolated)
         is_from_tokens = engine.is_isolating or self._is_untrue
-        ring = self._former.form(plan, cancel, None if is_from_tokens else engine.sent.counts)
+        # Where all nodes have their caches, texts whose rows are not kept go on as well.
+        rows = engine.sent.counts if plan.fresh else {**dict.fromkeys(engine.n_known, 0), **engine.sent.counts}
+        ring = self._former.form(plan, cancel, None if is_from_tokens else rows)
         self._is_untrue = False
         engine.stage, engine.memory = ring.stage.at_starter, ring.memory
         engine.kept = None if ring.replay is None else ring.replay.kept
@@ -555,6 +572,7 @@ class RingLoop:
 
     def _note(self, ring: Ring, last_s: float) -> None:
         """Report what became of the lost nodes."""
+        hot = {stage.name for stage in self.policy.ring if stage.is_hot}
         lost, seconds = self.policy.formed(ring.stages, ring.processes, self._clock())
         known: Mapping[int, int] = {} if self.engine is None or ring.is_exact else self.engine.n_known
         differs = dict(known)
@@ -565,7 +583,9 @@ class RingLoop:
             logger.warning("warning: %s", MAY_DIFFER)
         for name, stage in lost.items():
             by = present_holders(stage, ring.stages)
-            self._records.replace(name, by, TOKENS if ring.replay is None else REPLAY, differs)
+            is_by_hot = not ring.has_fresh and (name in hot or bool(by) and hot.issuperset(by))
+            how = HOT_SPARE if is_by_hot else REPLAY
+            self._records.replace(name, by, TOKENS if ring.replay is None else how, differs)
             logger.info("%s's blocks are now on %s", name, ", ".join(by))
         if seconds is not None:
             logger.info("ring restored after %.1f s", seconds)

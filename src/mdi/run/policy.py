@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mdi.control.messages import COMPILING
@@ -31,11 +31,17 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class Stage:
-    """A node of a ring with its blocks, half-open; (0, 0) for one that has none yet."""
+    """A node of a ring with its blocks, half-open; (0, 0) for one that has none yet.
+
+    Attributes:
+        is_hot: whether it is a hot spare: the next node has the same blocks, and gets the frames as they come to this one,
+            which computes them as well.
+    """
 
     name: str
     start: int
     stop: int
+    is_hot: bool = field(default=False, compare=False)  # the order says it, too
 
 
 # A cut over these nodes, given what each of them has in memory, and how many blocks some of them can hold at most; None if the
@@ -79,7 +85,17 @@ class Form:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        return tuple(stage.stop - stage.start for stage in self.stages)
+        return tuple(stage.stop - stage.start for stage in computing(self.stages))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The blocks of each node."""
+        return [(stage.start, stage.stop) for stage in self.stages]
+
+    @property
+    def hot(self) -> frozenset[str]:
+        """Names of the hot spares."""
+        return frozenset(stage.name for stage in self.stages if stage.is_hot)
 
 
 @dataclass(frozen=True)
@@ -207,6 +223,67 @@ def in_place(ring: Sequence[Stage], present: frozenset[str], spares: Sequence[st
     return Form(tuple(stages), is_moved=False)
 
 
+def computing(ring: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The nodes whose rows go round: all but the hot spares."""
+    return tuple(stage for stage in ring if not stage.is_hot)
+
+
+def taken_over(ring: Sequence[Stage], lost: Callable[[str], bool]) -> tuple[Stage, ...]:
+    """The nodes that compute, where hot spares take the places of those that they stand before.
+
+    Args:
+        lost: whether a node, by its name, is not there, or has no caches.
+    """
+    found, spare = [], None
+    for stage in ring:
+        if stage.is_hot:
+            spare = None if lost(stage.name) else stage
+            continue
+        found.append(replace(spare, is_hot=False) if spare is not None and lost(stage.name) else stage)
+        spare = None
+    return tuple(found)
+
+
+def with_hot_spares(
+    stages: Sequence[Stage], wanted: Sequence[str], spares: Sequence[str], before: Sequence[Stage] = (), may_load: bool = True
+) -> tuple[Stage, ...]:  # fmt: skip
+    """A ring with a hot spare before each node that is to have one, as far as there are spares.
+
+    Args:
+        stages: without hot spares, starter first.
+        wanted: nodes that are to have one. In the place of a name that is not in the ring, as "auto" or that of a lost node,
+            one of the others is taken, those with the most blocks first: they take the longest to be restored.
+        spares: nodes that may be hot spares, best first.
+        before: stages of the ring before.
+        may_load: whether a spare may get other blocks than it had there.
+    """
+    names = {stage.name for stage in stages}
+    free = [name for name in spares if name not in names]
+    had = {stage.name: stage for stage in before}
+    guarded: dict[str, str] = {}
+    for target in _targets(stages, wanted):
+        ready = [
+            name for name in free if (one := had.get(name)) and (one.start, one.stop) == (target.start, target.stop)
+        ]
+        if found := ready or (free if may_load else []):
+            guarded[target.name] = found[0]
+            free.remove(found[0])
+    ring: list[Stage] = []
+    for stage in stages:
+        if (name := guarded.get(stage.name)) is not None:
+            ring.append(Stage(name, stage.start, stage.stop, is_hot=True))
+        ring.append(stage)
+    return tuple(ring)
+
+
+def _targets(stages: Sequence[Stage], wanted: Sequence[str]) -> list[Stage]:
+    """As many secondaries as are wanted: those that are named, and then the largest."""
+    secondaries = stages[1:]
+    named = [stage for stage in secondaries if stage.name in wanted]
+    others = sorted((stage for stage in secondaries if stage not in named), key=lambda stage: stage.start - stage.stop)
+    return [*named, *others][: len(wanted)]
+
+
 def with_the_rest(
     ring: Sequence[Stage], present: frozenset[str], spares: Sequence[str], most: Mapping[str, int], cut: Cut
 ) -> Form | None:
@@ -237,7 +314,7 @@ def present_holders(lost: Stage, stages: Sequence[Stage]) -> tuple[str, ...]:
     """Names of the nodes that have the blocks of a lost one now."""
     if lost.start == lost.stop:
         return ()
-    return tuple(s.name for s in stages if max(s.start, lost.start) < min(s.stop, lost.stop))
+    return tuple(s.name for s in computing(stages) if max(s.start, lost.start) < min(s.stop, lost.stop))
 
 
 # Memory of losses
@@ -329,7 +406,7 @@ class Search:
         answering: nodes that answered when they were asked last.
         suspected: nodes that were reported lost.
         unfit: nodes that said they cannot take part.
-        gone: nodes whose processes have ended.
+        gone: nodes whose processes have ended; absent: nodes of the ring that cannot take part, when they were asked last.
         is_judged: whether texts were suspected for it.
         failed, left: nodes that reported their failure, and those of them that are to end.
         most: blocks that nodes have said they can hold at most.
@@ -349,6 +426,7 @@ class Search:
     suspected: set[str] = field(default_factory=set)
     unfit: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
+    absent: frozenset[str] = frozenset()
     is_judged: bool = False
     failed: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
@@ -375,6 +453,7 @@ class Policy:
         is_fixed: no ring replaces another one.
         is_measured: whether all nodes have measured themselves, and were there then.
         held: finds rings of nodes that hold their blocks for all runs; None: nodes get their blocks from this run.
+        hot: nodes that are to have a hot spare, see `with_hot_spares`; `ring` has these already.
 
     Attributes:
         ring: the stages of the ring that was formed last.
@@ -386,9 +465,11 @@ class Policy:
 
     def __init__(
         self, ring: Sequence[Stage], spares: Sequence[str], cut: Cut, silence_s: float, is_fixed: bool = False,
-        is_measured: bool = False, held: Held | None = None,
+        is_measured: bool = False, held: Held | None = None, hot: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.ring = tuple(ring)
+        self._hot = tuple(hot)
+        self._first = frozenset(stage.name for stage in ring)
         self.processes: dict[str, str] = {}
         self.trouble = self.last_loss = self._told = ""
         self.refused: Form | None = None
@@ -408,8 +489,12 @@ class Policy:
         if event is None:
             return Form(self.ring, is_moved=False)
         if isinstance(event, Better):
-            is_wanted = self._search is None and event.ring == self.ring and event.form != self.refused
-            return event.form if is_wanted else Wait(float("inf"))
+            form = event.form
+            if not form.hot:
+                present = [stage.name for stage in self.ring if stage.is_hot]
+                form = replace(form, stages=with_hot_spares(form.stages, self._hot, present, self.ring))
+            is_wanted = self._search is None and event.ring == self.ring and form != self.refused
+            return form if is_wanted else Wait(float("inf"))
         if isinstance(event, Answered):
             return self._find(event.roll, now)
         if self._is_fixed:
@@ -429,6 +514,8 @@ class Policy:
             search.processes.update(processes)
             then, latest, names = search.processes_before, search.processes, {stage.name for stage in ring}
             for name, stage in search.before.items():
+                if stage.is_hot and name not in search.suspected:
+                    continue  # a hot spare may be left out: its node has other blocks now
                 is_new = latest.get(name) != then.get(name, latest.get(name))
                 if name in search.suspected or name not in names or is_new:
                     lost[name] = stage
@@ -443,6 +530,18 @@ class Policy:
         return self.absences.has_ended(name, now)
 
     # The next ring, while the present one goes on
+
+    def with_spare(self, ring: Sequence[Stage], free: Sequence[str]) -> Form | None:
+        """The ring with the hot spares that it lacks; None if it lacks none, or no node can be one. From any thread.
+
+        Args:
+            free: nodes that are present and have no blocks.
+        """
+        able = sorted((n for n in free if n in self._spares | self._first), key=lambda name: name not in self._spares)
+        present = [stage.name for stage in ring if stage.is_hot]
+        stages = with_hot_spares(computing(ring), self._hot, [*present, *able], ring)
+        fresh = frozenset(stage.name for stage in stages) - {stage.name for stage in ring}
+        return Form(stages, is_moved=False, fresh=fresh) if fresh and len(stages) > len(ring) else None
 
     def without(self, name: str, roll: Roll, now: float) -> Form | None:
         """The ring that will follow when node `name` has left, as far as that can be seen; None if it cannot."""
@@ -505,11 +604,22 @@ class Policy:
                 search.left.add(error.node)
             self.absences.add(error.node, now)
 
+    def _by_hot_spare(self, search: Search) -> Form | None:
+        """The ring without the lost nodes, without asking the others, if hot spares have what they had or are what was lost."""
+        lost = search.suspected | search.unfit
+        stages = taken_over(self.ring, lost.__contains__)
+        if not search.suspected or len(stages) == len(self.ring) or any(stage.name in lost for stage in stages):
+            return None
+        return self._completed(search, Form(stages, is_moved=False))
+
     def _at_once(self) -> Form | None:
-        """The same ring again, without asking the nodes, if a node reported its failure: it lives, and so may all others."""
+        """A ring that needs no question: see `_by_hot_spare`; and the same one again, if a node reported its failure: it lives,
+        and so may all others."""
         search = self._search
         assert search is not None
         error = search.error
+        if (found := self._by_hot_spare(search)) is not None:
+            return found
         has_failed = isinstance(error, NodeLostError) and error.node in search.failed and error.code == MdiError.code
         if not has_failed or any(stage.name in search.unfit for stage in self.ring):
             return None
@@ -532,7 +642,12 @@ class Policy:
             return End(error)
         if search is None:
             self.processes = dict(event.reached)
-            return self._ask(self._begin(error, now, None), now)
+            search = self._begin(error, now, None)
+            found = self._by_hot_spare(search)
+            if found is not None and search.is_unknown:
+                search.is_unknown = False
+                logger.warning("warning: %s", self._told)
+            return found or self._ask(search, now)
         logger.debug("the ring could not be formed: %s", error)
         search.n_failures += 1
         if search.n_failures > N_FAILURES:
@@ -542,7 +657,8 @@ class Policy:
         tried = event.tried
         blocks = None if tried is None else next((stage for stage in tried.stages if stage.name == error.node), None)
         is_moved = tried is not None and tried.is_moved
-        if error.code == "memory" and is_moved and blocks is not None and blocks.stop - blocks.start > 1:
+        can_have_less = blocks is not None and not blocks.is_hot and blocks.stop - blocks.start > 1
+        if error.code == "memory" and is_moved and blocks is not None and can_have_less:
             search.most[error.node] = blocks.stop - blocks.start - 1
             return self._ask(search, now)
         if error.code in UNFIT:
@@ -574,7 +690,7 @@ class Policy:
         found = self._ring_of(search, roll, now)
         if not isinstance(found, Form):
             return found
-        lost = [stage for stage in search.before.values() if stage.name not in found.names]
+        lost = [stage for stage in computing(tuple(search.before.values())) if stage.name not in found.names]
         moves = [(stage.name, ", ".join(by)) for stage in lost if (by := present_holders(stage, found.stages))]
         if moves:
             self.trouble = self.last_loss = "; ".join(f"{name} was lost; its blocks move to {by}" for name, by in moves)
@@ -582,14 +698,15 @@ class Policy:
         return self._completed(search, found)
 
     def _ring_of(self, search: Search, roll: Roll, now: float) -> Decision:
-        ring = self.ring
-        present = frozenset(stage.name for stage in ring if self._is_present(stage, roll, search, now))
+        present = frozenset(stage.name for stage in self.ring if self._is_present(stage, roll, search, now))
+        ring = taken_over(self.ring, lambda name: name not in present or search.is_fresh(name))
         lost = [stage for stage in ring if stage.name not in present]
+        search.absent = frozenset(stage.name for stage in self.ring) - present
         if any(self._may_live(stage.name, roll, search, now) for stage in lost):
             return self._ask(search, now + POLL_S)
         if self._held is not None:
             return self._ring_of_holders(self._held, search, present, roll, now)
-        spares = self._waiting(roll, search, now)
+        spares = [*self._waiting(roll, search, now), *(s.name for s in self.ring if s.is_hot and s.name in present)]
         if (found := in_place(ring, present, spares)) is not None:
             return found
         if now < search.since + self._patience_s(lost, search):
@@ -619,7 +736,16 @@ class Policy:
 
     def _completed(self, search: Search, form: Form) -> Form:
         """With all that must be known to form it, and the texts that may have brought a node down, once a search."""
-        fresh = frozenset(name for name in form.names if search.is_fresh(name))
+        stages = with_hot_spares(
+            computing(form.stages), self._hot, self._hot_spares(search), self.ring, may_load=not self._has_begun
+        )  # fmt: skip
+        form = replace(form, stages=stages)
+        spans = {name: (stage.start, stage.stop) for name, stage in search.before.items()}
+        fresh = frozenset(
+            stage.name
+            for stage in stages
+            if search.is_fresh(stage.name) or (not form.is_moved and spans[stage.name] != (stage.start, stage.stop))
+        )
         common: frozenset[int] = frozenset()
         ended_nodes = search.gone | search.failed - search.left  # one that is silent was halted by something else
         if not search.is_judged and ended_nodes & search.suspected:
@@ -628,7 +754,13 @@ class Policy:
                 common = self._suspects.add(search.loss.in_flight, search.loss.n_known)
         ended = next(iter(common)) if len(common) == 1 else None
         outside = search.answering.difference(form.names)
-        return Form(form.stages, form.is_moved, fresh, outside, ended, common if len(common) > 1 else frozenset())
+        return Form(stages, form.is_moved, fresh, outside, ended, common if len(common) > 1 else frozenset())
+
+    def _hot_spares(self, search: Search) -> list[str]:
+        """Those of the ring that can be hot spares of the next one; once a ring has begun, without computing anything again."""
+        lost = search.suspected | search.unfit | search.absent
+        found = [stage.name for stage in self.ring if stage.is_hot and stage.name not in lost]
+        return [name for name in found if not (self._has_begun and search.is_fresh(name))]
 
     def _is_present(self, stage: Stage, roll: Roll, search: Search, now: float) -> bool:
         """Whether a node of the ring can take its place again: it lives, or was started again."""

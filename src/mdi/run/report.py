@@ -19,7 +19,8 @@ from mdi.run.texts import Sample
 from mdi.stages.group_part import share_metrics
 from mdi.units import counted, duration, size
 
-TOKENS, REPLAY = "tokens", "replay"  # how caches were restored: from the token ids, or from rows that a node had kept
+# How caches were restored: from the token ids, from rows that a node had kept, or not at all, because a hot spare had them.
+TOKENS, REPLAY, HOT_SPARE = "tokens", "replay", "hot spare"
 NONE: Mapping[int, int] = MappingProxyType({})
 MAY_DIFFER = (
     "numbers are summed in other parts, or by other hardware, than before: from here on texts may differ from those of an "
@@ -34,7 +35,7 @@ class Recovery:
     Attributes:
         node: that was lost.
         replaced_by: nodes that have its blocks now, starter first.
-        restored_by: TOKENS or REPLAY.
+        restored_by: TOKENS, REPLAY or HOT_SPARE.
         differs: how many ids each text had, prompt included, whose tokens may be others from there on than without the loss.
         seconds: from the last token before to the first one after; None if none came.
     """

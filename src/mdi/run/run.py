@@ -36,7 +36,7 @@ from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
-from mdi.run.choice import Choice, model_of
+from mdi.run.choice import Choice, check_hot_spares, model_of
 from mdi.run.cut import MovingCut
 from mdi.run.drafting import open_draft
 from mdi.run.form import Basis, Former, Ring
@@ -44,7 +44,7 @@ from mdi.run.identity import base_of, identity_of
 from mdi.run.loop import Joins, Lookout, RingLoop, SlowLinks
 from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.passes import Passes
-from mdi.run.policy import Cut, Policy, Stage
+from mdi.run.policy import Cut, Policy, Stage, with_hot_spares
 from mdi.run.report import differing, measured_here, metrics_of_run
 from mdi.run.swarm import SwarmLook
 from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
@@ -198,6 +198,7 @@ class Run(StatusOnly):
             self._in_use = InUse(path)
         cluster = self._cluster = self._nodes.cluster()
         family = None if self._family is None else self._family()
+        check_hot_spares(self.options, cluster, is_swarm=self._nodes.swarm is not None)
         model = Choice(cluster, self.options, family, self._ports, self.run_id, self._nodes.swarm)
         self._ports.add(self, cluster)
         model.open()
@@ -249,11 +250,13 @@ class Run(StatusOnly):
             shape = model_shape(weights.config, computing.format, computing.kv_dtype)
             part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
             moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)
-        stages = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]
+        placed = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]
+        spares = [node.name for node in nodes if node.is_spare]
+        stages = with_hot_spares(placed, options.hot_spare, spares)
         policy = Policy(
-            stages, [node.name for node in nodes if node.is_spare], self._cut_by(former, moving), options.silence_s,
+            stages, spares, self._cut_by(former, moving), options.silence_s,
             is_fixed=moving is None, is_measured=model.profile is not None or model.held is not None,
-            held=None if model.held is None else model.held.replacing,
+            held=None if model.held is None else model.held.replacing, hot=options.hot_spare,
         )  # fmt: skip
         clients = [ControlClient(node, cluster.keys) for node in nodes]
         self._loop = RingLoop(former, policy, clients, self._cancel, losses, cluster.starter.name)

@@ -86,6 +86,13 @@ def _shares(text: str, flag: str) -> tuple[float, ...]:
     return parts
 
 
+def _names(text: str, flag: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or (len(set(names)) < len(names)):
+        raise UsageError(f"{flag} {text}: expected names of nodes, each once, like secondary0,secondary2")
+    return names
+
+
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class Requested:
@@ -237,6 +244,10 @@ class StarterOptions(Requested):
         "have this share of the other nodes' rows computed again, by one that has the blocks or here, bit by bit the same; a "
         "node that differs takes no further part, and its texts are computed again (%(default)g: none; 1: all)", metavar="RATE",
     )] = 0.0
+    hot_spare: Annotated[tuple[str, ...], Option(
+        "have a spare compute the rows of NODE as well, so that it takes its place at once; auto: of the node with the most "
+        "blocks. Each name needs a spare (default: none)", metavar="auto|NODE,...", read=_names,
+    )] = ()
     cache_share: float = 1.0
     draft: Annotated[str, Option(
         "guess the next tokens while the last one goes round; texts stay the same. auto: from repetitions in the text, from "
@@ -647,7 +658,8 @@ MODEL = (
 ACCESS = ("key", "insecure")
 DISCOVERY = ("swarm", "nodes", "machines", "addr", "dial_port", "no_invite")
 RING = (
-    "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "verify", "wait_s", "wire_dtype", "n_frames",
+    "chunk", "layers", "placement", "fixed", "silence_s", "replay_memory", "hot_spare", "verify", "wait_s", "wire_dtype",
+    "n_frames",
 )  # fmt: skip
 PARALLEL = ("mode", "parts", "algorithm", "reduce_dtype", "is_head_shared")
 DRAFT = ("draft", "draft_inexact", "adapter")
