@@ -195,3 +195,14 @@ def test_a_chat_goes_on(nodes: Cluster, checkpoint: Path, spawn: Spawn) -> None:
     assert chat.wait(SOON_S) == 0, chat.story()
     answers = [piece.split("\n")[0] for piece in chat.out.split("Model: ")[1:]]
     assert len(answers) == 2 and answers[0] == answers[1] != ""
+
+
+def test_a_hot_spare_takes_the_place_of_a_killed_node(
+    nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
+) -> None:
+    """Then a spare takes the place of the node that was the hot one."""
+    kills = [lambda: nodes[0].signal(signal.SIGKILL), lambda: nodes[2].signal(signal.SIGKILL)]
+    with disturbed(nodes, *kills):
+        result = run(starter, endless, nodes.path, "--hot-spare", "secondary0")
+    told = check(result, (), ("secondary0", "secondary2"), ("secondary2", "secondary3"))
+    assert told == ["hot spare", "replay"]

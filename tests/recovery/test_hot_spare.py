@@ -344,10 +344,13 @@ def options_of(checkpoint: Path, **changes: Any) -> StarterOptions:
 
 def lose(node: SecondaryNode) -> None:
     """It says that it is lost, and drops its caches."""
-    worker, name = node.runs.latest, node.config.name
-    assert worker is not None
-    if (ring := worker.ring) is not None:
-        ring.fail(Fault(name, "its caches and connections are dropped", name, "lost"))
+    name = node.config.name
+    until(
+        lambda: (worker := node.runs.latest) is not None and worker.ring is not None
+    )  # the starter may be ahead of it
+    worker = node.runs.latest
+    if worker is not None and worker.ring is not None:
+        worker.ring.fail(Fault(name, "its caches and connections are dropped", name, "lost"))
 
 
 def texts_of(
@@ -452,6 +455,7 @@ def test_a_node_that_is_back_becomes_the_next_hot_spare(
         wait_for("starter", "secondary0*", "secondary2", "secondary1")
         lose(nodes[2])
         wait_for("starter", "secondary2*", "secondary0", "secondary1")
+        until(lambda: (worker := nodes[0].runs.latest) is not None and worker.ring is not None)
         worker = nodes[0].runs.latest
         assert worker is not None
         worker.announce_leave()

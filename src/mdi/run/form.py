@@ -35,6 +35,7 @@ from mdi.host.device import why_not_kernels
 from mdi.host.threads import share_cores
 from mdi.kernels import library
 from mdi.net.handshake import close_starter_ring
+from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import REFUSED_S
@@ -301,7 +302,8 @@ class Former:
         Raises:
             NodeLostError: of a node that could not take part; MdiError: it cannot be done at all.
         """
-        self.close_links(is_awaited=False)  # a node that is silent would hold it up
+        # Not awaited: a node that is silent would hold it up.
+        self.close_links(is_awaited=False, keeps_caches=bool(rows) and not plan.is_moved)
         return self.close(self.prepare(plan, cancel, rows), cancel)
 
     def load_ahead(
@@ -556,12 +558,16 @@ class Former:
 
     # Ends of rings
 
-    def close_links(self, is_awaited: bool = True) -> None:
-        """End the present ring, if there is one; its nodes keep their stages."""
+    def close_links(self, is_awaited: bool = True, keeps_caches: bool = False) -> None:
+        """End the present ring, if there is one; its nodes keep their stages, and their caches if the next ring has them."""
         ring = self.ring
         if ring is not None and ring.link is not None:
             link, ring.link, ring.computed = ring.link, None, None
-            link.stop("the run has ended")
+            if keeps_caches:
+                name = self.cluster.starter.name
+                link.fail(Fault("", "the run goes on over another ring", name, "run"))
+            else:
+                link.stop("the run has ended")
             closer = threading.Thread(target=link.close, name="ring-close", daemon=True)
             closer.start()
             with self._lock:
