@@ -71,8 +71,9 @@ def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
     return row
 
 
-def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token ids; and how long after the loss the ring was formed, the next token came, and all texts went on."""
+def run(args: argparse.Namespace, ring: Any, lose: Any, **changes: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids, with `changes` of the options; and how long after the loss the ring was formed, the next token came, and all
+    texts went on."""
     from mdi.engine.sequence import SamplingParams
     from mdi.files import default_cache_dir
     from mdi.run.nodes import GivenNodes
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
         cache_dir=default_cache_dir(), threads=1, silence_s=args.silence_s, replay_memory=args.replay_memory << 20,
         draft="none",
     )  # fmt: skip
+    options = replace(options, **changes)
     node = Run(
         GivenNodes(ring.cluster, look=ring.check), options, args.n_prompt + args.n_tokens, n_texts=args.n_samples
     )
@@ -110,6 +112,10 @@ def run(args: argparse.Namespace, ring: Any, lose: Any) -> tuple[list[list[int]]
             result["prompts_s"] = max(sample.token_times_s[0] for sample in node.samples)
             result |= {"from_loss_s": times["first"] - lost_s, "formed_s": times["formed"] - lost_s,
                        "all_s": max(next_s) - lost_s, "n_texts": len(next_s), **recovery}  # fmt: skip
+        began = max(sample._begin + sample.token_times_s[0] for sample in node.samples)
+        ended = min(sample._begin + sample.token_times_s[-1] for sample in node.samples)
+        n_between = sum(began <= s._begin + t <= ended for s in node.samples for t in s.token_times_s)
+        result["tokens_s"] = (n_between - len(node.samples)) / (ended - began)  # while all texts decode
         node.close()
         return [list(sample.token_ids) for sample in node.samples], result
     finally:
