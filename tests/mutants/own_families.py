@@ -162,6 +162,14 @@ MUTANTS = [
         "False",
         FORMS,
     ),
+    Mutant("GLM has no shared experts", "checkpoint.hfconfig:_glm4_moe", 'hf["n_shared_experts"]', "0", FORMS),
+    Mutant(
+        "GLM's experts are not scaled",
+        "checkpoint.hfconfig:_glm4_moe",
+        'float(hf["routed_scaling_factor"])',
+        "1.0",
+        FORMS,
+    ),
     Mutant(
         "GLM's queries have no norms", "checkpoint.hfconfig:_glm4_moe", 'bool(hf.get("use_qk_norm"))', "False", FORMS
     ),

@@ -114,4 +114,18 @@ MUTANTS = [
     Mutant(
         "zero points are as good as none", "_check_compressed", "symmetric=(True,)", "symmetric=(True, False)", FILES
     ),
+    Mutant(
+        "a decoded tensor is copied when gains are folded into it",
+        "checkpoint.packing:folded",
+        "is_new or not",
+        "not",
+        f"{FILES}::test_loading_takes_what_plans_count_for_the_largest_tensor",
+    ),
+    Mutant(
+        "plans count a whole block in plain numbers while it loads",
+        "placement.model:_block",
+        "max(map(math.prod, own.values()))",
+        "sum(map(math.prod, own.values()))",
+        "tests/test_shape.py tests/test_hfconfig.py",
+    ),
 ]

@@ -124,6 +124,8 @@ class HfFolder(WeightSource):
             config.json says.
     """
 
+    gives_own = True
+
     def __init__(
         self, path: str | Path, model_name: str | None = None, cache: Path | None = None, takes_pickles: bool = False
     ) -> None:

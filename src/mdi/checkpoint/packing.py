@@ -232,12 +232,13 @@ _MLP = re.compile(r"mlp\.(gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
 def folded(
     name: str, packing: Packing, config: Mapping[str, Any], array: Callable[[str], np.ndarray],
-    specs: Mapping[str, TensorSpec],
+    specs: Mapping[str, TensorSpec], is_own: bool = False,
 ) -> tuple[np.ndarray, TensorSpec]:  # fmt: skip
     """A plain tensor in the form for packing.
 
     Args:
         array: gives tensors of the same part; specs are theirs.
+        is_own: whether nobody else has the memory that an array owns.
     """
     if packing.of_part(part_of(name)) in FOLDED_FORMATS:
         offset = np.float32(
@@ -251,7 +252,10 @@ def folded(
             check_range("float32", largest_of(gain), norm, packing.clips)
             stored = array(name)
             weight = _floats(stored, specs[name])
-            own = None if np.may_share_memory(weight, stored) else weight  # a large one is not copied twice
+            is_new = is_own and stored.flags.owndata and stored.flags.writeable
+            own = (
+                weight if is_new or not np.may_share_memory(weight, stored) else None
+            )  # a large one is not copied twice
             return np.multiply(weight, gain, out=own), TensorSpec("F32", specs[name].shape)
     return array(name), specs[name]
 

@@ -194,8 +194,13 @@ class Mxfp4Tensor(Decoded):
 
     def array(self, name: str) -> np.ndarray:
         scales, halves = self.halves()
-        numbers = e2m1(np.stack((halves & 15, halves >> 4), axis=2)).reshape(*scales.shape, 32)
-        return bf16_from_float32(numbers * power_scale(scales)[..., None]).reshape(self._shape)
+        found = np.empty(self._shape, dtype=np.uint16)
+        for first in range(0, len(halves), _HALVES):
+            rows, own = halves[first : first + _HALVES], scales[first : first + _HALVES]
+            numbers = e2m1(np.stack((rows & 15, rows >> 4), axis=2)).reshape(*own.shape, 32)
+            numbers *= power_scale(own)[..., None]
+            found[first : first + _HALVES] = bf16_from_float32(numbers).reshape(len(rows), -1)
+        return found
 
     def halves(self) -> Halves:
         scales, blocks = self._scales.array(), self._blocks.array()
@@ -225,12 +230,14 @@ class PackedInt4(Decoded):
         super().__init__(f"{stem}.weight", packed.file.path, "F32", (n_out, n_in))
 
     def array(self, name: str) -> np.ndarray:
-        codes = self._bytes()
-        numbers = (
-            np.stack((codes & 15, codes >> 4), axis=2).reshape(len(codes), -1)[:, : self._shape[1]].astype(np.float32)
-        )
-        scales = np.repeat(self._scale.numbers(), self._group, axis=1)[:, : self._shape[1]]
-        return (numbers - 8) * scales
+        codes, scales, width = self._bytes(), self._scale.numbers(), self._shape[1]
+        found = np.empty(self._shape, dtype=np.float32)
+        for first in range(0, len(codes), _HALVES):
+            rows = codes[first : first + _HALVES]
+            numbers = np.stack((rows & 15, rows >> 4), axis=2).reshape(len(rows), -1)[:, :width]
+            factors = np.repeat(scales[first : first + _HALVES], self._group, axis=1)[:, :width]
+            np.multiply(numbers.astype(np.float32) - 8, factors, out=found[first : first + _HALVES])
+        return found
 
     def halves(self) -> Halves | None:
         if self._group % 32 or self._shape[1] % 32:
@@ -327,7 +334,7 @@ def _e4m3() -> np.ndarray:
 
 
 _E4M3 = _e4m3()
-_ROWS = 128  # about so many are decoded at a time
+_ROWS, _HALVES = 128, 32  # about so many rows are decoded at a time, of FP8 and of half bytes
 
 
 class _Method(NamedTuple):

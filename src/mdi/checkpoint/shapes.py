@@ -16,7 +16,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
-from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, PLAIN_MLPS, POSITIONS
+from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, PLAIN_MLPS, POSITIONS, weight_format
 from mdi.spec.limits import excess
 from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import check_counts, read_yaml
@@ -230,6 +230,14 @@ def model_shapes(config: dict[str, Any], where: str) -> dict[str, Shape]:
 def part_shapes(config: dict[str, Any], where: str, part: str) -> dict[str, Shape]:
     """As `model_shapes`, of the tensors of one part; nothing for a part that the model does not have."""
     return _known(config, where)[1].get(part, {})
+
+
+def packed_bytes(config: dict[str, Any], where: str, parts: Iterable[str], form: str) -> int:
+    """Memory of plain parts when they are packed in a format, and while their largest tensor is packed beside them."""
+    found = weight_format(form)
+    shapes = {name: shape for part in parts for name, shape in part_shapes(config, where, part).items()}
+    whole = sum(found.tensor_bytes(name, shape) for name, shape in shapes.items())
+    return round(whole) + found.load_bytes(max(map(math.prod, shapes.values()), default=0))
 
 
 _Known = tuple[dict[str, Shape], dict[str, dict[str, Shape]]]

@@ -41,6 +41,7 @@ class WeightSource(ABC):
         form: names the form that parts have here, among those hashes.
         native: the packed format that weights have already, whose numbers `packed` keeps as they are; None if they have none.
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
+        gives_own: whether nobody else has an array that `array` gives, if it owns its memory.
     """
 
     model: str
@@ -53,6 +54,7 @@ class WeightSource(ABC):
     form: str = "stored"
     native: str | None = None
     folds_gains: bool = True
+    gives_own: bool = False
 
     @abstractmethod
     def array(self, name: str) -> np.ndarray:
@@ -146,7 +148,7 @@ class WeightSource(ABC):
         """A plain tensor in the form for packing, see checkpoint.packing.folded."""
         if not self.folds_gains:
             return self.array(name), self.specs[name]
-        return folded(name, packing, self.config_dict, self.array, self.specs)
+        return folded(name, packing, self.config_dict, self.array, self.specs, self.gives_own)
 
     @property
     def has_single_tensors(self) -> bool:

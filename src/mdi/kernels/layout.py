@@ -103,7 +103,7 @@ _LEAST_SHARED, _SHARED_BYTES = 1 << 18, 32 << 20  # of an array that lies beside
 # Scales that are tried for a group of int4, over its largest weight: the one that just holds that, and some for which a few
 # weights that are cut off are worth finer steps for the others.
 _FACTORS = np.array((1.0, 0.93, 0.86, 0.79, 0.72), dtype=np.float32) / np.float32(-8)
-_ROWS_AT_ONCE = 256  # rows of a weight that are packed at a time, so that temporary memory stays small
+_ROWS_AT_ONCE = 64  # rows of a weight that are packed at a time, so that temporary memory stays small
 
 Bytes = np.ndarray  # of uint8
 Floats = np.ndarray  # of float32

@@ -18,7 +18,7 @@ EMBEDDING = "transformer.wte.weight"
 POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
 PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
-PACKING_SHARE = 0.75  # measured (docs/distributing.md): what packing a part takes, of the bytes of the plain one
+PACKING_SHARE = 0.75  # what packing a tensor takes at most besides its plain numbers, of their bytes
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ class WeightFormat:
     def load_bytes(self, n_values: int) -> int:
         """Additional memory while a part is loaded, besides its final weights.
 
-        A plain part is mapped from its file, and stays there or can be read again. A part that will be packed is in memory in
-        plain numbers, for it may come from a checkpoint, and is packed beside them.
+        A plain part is mapped from its file, and stays there or can be read again. Of a part that will be packed, one tensor
+        after the other is in memory in plain numbers, for it may have to be decoded, and is packed beside them.
+
+        Args:
+            n_values: of the largest tensor.
         """
         return round((1 + PACKING_SHARE) * n_values * self.value_bytes) if self.is_packed_smaller else 0
 

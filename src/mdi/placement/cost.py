@@ -225,7 +225,7 @@ class CostModel:
         return self.workload.kept_bytes(self.shape.row_bytes, len(self.profile.nodes))
 
     def load_bytes(self, i: int) -> int:
-        """Where layers are packed, one part exists twice while a stage is loaded (stages/torch_stage.py)."""
+        """Where layers are packed, one tensor is there twice while a stage is loaded."""
         return max(self._largest, self.shape.head_load_bytes) if i == 0 else self._largest
 
     def activation_bytes(self, i: int, n_rows: int, n_frames: int) -> int:

@@ -205,7 +205,7 @@ def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
 def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
     return BlockShape(
         weight_bytes=_bytes(own, form),
-        load_bytes=form.load_bytes(sum(map(math.prod, own.values()))),
+        load_bytes=form.load_bytes(max(map(math.prod, own.values()))),
         macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
         page_bytes=cache_shape(vars(config)).block_bytes(kv_dtype),
         window=windows_of(vars(config), i, i + 1)[0],

@@ -13,6 +13,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import adapter_names
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
 from mdi.control.messages import N_TEXTS
@@ -556,9 +557,12 @@ def first_that_fits(formats: list[str | None], place: Callable[[str | None], Non
 
 def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
     """Whether the starter's own part of a cut that is given fits into the memory that is free."""
-    parts = [weights.part_bytes(part) for part in stage_parts(0, weights.blocks[0][1], starter=True)]
+    parts = stage_parts(0, weights.blocks[0][1], starter=True)
     held = form or weights.stored_format or own_packing(weights.dtype).blocks
-    return held_bytes(parts, weights.dtype, held, weights.stored_format) <= device_free_bytes(device)
+    if held != weights.stored_format:
+        return packed_bytes(weights.config, weights.model, parts, held) <= device_free_bytes(device)
+    of_parts = [weights.part_bytes(part) for part in parts]
+    return held_bytes(of_parts, weights.dtype, held, weights.stored_format) <= device_free_bytes(device)
 
 
 def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]:

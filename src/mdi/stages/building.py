@@ -24,6 +24,7 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.parts import Part
+from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import WeightSource
 from mdi.engine.worker import Backend
 from mdi.errors import CheckpointError, UsageError
@@ -140,12 +141,14 @@ class StageSpec:
         new = [part for part in self.parts if part.name not in without]
         if self.group is not None:  # shares are packed already
             return sum(part.n_bytes for part in new)
-        blocks = [part.n_bytes for part in new if part.name.startswith("block.")]
-        ends = [part.n_bytes for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
-        computing, stored = self.computing, (self.stored_dtype, self.stored_format)
+        blocks = [part for part in new if part.name.startswith("block.")]
+        ends = [part for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
+        computing = self.computing
 
-        def held(parts: list[int], form: str) -> int:
-            return held_bytes(parts, stored[0], form, stored[1])
+        def held(parts: list[Part], form: str) -> int:
+            if self.is_torch or form == self.stored_format:
+                return held_bytes([part.n_bytes for part in parts], self.stored_dtype, form, self.stored_format)
+            return packed_bytes(dict(self.config), self.model, [part.name for part in parts], form)
 
         return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
 
