@@ -3,19 +3,25 @@
 
     benchmarks/stage_profile.py --formats bf16,int8,int4 --sequences 1,8,16
     benchmarks/stage_profile.py --formats int8 --sequences 1 --position 2000 --kv-dtype bf16
+    benchmarks/stage_profile.py --formats int8 --blocks 2 --prompts 512,2048,8192 --chunks 64,256
 
 A stage of a few blocks of a model's shape with random weights, in the kernels, decodes rows of so many sequences. Times are the
 least of the repetitions, the reading speed is the best of loops over 512 MB taken in between. The products are the same
-matrices alone, one after the other; norms, rotation, attention, activations and what calls them are the rest.
+matrices alone, one after the other; norms, rotation, attention, activations and what calls them are the rest. Of each format it
+first prints how fast one and two threads read the packed pages in the order in which kernels do, panel after panel, with the
+clock that the system tells and what parts of the cores' time were stolen and used by other programs. --prompts measures prompts
+instead, in frames of so many rows: the processor time per token of a block, of the whole prompt and of its last frame.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +45,7 @@ from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
 from random_checkpoint import BLOOM_SHAPES, CONTEXT, SHAPES, config_of  # noqa: E402
+from records import Usage  # noqa: E402
 
 CHUNK = 64
 
@@ -80,6 +87,64 @@ class Profiled:
         return run
 
 
+def read_packed(profiled: Profiled, n_threads: int) -> float:
+    """Bytes per second of all packed pages; each thread has a range of the panels of each matrix, as in the kernels."""
+    pieces: list[list[np.ndarray]] = [[] for _ in range(n_threads)]
+    for matrix in profiled.matrices:
+        words = matrix.data.reshape(-1).view(np.uint8)
+        words = words[: words.size // 64 * 64].view(np.int64)
+        for thread, piece in enumerate(np.array_split(words, n_threads)):
+            pieces[thread].append(piece)
+
+    def read(own: list[np.ndarray]) -> None:
+        for piece in own:
+            piece.max()
+
+    best_s = float("inf")
+    with ThreadPoolExecutor(n_threads) as pool:
+        for _ in range(8):
+            begin = time.perf_counter()
+            list(pool.map(read, pieces))
+            best_s = min(best_s, time.perf_counter() - begin)
+    return sum(matrix.data.nbytes for matrix in profiled.matrices) / best_s
+
+
+def clock_mhz() -> float:
+    """Of the fastest core now; 0 where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return max((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), default=0.0)
+
+
+def describe_reading(profiled: Profiled, form: str) -> None:
+    begin = Usage.now()
+    one, two = read_packed(profiled, 1), read_packed(profiled, 2)
+    shares = Usage.now().since(begin)
+    print(
+        f"{form}: its packed pages are read at {one / 1e9:.1f} GB/s by one thread, {two / 1e9:.1f} GB/s by two; "
+        f"{clock_mhz():.0f} MHz, steal {shares['steal_share']:.1%}, others {shares['others_share']:.0%}", flush=True,
+    )  # fmt: skip
+
+
+def measure_prompt(profiled: Profiled, form: str, n_prompt: int, chunk: int, repeats: int) -> None:
+    profiled.stage.prepare(n_prompt)
+    rows, whole, last = rows_of(chunk, profiled.stage.n_embd), [], []
+    for _ in range(repeats):
+        profiled.stage.caches.clear()
+        times = [time.thread_time()]
+        for start in range(0, n_prompt, chunk):
+            n_rows = min(chunk, n_prompt - start)
+            profiled.stage(rows[:n_rows], [Slice(0, start, n_rows)])
+            times.append(time.thread_time())
+        whole.append((times[-1] - times[0]) / n_prompt)
+        last.append((times[-1] - times[-2]) / n_rows)
+    each = 1e6 / profiled.stage.n_blocks
+    print(
+        f"{form}, a prompt of {n_prompt} in frames of {chunk}: {min(whole) * each:.0f} us a token and block, "
+        f"{min(last) * each:.0f} us in the last frame", flush=True,
+    )  # fmt: skip
+
+
 def rows_of(n_rows: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((n_rows, width), dtype=np.float32)
 
@@ -106,6 +171,10 @@ def measure(profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, p
     )  # fmt: skip
 
 
+def numbers(listed: str) -> list[int]:
+    return [int(n) for n in listed.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, *BLOOM_SHAPES], default="tiny-llama-1.1b")
@@ -114,13 +183,20 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,16")
     parser.add_argument("--position", type=int, default=100, help="tokens that each has already (%(default)s)")
     parser.add_argument("--kv-dtype", choices=CACHE_TYPES, default="float32", help="of the caches (%(default)s)")
+    parser.add_argument("--prompts", help="tokens of prompts, such as 512,8192: measure these, on one thread")
+    parser.add_argument("--chunks", default="64,256", help="rows of a prompt's frames (%(default)s)")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     reader = ReadTest()
     for form in args.formats.split(","):
-        profiled = Profiled(args.shape, args.blocks, form, args.kv_dtype, args.threads)
-        for n_sequences in (int(n) for n in args.sequences.split(",")):
+        profiled = Profiled(args.shape, args.blocks, form, args.kv_dtype, 1 if args.prompts else args.threads)
+        describe_reading(profiled, form)
+        if args.prompts:
+            for n_prompt, chunk in itertools.product(numbers(args.prompts), numbers(args.chunks)):
+                measure_prompt(profiled, form, n_prompt, chunk, args.repeats)
+            continue
+        for n_sequences in numbers(args.sequences):
             measure(profiled, reader, form, n_sequences, args.position, args.repeats)
 
 

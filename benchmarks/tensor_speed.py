@@ -5,10 +5,11 @@
     MDI_KERNELS=plain tensor_speed.py --chunk CHUNK --nodes 1 2 4 8 --head shared --quota 0.25 [--delay-ms 1 --mbit 300]
         each node has a quarter of a core (ring/quota.py), and may be on a host of its own (slow_hosts.py)
 
-CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core.
-The times are those of the first node: embedding, all blocks, head. Prints one JSON object per line. Of the sums of decoding
-it has the mean and the median that the first node took, and the median from the moment when the last node began
-(sum_after_last_us). After a run of one node, expected_ms is what the cost model says by that run and the measured links.
+CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core,
+unless --unbound; one node with --threads 2 has all cores. The times are those of the first node: embedding, all blocks, head.
+Prints one JSON object per line. Of the sums of decoding it has the mean and the median that the first node took, and the median
+from the moment when the last node began (sum_after_last_us). After a run of one node, expected_ms is what the cost model says
+by that run and the measured links.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Node:
         ends = ["embedding", "head"] if rank == 0 else ["head"] if is_head_shared else []
         place = GroupSum(self.share)
         weights = Resident([*blocks, *ends], of_part)
-        self.stage = KernelStage(self.config, 0, self.config["n_layer"], weights, group=place)
+        n_threads = args.threads if n == 1 else 1
+        self.stage = KernelStage(self.config, 0, self.config["n_layer"], weights, n_threads, group=place)
         self.mesh: Mesh = connected(
             rank, addresses(n, hosts), is_busy=args.quota is None and n + (hosts is not None) <= args.cores
         )
@@ -103,7 +105,8 @@ class Node:
 def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     args.cores = len(cores)
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if not args.unbound and (n > 1 or args.threads == 1):
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if hosts is not None:
         hosts.enter(rank)
     node = Node(rank, n, args, hosts)
@@ -125,7 +128,8 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
     quotas.close()
     args.folder.joinpath(f"{n}-{rank}.json").write_text(json.dumps(list(tally.spans)))
     return [{
-        "nodes": n, "kernels": instruction_set(), "head": args.head, "quota": args.quota, "delay_ms": args.delay_ms,
+        "nodes": n, "threads": args.threads if n == 1 else 1, "bound": not args.unbound,
+        "kernels": instruction_set(), "head": args.head, "quota": args.quota, "delay_ms": args.delay_ms,
         "mbit": args.mbit, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
         "token_ms": round(1e3 * float(np.mean(times)), 2), "median_ms": round(1e3 * float(np.median(times)), 2),
         "head_ms": round(1e3 * float(np.mean(node.head_s[-args.tokens :] or [0.0])), 2), "sums": tally.n_sums,
@@ -162,6 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunk", type=Path, required=True)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of one node alone; two and more have one each (%(default)s)"
+    )
+    parser.add_argument("--unbound", action="store_true", help="let the system choose the cores of the processes")
     parser.add_argument("--head", choices=("starter", "shared"), default="starter")
     parser.add_argument("--reduce", default="auto")
     parser.add_argument("--reduce-dtype", default="float32")

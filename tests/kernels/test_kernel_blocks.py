@@ -118,6 +118,21 @@ def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) ->
     return Linear(Context(), model_of(config), None, matrix, bias)(x)
 
 
+@pytest.mark.parametrize("cache_type", ["float32", "bf16", "fp16", "int8"])
+def test_prompts_in_chunks_of_any_size_have_the_same_bits(cache_type: str) -> None:
+    gpt = model_of("Llama-3.1-8B")
+    ids = [i % gpt.config.vocab_size for i in range(300)]
+    found = set()
+    for n in (1, 7, 64, 256):
+        blocks, rows = blocks_of(gpt, cache_type=cache_type), []
+        blocks.prepare(len(ids), [64] * len(blocks.classes))
+        for start in range(0, len(ids), n):
+            rows.append(np.ascontiguousarray(embedded(gpt, ids[start : start + n])))
+            blocks.forward(rows[-1], [(0, start, len(rows[-1]))])
+        found.add(np.concatenate(rows).tobytes())
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (16, 64), (33, 257), (100, 1000)])
 @pytest.mark.parametrize("form", ["float32", "bf16", "fp16", "int8", "int4", "mxfp4"])
 def test_ragged_shapes_of_one_layer(form: str, shape: tuple[int, int]) -> None:
