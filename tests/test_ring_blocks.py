@@ -133,15 +133,22 @@ def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
 
 
 def test_a_node_that_is_lost_between_both_ways_changes_no_gradient(checkpoint: Path, tmp_path: Path) -> None:
+    """Also of what is trained in each block: the nodes of the next ring have other blocks."""
     gpt = tiny_gpt()
     x, dy = rows(gpt.config.n_embd, 7).requires_grad_(), rows(gpt.config.n_embd, 8)
-    (expected,) = torch.autograd.grad(whole(gpt, x), x, dy)
+    prompts = {f"transformer.h.{i}.prompt": rows(gpt.config.n_embd, i)[0, :3].requires_grad_() for i in range(5)}
+    expected = x
+    for i, prompt in enumerate(prompts.values()):
+        added = torch.cat([expected[:, :3] + prompt, expected[:, 3:]], dim=1)
+        expected = whole(gpt, added, i, i + 1)
+    wanted = torch.autograd.grad(expected, [x, *prompts.values()], dy)
     others = set(psutil.Process().children())  # such as a server of other tests
     source = OwnProcesses(lambda: LocalRing(3, None, 1, None, False, False), lambda ring: ring.cluster)
     with source, Run(source, options_of(checkpoint, tmp_path), N_TOKENS, n_texts=1) as run:
-        found = RingBlocks(run)(x)
+        found = RingBlocks(run)(x, prompts)
         max(set(psutil.Process().children()) - others, key=psutil.Process.create_time).kill()
-        alike(torch.autograd.grad(found, x, dy)[0], expected)
+        for one, other in zip(torch.autograd.grad(found, [x, *prompts.values()], dy), wanted, strict=True):
+            alike(one, other)
         assert run.n_recoveries == 1 and len(run.names) == 2
         alike(RingBlocks(run)(x).detach(), whole(gpt, x).detach())
 
