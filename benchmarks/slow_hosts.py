@@ -42,10 +42,17 @@ class SlowHosts(Hosts):
                 compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
                 subprocess.run([compiler, "-O2", "-std=c++17", str(SOURCE), "-o", program], check=True)
                 numbers = [f"{1e6 * delay_s:.0f}", f"{mbit:g}", *map(str, self.taps)]
-                self._switch = subprocess.Popen([program, *numbers], pass_fds=self.taps)
+                self._switch = subprocess.Popen(
+                    [program, *numbers], pass_fds=self.taps, stdin=subprocess.PIPE, text=True
+                )
         except BaseException:
             self.close()
             raise
+
+    def slow(self, a: int, b: int, more_s: float) -> None:
+        """From now on the link between two hosts takes so much longer, in both directions."""
+        assert self._switch is not None and self._switch.stdin is not None
+        print(a, b, f"{1e6 * more_s:.0f}", file=self._switch.stdin, flush=True)
 
     def enter(self, host: int) -> None:
         """From now on this process is on a host."""
@@ -60,5 +67,5 @@ class SlowHosts(Hosts):
     def close(self) -> None:
         if self._switch is not None:
             self._switch.kill()
-            self._switch.wait()
+            self._switch.communicate()
         super().close()

@@ -3,6 +3,8 @@
 //
 //   slow_switch DELAY_US MBIT FD FD ...      MBIT of each host; 0: no limit
 //
+// A line "A B US" on stdin makes the link between two hosts slower by so many microseconds, in both directions, from then on.
+//
 // The devices are open with IFF_VNET_HDR and offloads, so that a message of some KB is one packet, as on a network card.
 // The last byte of a host's hardware address is its place in the list.
 
@@ -47,8 +49,11 @@ int main(int argc, char** argv) {
     const double mbit = std::atof(argv[2]), ns_per_byte = mbit > 0 ? 8000 / mbit : 0;
     std::vector<pollfd> hosts;
     for (int i = 3; i < argc; ++i) hosts.push_back({std::atoi(argv[i]), POLLIN, 0});
-    std::vector<std::deque<Packet>> queues(hosts.size());  // of what each host has sent, oldest first
-    std::vector<int64_t> free_at(hosts.size(), 0);
+    const size_t n_hosts = hosts.size();
+    std::vector<std::deque<Packet>> queues(n_hosts * n_hosts);  // of what each host has sent to each other, oldest first
+    std::vector<int64_t> more_ns(n_hosts * n_hosts, 0);  // of such a pair
+    hosts.push_back({STDIN_FILENO, POLLIN, 0});
+    std::vector<int64_t> free_at(n_hosts, 0);
     std::vector<uint8_t> buffer(kLargest);
     prctl(PR_SET_TIMERSLACK, 1);  // else the kernel wakes us 50 us late
 
@@ -67,7 +72,18 @@ int main(int argc, char** argv) {
         const int64_t left = due == 0 ? 0 : due - now_ns();
         const timespec wait = {left > 0 ? left / 1000000000 : 0, left > 0 ? left % 1000000000 : 0};
         if (ppoll(hosts.data(), hosts.size(), due == 0 ? nullptr : &wait, nullptr) <= 0) continue;
-        for (size_t i = 0; i < hosts.size(); ++i) {
+        if (hosts[n_hosts].revents & (POLLIN | POLLHUP)) {
+            char line[100] = {};
+            const ssize_t got = read(STDIN_FILENO, line, sizeof line - 1);
+            size_t a = 0, b = 0;
+            double us = 0;
+            if (got <= 0) {
+                hosts[n_hosts].fd = -1;  // nobody writes any more
+            } else if (std::sscanf(line, "%zu %zu %lf", &a, &b, &us) == 3 && a < n_hosts && b < n_hosts) {
+                more_ns[a * n_hosts + b] = more_ns[b * n_hosts + a] = static_cast<int64_t>(1000 * us);
+            }
+        }
+        for (size_t i = 0; i < n_hosts; ++i) {
             if (!(hosts[i].revents & POLLIN)) continue;
             for (int n = 0; n < kBatch; ++n) {
                 const ssize_t got = read(hosts[i].fd, buffer.data(), buffer.size());
@@ -76,9 +92,10 @@ int main(int argc, char** argv) {
                 free_at[i] = begin + static_cast<int64_t>((got - kHeader) * ns_per_byte);
                 auto bytes = std::make_shared<std::vector<uint8_t>>(buffer.begin(), buffer.begin() + got);
                 const bool is_for_all = buffer[kHeader] & 1;
-                for (size_t k = 0; k < hosts.size(); ++k) {
+                for (size_t k = 0; k < n_hosts; ++k) {
                     if (k != i && (is_for_all || k == buffer[kHeader + 5])) {
-                        queues[i].push_back({free_at[i] + delay_ns, bytes, k});
+                        const size_t pair = i * n_hosts + k;
+                        queues[pair].push_back({free_at[i] + delay_ns + more_ns[pair], bytes, k});
                     }
                 }
             }
