@@ -65,11 +65,9 @@ class Profiled:
 
         resident = Resident([f"block.{i}" for i in range(n_blocks)], weights)
         self.stage = KernelStage(self.config, 0, n_blocks, resident, n_threads, cache_type)
-        self.stage.prepare(CONTEXT)
         self._context, self._model = Context(n_threads), model_of(self.config)
 
     def fill(self, n_sequences: int, position: int) -> None:
-        self.stage.caches.clear()
         for seq_id in range(n_sequences):
             for start in range(0, position, CHUNK):
                 n_rows = min(CHUNK, position - start)
@@ -150,6 +148,7 @@ def rows_of(n_rows: int, width: int) -> np.ndarray:
 
 
 def measure(profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, position: int, repeats: int) -> None:
+    profiled.stage.prepare(max(CONTEXT, position + repeats))
     profiled.fill(n_sequences, position)
     rows, products = rows_of(n_sequences, profiled.stage.n_embd), profiled.products(n_sequences)
     whole_s = products_s = float("inf")

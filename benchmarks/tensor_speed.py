@@ -105,7 +105,8 @@ class Node:
 def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     args.cores = len(cores)
-    if not args.unbound and (n > 1 or args.threads == 1):
+    is_bound = not args.unbound and (n > 1 or args.threads == 1)
+    if is_bound:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if hosts is not None:
         hosts.enter(rank)
@@ -128,7 +129,7 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
     quotas.close()
     args.folder.joinpath(f"{n}-{rank}.json").write_text(json.dumps(list(tally.spans)))
     return [{
-        "nodes": n, "threads": args.threads if n == 1 else 1, "bound": not args.unbound,
+        "nodes": n, "threads": args.threads if n == 1 else 1, "bound": is_bound,
         "kernels": instruction_set(), "head": args.head, "quota": args.quota, "delay_ms": args.delay_ms,
         "mbit": args.mbit, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
         "token_ms": round(1e3 * float(np.mean(times)), 2), "median_ms": round(1e3 * float(np.median(times)), 2),
