@@ -167,7 +167,7 @@ class Churn:
                 if run.returncode == -signal.SIGKILL and "HANG" not in err:
                     self.counts["starters killed"] += 1
                 elif run.returncode:
-                    self.failures.append(err[-2000:])
+                    self.failures.append(f"{run.returncode}: {err[-1000:]}{out[-1000:]}")  # where an error is an object
                 else:
                     found = json.loads(out)
                     self.counts["texts"] += 1

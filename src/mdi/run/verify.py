@@ -251,7 +251,8 @@ class RowVerifier:
             end.close()
             self._is_left.clear()
             self._jobs.put(_LEAVE)
-            self._is_left.wait(LEAVE_S)
+            if any(one.name for one in [*self._again.values()]):
+                self._is_left.wait(LEAVE_S)
 
     def _run(self) -> None:
         with computing_threads(self._former.basis.computing.threads):
@@ -459,6 +460,8 @@ class RowVerifier:
         if (known := self._again.get(index)) is not None and not known.is_leaving:
             return known
         self._drop([index])
+        if self._others_end is None:
+            raise EngineError("the ring is over")  # and its nodes' memory is for the next one
         if index not in self._numerics:
             self._numerics[index] = self._ask(ring, index, seq_id, 0, 1, "received").numerics
         if not self._numerics[index]:
