@@ -8,8 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mdi.errors import RingError
 from mdi.run.cut import Holder, cut, slowest_s
-from mdi.run.policy import Absences, Form, Stage, Suspects, in_place, present_holders, with_the_rest
+from mdi.run.policy import (
+    Absences,
+    Answer,
+    Answered,
+    End,
+    Form,
+    NotFormed,
+    Policy,
+    Roll,
+    Stage,
+    Suspects,
+    Wait,
+    in_place,
+    present_holders,
+    with_the_rest,
+)  # fmt: skip
 from mdi.run.report import Records
 
 RING = (Stage("starter", 0, 2), Stage("a", 2, 5), Stage("b", 5, 9))
@@ -108,6 +124,24 @@ def test_the_cut_is_the_best_of_all(nodes: list[tuple[int, int, float, float]], 
     else:
         assert found is not None
         assert cost(found) == pytest.approx(min(map(cost, every)))
+
+
+def test_a_swarm_s_first_ring_is_sought_again_when_some_node_left() -> None:
+    """Whoever it was: the error of a ring names none. Nodes that get their blocks from the run end it."""
+    ring = (Stage("starter", 0, 0), Stage("a", 0, 2), Stage("b", 2, 4))
+    other = Form((ring[0], Stage("c", 0, 2), ring[2]), is_moved=False)
+    error = NotFormed(RingError("a node left while the ring was formed"), Form(ring, is_moved=False))
+    answers = {name: Answer(name, name, "READY", 0, False) for name in ("b", "c")}
+    for held, is_kind in ((lambda ring, present, others: other, Form), (None, End)):
+        policy = Policy(ring, (), no_cut, 6.0, is_measured=True, held=held)
+        assert policy.next(None, 0.0) == Form(ring, is_moved=False)
+        decision = policy.next(error, 1.0)
+        for now in (2.0, 3.0):
+            if isinstance(decision, Wait):
+                decision = policy.next(Answered(Roll(answers, frozenset({"a"}))), now)
+                assert isinstance(decision, Form) and decision.stages == other.stages
+                decision = policy.next(error, now) if now < 3.0 else decision
+        assert isinstance(decision, is_kind)
 
 
 # Waiting

@@ -228,7 +228,10 @@ class SecondarySetup:
         Raises:
             NodeLostError, RingError, ControlError: it is not there any more, or says it in no readable way.
         """
-        status = self._loading_status() if is_asked else self._answer
+        try:
+            status = self._loading_status() if is_asked else self._answer
+        except RingError as e:  # it was ready, and has given up since: others may replace it
+            raise e if isinstance(e, NodeLostError) else NodeLostError(self.name, str(e), e.code) from None
         self.sent_rows = _sent_rows(status) if status.get("caches_kept") is True else None
         return CacheReport.from_json(status.get("caches"), self._client.where)
 

@@ -638,7 +638,7 @@ class Policy:
                 self.refused = event.tried
             loss = error if isinstance(error, NodeLostError) else RingError(f"blocks were not moved: {error}")
             return self._ask(self._begin(loss, now, None), now)
-        if not isinstance(error, NodeLostError):
+        if not isinstance(error, RingError) or not (isinstance(error, NodeLostError) or self._held is not None):
             return End(error)
         if search is None:
             self.processes = dict(event.reached)
@@ -655,15 +655,17 @@ class Policy:
         self._note_loss(error, "the texts wait")
         logger.warning("warning: %s", error)
         tried = event.tried
-        blocks = None if tried is None else next((stage for stage in tried.stages if stage.name == error.node), None)
+        name = getattr(error, "node", "")
+        blocks = None if tried is None else next((stage for stage in tried.stages if stage.name == name), None)
         is_moved = tried is not None and tried.is_moved
         can_have_less = blocks is not None and not blocks.is_hot and blocks.stop - blocks.start > 1
         if error.code == "memory" and is_moved and blocks is not None and can_have_less:
-            search.most[error.node] = blocks.stop - blocks.start - 1
+            search.most[name] = blocks.stop - blocks.start - 1
             return self._ask(search, now)
-        if error.code in UNFIT:
-            search.unfit.add(error.node)
-        self._lose(search, error, now)
+        if isinstance(error, NodeLostError):  # else a node of a swarm left, and which one is seen when all are asked
+            if error.code in UNFIT:
+                search.unfit.add(error.node)
+            self._lose(search, error, now)
         search.since = now
         return self._ask(search, now)
 
