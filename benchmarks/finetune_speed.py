@@ -93,17 +93,26 @@ def one_pass(run: Any, method: str, n_texts: int, n_rows: int, n_tokens: int, n_
     parts = [len(part) for part in torch.arange(n_texts).chunk(min(n_parts, n_texts))]
     xs = [0.1 * torch.randn(n, length, n_embd, generator=generator) for n in parts]
     leaves = [(x.requires_grad_(), {name: one.clone().requires_grad_() for name, one in given.items()}) for x in xs]
-    before, begin = traffic(blocks), time.perf_counter()
+    before, begin, cpu = traffic(blocks), time.perf_counter(), cpu_seconds()
     with ThreadPoolExecutor(len(parts)) as pool:
         outputs = list(pool.map(lambda leaf: blocks(leaf[0], leaf[1]) if leaf[1] else blocks(leaf[0]), leaves))
-        middle, at_middle = time.perf_counter(), traffic(blocks)
+        middle, at_middle, cpu_middle = time.perf_counter(), traffic(blocks), cpu_seconds()
         list(pool.map(lambda y: y.backward(torch.ones_like(y)), outputs))
-    end, after = time.perf_counter(), traffic(blocks)
+    end, after, cpu_end = time.perf_counter(), traffic(blocks), cpu_seconds()
     n_all = n_texts * length
     return {
         "forward_tokens_s": n_all / (middle - begin), "backward_tokens_s": n_all / (end - middle),
+        "forward_tokens_per_core_s": n_all / (cpu_middle - cpu), "backward_tokens_per_core_s": n_all / (cpu_end - cpu_middle),
         "forward_bytes_per_token": (at_middle - before) / n_all, "backward_bytes_per_token": (after - at_middle) / n_all,
     }  # fmt: skip
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the nodes', which other programs disturb less than the clock."""
+    import psutil
+
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in [own, *own.children()])
 
 
 def prefixes(run: Any, n_rows: int) -> dict[str, Any]:
