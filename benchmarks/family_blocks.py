@@ -4,7 +4,8 @@
 For each: milliseconds and bytes read per second of one row; milliseconds and products per second of 64 rows. There, an
 expert meets a few rows (64 * used / all): so the Llama block stands there with so many rows, too, as the bound of few rows
 by a matrix. Random weights in one format (of gpt-oss mxfp4); routers choose the experts of random rows; both blocks take turns.
-A small block stands there several times, each with weights of its own, so that none is read from the processor's cache.
+A small block stands there several times, each with weights of its own, so that none is read from the processor's cache. Of
+one thread, its processor time counts, which other programs disturb less.
 
     family_blocks.py --format int4
     family_blocks.py --family minimax-m2 --threads 2
@@ -80,12 +81,13 @@ class Block:
         self._stage = KernelStage(config, index, stop, weights, n_threads)
         self._stage.prepare(LENGTH)
         self._random = np.random.default_rng(1)
+        self._clock = time.process_time if n_threads == 1 else time.perf_counter
 
     def seconds(self, n_rows: int) -> float:
         rows = self._random.standard_normal((n_rows, self.n_embd), dtype=np.float32)
-        begin = time.perf_counter()
+        begin = self._clock()
         self._stage(rows, [Slice(1, 0, n_rows, n_rows)])
-        return (time.perf_counter() - begin) / self.copies
+        return (self._clock() - begin) / self.copies
 
 
 def _shapes(config: dict[str, Any], part: str) -> dict[str, tuple[int, ...]]:
