@@ -9,6 +9,7 @@ tenth two at once. Greedy and sampled texts, in float32, int8 and int4, are comp
 example:
   chaos.py --faults 1000 --minutes 240 --seed 1 --json chaos.json
   chaos.py --faults 1000 --minutes 240 --draft model
+  chaos.py --faults 200 --draft model --tensor      all nodes share each block; compared as far as the run says that bits stay
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--actions", metavar="A,A,...", help="what is done, of all that there is")
     parser.add_argument("--per-run", type=int, metavar="N", help="faults of a run (default: 2 to 4)")
     parser.add_argument("--fixed", action="store_true", help="no lost node is replaced")
+    parser.add_argument("--tensor", action="store_true", help="nodes are a group (--parallel tensor)")
     parser.add_argument("--draft", choices=("none", "auto", "model"), default="none",
                         help="guess tokens, whatever that costs; model: by a copy of the model (%(default)s)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tally there")
@@ -99,6 +101,7 @@ def attack(args: argparse.Namespace, folder: Path, tally: Tally) -> None:
 
     checkpoint = write_checkpoint(folder / "tiny", with_end=False)
     expected: dict[tuple[str, int], list[list[int]]] = {}
+    by_groups: dict[tuple[str, int], dict[int, list[list[int]]]] = {}
     begin = time.monotonic()
     with fault_ring(folder / "ring", N_NODES) as ring:
         while tally.faults < args.faults and time.monotonic() - begin < args.minutes * 60:
@@ -108,7 +111,8 @@ def attack(args: argparse.Namespace, folder: Path, tally: Tally) -> None:
             if (form, text_seed) not in expected:
                 expected[form, text_seed] = alone(checkpoint, form, wanted)
             ring.start_all()
-            one_run(args, ring, checkpoint, form, wanted, expected[form, text_seed], chance, tally)
+            undisturbed = by_groups.setdefault((form, text_seed), {})
+            one_run(args, ring, checkpoint, form, wanted, expected[form, text_seed], chance, tally, undisturbed)
             tally.seconds = time.monotonic() - begin
             if tally.runs % 10 == 0:
                 show(tally)
@@ -116,12 +120,14 @@ def attack(args: argparse.Namespace, folder: Path, tally: Tally) -> None:
 
 
 def options(args: argparse.Namespace | None, checkpoint: Path, form: str) -> Any:
-    from mdi.spec.options import StarterOptions
+    from mdi.spec.options import ParallelOptions, StarterOptions
 
     fields: dict[str, Any] = {"ckpt": checkpoint, "prompt_style": "none", "device": "cpu", "placement": "even"}
     if args is not None:
         draft = str(checkpoint) if args.draft == "model" else args.draft
         fields |= {"silence_s": args.silence_s, "fixed": args.fixed, "draft": draft}
+        if args.tensor:
+            fields["parallel"] = ParallelOptions("tensor", reduce_dtype="float32")
     return StarterOptions(**fields, quantize=form, quantize_head=form, wait_s=60.0)
 
 
@@ -138,8 +144,13 @@ def alone(checkpoint: Path, form: str, wanted: list[Wanted]) -> list[list[int]]:
 
 def one_run(
     args: argparse.Namespace, ring: FaultRing, checkpoint: Path, form: str, wanted: list[Wanted],
-    expected: list[list[int]], chance: random.Random, tally: Tally,
+    expected: list[list[int]], chance: random.Random, tally: Tally, undisturbed: dict[int, list[list[int]]],
 ) -> None:  # fmt: skip
+    """One run with faults.
+
+    Args:
+        expected: by one node; undisturbed: by a group of so many, as far as that is known.
+    """
     from fault_ring import Outcome, Running, run
     from fault_schedule import ACTIONS, Saboteur, complaint, schedule
 
@@ -150,6 +161,10 @@ def one_run(
     if not args.fixed and chance.random() < 0.5:
         others = ring.cluster(N_NODES).secondaries[n_nodes - 1 :]
         cluster = replace(cluster, spares=tuple(replace(node, is_spare=True) for node in others))
+    if args.tensor and n_nodes not in undisturbed:
+        plain = replace(options(args, checkpoint, form), draft="none")
+        undisturbed[n_nodes] = run(ring.cluster(n_nodes), plain, wanted).ids
+        ring.wait_waiting(HANG_S)
     running, found = Running(), [Outcome()]
     saboteur = Saboteur(ring, faults, sum(map(len, expected)), args.silence_s, running)
     begin = time.monotonic()
@@ -166,6 +181,11 @@ def one_run(
         faulthandler.dump_traceback(all_threads=True)
         raise SystemExit("a run hangs; its threads are above")
     saboteur.join()
+    if args.tensor:
+        expected = undisturbed[n_nodes]
+        for i, (ids, n) in enumerate(zip(found[0].ids, found[0].may_differ_from, strict=False)):
+            if n is not None and (found[0].is_whole[i] or found[0].error is not None):
+                found[0].ids[i] = [*ids[:n], *expected[i][n : max(n, len(ids))]]  # the others may be any
     what = complaint(found[0], expected, args.fixed and saboteur.loses_a_node, saboteur.done)
     judge(what, found[0], saboteur, tally)
     if args.verb or what:

@@ -97,7 +97,7 @@ def test_rows_of_guesses_take_memory_and_are_counted() -> None:
 def test_guesses_neither_put_out_a_text_nor_drop_kept_caches() -> None:
     """Seven pages: one is kept, two texts have three each, and guesses of either would take a fourth."""
     texts = [text(0, PAGE, 1, owner="me"), text(1, PAGE - 1, 400), text(2, PAGE - 1, 400)]
-    scheduler = scheduler_of(1, 4, (1, MOST_GUESSES), texts, memory_of(7, None))
+    scheduler = scheduler_of(1, 1, (1, MOST_GUESSES), texts, memory_of(7, None))
     guesser, scheduler.guesser = scheduler.guesser, None
     freed: list[int] = []
     while len(texts[2].ids) < 3 * PAGE - 1:
@@ -160,7 +160,6 @@ def test_a_text_begins_behind_a_running_one_only_where_guesses_have_not_moved_it
 def test_a_frame_has_no_more_rows_with_guesses_than_it_may_have() -> None:
     for n_texts in (1, 3, 8):
         scheduler = Scheduler(1, decode_rows=8)
-        scheduler.rewind(1, None, 16)
         scheduler.guesser = Always((1, 100))
         for seq_id in range(n_texts):
             scheduler.submit(text(seq_id))

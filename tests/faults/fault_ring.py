@@ -54,9 +54,11 @@ class Outcome:
         gap_s: the longest time between two tokens of a text.
         recoveries: of each node that was lost, what replaced it and how long that took, as --json has it.
         guesses: tokens that were guessed, and those of them that were right.
+        may_differ_from: of each text the first token that the run says may be another one; None: none.
     """
 
     ids: list[list[int]] = field(default_factory=list)
+    may_differ_from: list[int | None] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     is_ended_alone: list[bool] = field(default_factory=list)
     guesses: tuple[int, int] = (0, 0)
@@ -272,6 +274,7 @@ def run(
         except MdiError as e:
             outcome.error = outcome.error or e
         outcome.recoveries = list(node.metrics().to_json().get("recoveries", []))
+        outcome.may_differ_from = [sample.may_differ_from for sample in node.metrics().samples]
         node.close()
         running.over.set()
     outcome.ids = [list(sample.token_ids) for sample in node.samples]

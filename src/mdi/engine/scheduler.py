@@ -520,7 +520,6 @@ class Scheduler:
         n_slices = min(self._share(), len(self._ready))
         slices: list[PlannedSlice] = []
         cohort: tuple[Sequence, ...] = ()
-        is_guessed = self.guesser is not None
         n_rows = 0
         while self._ready and (
             (len(slices) < n_slices and n_rows < self.decode_rows) or (cohort and self._ready[0].cohort is cohort)
@@ -528,10 +527,7 @@ class Scheduler:
             sequence = self._ready.popleft()  # a cohort stays together: it needs all of its rows to go on
             cohort = sequence.cohort
             n_known = sequence.n_to_send
-            guesses = []
-            if is_guessed and len(sequence.ids) > sequence.n_quiet:  # of most texts no source has guesses
-                is_guessed = not self._is_full
-                guesses = self._guesses(sequence, n_known) if is_guessed else []
+            guesses = [] if self.guesser is None else self._guesses(sequence, n_known)
             part = self._with_guesses(sequence, n_known, guesses) if guesses else next_slice(sequence, n_known)
             slices.append(part)
             n_rows += part.n_rows
@@ -540,11 +536,6 @@ class Scheduler:
     @property
     def _n_decoding(self) -> int:
         return len(self._running) - len(self._prefilling) - len(self._replays)
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether other texts fill the ring, so that guesses of one would only delay them."""
-        return self._n_decoding > max(1, self.n_places // 2)
 
     def _share(self) -> int:
         # The sequences of each frame that continue when it is back; not frames with guesses alone.
@@ -556,7 +547,7 @@ class Scheduler:
 
     def _guess_slices(self) -> list[PlannedSlice]:
         """Rows of guesses alone, of texts whose last token is under way, if no other rows wait."""
-        if self._waiting or self._ready or self._is_full:
+        if self._waiting or self._ready or self._n_decoding > self.n_places // 2:
             return []
         slices = []
         for sequence in self._running.values():

@@ -188,6 +188,9 @@ class Speculation:
     # Of the scheduler
 
     def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+        if n_places == 1 and n_texts > 1:  # other texts fill the ring
+            sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
+            return 1, 1
         if n_texts != self._n_texts:
             self._n_texts, self._n_to_measure = n_texts, N_ROUNDS
             self._plain.clear()
