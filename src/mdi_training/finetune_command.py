@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.adapters import WEIGHTS_FILE
 from mdi.errors import EngineError, UsageError
 from mdi.spec.options import ACCESS, COMMON, DEEP_PROMPT, LORA, MODEL, SIDE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
@@ -84,6 +83,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
+    from mdi.checkpoint.adapters import WEIGHTS_FILE
     from mdi.cli.access import with_machines
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
     from mdi.host.device import load_torch
@@ -401,7 +401,7 @@ def _read_all(
 
 
 def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
-    from mdi.checkpoint.adapters import weights_hash
+    from mdi.checkpoint.adapters import WEIGHTS_FILE, weights_hash
     from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
     from mdi_training.tuned_tensors import n_numbers, new_tensors
 
