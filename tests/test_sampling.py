@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.sampling import Row, adjusted, log_probs, sample
-from mdi.engine.sequence import SamplingParams, seed_of, uniforms
+from mdi.engine.sampling import Row, adjusted, log_probs, sample, uniforms
+from mdi.engine.sequence import SamplingParams, seed_of
 
 VOCAB = 12
 

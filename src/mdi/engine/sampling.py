@@ -18,13 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdi.engine.sequence import SamplingParams, uniforms
+from mdi.engine.sequence import STREAM_STEP, SamplingParams
 
 LEAST_TEMPERATURE = 1e-30  # below it, all but the best token have no chance in float32
 MOST_PENALTY, MOST_LOGIT = 1e30, 1e37  # beyond them is what float32 has no number for
 FIRST_BEST = 1024  # of a vocabulary in order; more are only looked at if they do not have the top_p together
 BUCKET = 64  # neighbouring tokens of a whole vocabulary: first one of these is drawn, then one of its tokens
 BUCKETS_FROM = 1 << 32  # number of the first bucket's random number; tokens have those below
+
+_MASK = (1 << 64) - 1  # of 64 bits
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
+_ONE, _STEP_64, _LAST_SHIFT, _SPARE_BITS = np.uint64(1), np.uint64(STREAM_STEP), np.uint64(31), np.uint64(11)
+_ROUNDS = ((np.uint64(30), np.uint64(_FACTORS[0])), (np.uint64(27), np.uint64(_FACTORS[1])))
 
 
 class Row(NamedTuple):
@@ -198,6 +203,30 @@ def _first(weights: np.ndarray, numbers: np.ndarray, row: Row) -> int:
     times = np.log(uniforms(row.params.seed, row.n_drawn, numbers))
     times /= weights
     return int(times.argmax())
+
+
+def uniforms(seed: int, n: int, numbers: np.ndarray) -> np.ndarray:
+    """Of the stream whose seed is number `n` of the stream `seed`, these numbers: above 0 and below 1.
+
+    A stream is SplitMix64 (Steele, Lea and Flood 2014).
+    """
+    z = numbers.astype(np.uint64)
+    z += _ONE
+    z *= _STEP_64
+    z += np.uint64(_mixed(_mixed(_mixed(seed) + (n + 1) * STREAM_STEP)))
+    for shift, factor in _ROUNDS:
+        z ^= z >> shift
+        z *= factor
+    z ^= z >> _LAST_SHIFT
+    z >>= _SPARE_BITS
+    return (z + 0.5) * 2.0**-53
+
+
+def _mixed(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
+    z = ((z ^ (z >> 27)) * _FACTORS[1]) & _MASK
+    return z ^ (z >> 31)
 
 
 def log_probs(logits: Any, token: int, n_best: int) -> tuple[float, list[tuple[int, float]]]:

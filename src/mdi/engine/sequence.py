@@ -14,14 +14,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from mdi.errors import UsageError
 
-_MASK = (1 << 64) - 1  # of 64 bits
-_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
-_ONE, _STEP_64, _LAST_SHIFT, _SPARE_BITS = np.uint64(1), np.uint64(_STEP), np.uint64(31), np.uint64(11)
-_ROUNDS = ((np.uint64(30), np.uint64(_FACTORS[0])), (np.uint64(27), np.uint64(_FACTORS[1])))
+STREAM_STEP = 0x9E3779B97F4A7C15  # of SplitMix64
 
 
 @dataclass(frozen=True)
@@ -497,28 +492,4 @@ class Inbox:
 
 def seed_of(seed: int, index: int) -> int:
     """Seed of sample `index` of a run: samples of the same prompt must differ, runs of the same seed must not."""
-    return (seed * _STEP + index * 0xD1B54A32D192ED03) % (1 << 63)
-
-
-def uniforms(seed: int, n: int, numbers: np.ndarray) -> np.ndarray:
-    """Of the stream whose seed is number `n` of the stream `seed`, these numbers: above 0 and below 1.
-
-    A stream is SplitMix64 (Steele, Lea and Flood 2014).
-    """
-    z = numbers.astype(np.uint64)
-    z += _ONE
-    z *= _STEP_64
-    z += np.uint64(_mixed(_mixed(_mixed(seed) + (n + 1) * _STEP)))
-    for shift, factor in _ROUNDS:
-        z ^= z >> shift
-        z *= factor
-    z ^= z >> _LAST_SHIFT
-    z >>= _SPARE_BITS
-    return (z + 0.5) * 2.0**-53
-
-
-def _mixed(z: int) -> int:
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
-    z = ((z ^ (z >> 27)) * _FACTORS[1]) & _MASK
-    return z ^ (z >> 31)
+    return (seed * STREAM_STEP + index * 0xD1B54A32D192ED03) % (1 << 63)
