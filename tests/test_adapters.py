@@ -306,8 +306,8 @@ def opened(made: Made, folder: Path, base: str | None = None) -> Adapter:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "only LORA is served"),
-    "no rank": ({"r": None}, "rank None"),
-    "rank": ({"r": 1 << 20}, "rank 1048576"),
+    "no rank": ({"r": None}, "rank None in"),
+    "rank": ({"r": 1 << 20}, "rank 1048576 in"),
     "rank that the file does not have": ({"r": 5}, "it is for another model"),
     "scale": ({"lora_alpha": float("inf")}, "which is no number"),
     "biases": ({"bias": "all"}, "bias all"),
