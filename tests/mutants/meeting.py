@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "a node sends parts in runs of others",
         "SecondaryNode.forward",
-        "self.runs.find(request.run) is None",
+        "not is_known and request.run not in self.table.versions",
         "False",
         f"{SENDING}::test_a_node_sends_parts_only_in_its_own_runs",
     ),
