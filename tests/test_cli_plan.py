@@ -82,7 +82,7 @@ def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixtu
     assert "of that do not fit" in capsys.readouterr().err
     assert launch("plan", [*flags, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert data["missing"][0]["bytes"] > 10**9 and "does not fit" in data["error"]
+    assert data["missing"][0]["bytes"] > 5 * 10**8 and "does not fit" in data["error"]
 
 
 def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
