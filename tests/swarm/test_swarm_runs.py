@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from swarm_members import held_by, swarm_member, wait_covered
@@ -20,11 +21,11 @@ from mdi.node.secondary import SecondaryNode
 from mdi.node.swarm_member import SwarmMember
 from mdi.run.nodes import SwarmNodes
 from mdi.run.run import Run
-from mdi.run.swarm import Swarm
+from mdi.run.swarm import Swarm, SwarmPart
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.options import StarterOptions
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
-from waiting import until
+from waiting import DEADLINE_S, until
 
 PROMPT, N_LAYER = "The ring", 5
 Node = tuple[SecondaryNode, SwarmMember]
@@ -51,8 +52,11 @@ def swarm(n: int, most_blocks: int, folder: Path, checkpoint: Path) -> Iterator[
 
 def opened(node: SecondaryNode, checkpoint: Path, n_tokens: int = 60, wait_s: float = 60.0, **options: object) -> Run:
     """A run that knows one node."""
+    return run_over(Swarm([Peer("127.0.0.1", node.control_port)], None, wait_s), checkpoint, n_tokens, **options)
+
+
+def run_over(found: Swarm, checkpoint: Path, n_tokens: int = 60, **options: object) -> Run:
     cancel = Cancel()
-    found = Swarm([Peer("127.0.0.1", node.control_port)], None, wait_s)
     nodes = SwarmNodes(found, lambda: NodeConfig("starter", "127.0.0.1", 0, 0), cancel, None, None, close=lambda: None)
     made = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", cache_share=0.5, **options)  # type: ignore[arg-type]
     return Run(nodes, made, n_tokens, n_texts=2, cancel=cancel)
@@ -122,6 +126,52 @@ def test_a_node_that_leaves_is_replaced_by_one_that_holds_its_blocks(tmp_path: P
             assert len(run.loop.recoveries) == 1
     known = wanted(50)
     assert all(list(sample.token_ids) == known for sample in samples)
+
+
+class SwarmThatChanges(Swarm):
+    """A node leaves when the first ring has been chosen."""
+
+    leaves: Callable[[], None]
+
+    def choose(self, *args: Any) -> SwarmPart:
+        part = super().choose(*args)
+        self.leaves()
+        return part
+
+
+def test_a_node_that_comes_takes_part_in_the_first_ring(tmp_path: Path, checkpoint: Path) -> None:
+    """The chosen nodes do not hold all blocks any more, and the run did not know the one that does."""
+    with contextlib.ExitStack() as stack:
+        first, one = stack.enter_context(swarm_member(0, tmp_path, checkpoint, most_blocks=3))
+        until(lambda: held_by(one) is not None)
+        second = contextlib.ExitStack()
+        stack.callback(second.close)
+        _, member = second.enter_context(swarm_member(1, tmp_path, checkpoint, [first], 3))
+        until(lambda: held_by(member) is not None)
+        wait_covered(lambda: [one, member], N_LAYER)
+        until(lambda: sum(node.is_ready for node in first.table.nodes) == 2)
+        found = SwarmThatChanges([Peer("127.0.0.1", first.control_port)], None, 60.0)
+        has_left = threading.Event()
+
+        def leave() -> None:
+            second.close()
+            has_left.set()
+
+        found.leaves = leave
+
+        def come() -> None:
+            assert has_left.wait(DEADLINE_S)
+            stack.enter_context(swarm_member(2, tmp_path, checkpoint, [first], 3))
+
+        comes = threading.Thread(target=come)
+        comes.start()
+        try:
+            with run_over(found, checkpoint) as run:
+                sample = run.submit(PROMPT, encode(PROMPT), SamplingParams(12, temperature=0))
+                run.read()
+        finally:
+            comes.join()
+    assert list(sample.token_ids) == wanted(12)
 
 
 def test_a_run_goes_on_without_a_node_whose_memory_is_needed(tmp_path: Path, checkpoint: Path) -> None:

@@ -218,6 +218,12 @@ class Run(StatusOnly):
             if model.cluster.secondaries:
                 logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
             loop, cut = self._make_loop(model, losses)
+            if (
+                model.held is not None and not self.options.fixed
+            ):  # nodes may leave and come while the first ring is formed
+                # Its nodes have their blocks already, which says in which order they stand: slow links change nothing.
+                look = SwarmLook(loop, model.held)
+                self._lookout = Lookout(look, lambda: loop.running, loop.put, self._cancel)
             ring = loop.next_ring(None)
         if self._in_use is not None:
             self._in_use.show([f"{node.name} {node.addr}" for node in self.cluster.secondaries])
@@ -296,16 +302,11 @@ class Run(StatusOnly):
         loop.start(engine, ring, recorder)
         if cut is not None:
             cut.n_rounds = lambda: engine.n_rounds_left
-        if cut is not None:
+        if cut is not None and self._lookout is None:
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
-            joins: Joins | SwarmLook | None
-            if model.held is not None:
-                joins = SwarmLook(loop, model.held)
-            else:
-                joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
-            # A swarm's nodes have their blocks already, which says in which order they stand.
-            links = None if self.is_shared or model.held is not None else SlowLinks(self.run_id, cut)
+            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
+            links = None if self.is_shared else SlowLinks(self.run_id, cut)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, links)
 
     def _verifier(self, engine: StarterEngine, loop: RingLoop) -> RowVerifier | None:
