@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     Mutant(
         "a config is believed",
-        "StandingModel.__init__",
+        "SwarmModel.__init__",
         "if config_hash(facts.config) != facts.config_hash:",
         "if False:",
         f"{PARTS}::test_facts_that_do_not_fit_are_refused",

@@ -9,7 +9,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.run.trace import read_trace
 from secondaries import secondaries
 from tiny_checkpoint import write_checkpoint
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "assets" / "nano-llama"
@@ -72,17 +72,17 @@ class Server:
 
     def wait(self) -> None:
         """Until it serves."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline and self.process.poll() is None:
+
+        def serves() -> bool:
+            assert self.process.poll() is None, f"the server has ended: {self.log.read_text()}"
             try:
                 status, told = self.ask("GET", "/v1/models")
             except OSError:
-                status, told = 0, None
-            if status == 200:
-                return
-            assert status in (0, 503), told
-            time.sleep(0.05)
-        raise AssertionError(f"the server does not serve: {self.log.read_text()}")
+                return False
+            assert status in (200, 503), told
+            return status == 200
+
+        until(serves, DEADLINE_S)
 
     def texts(self) -> dict[str, int]:
         """What the engine says of its texts; a second old at most."""

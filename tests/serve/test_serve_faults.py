@@ -17,6 +17,7 @@ from conftest import KEYS, Server
 from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import Chat
 from mdi.serve.completions import Completion
+from waiting import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "nano-llama", "prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}
@@ -213,10 +214,12 @@ def n_cancelled(server: Server) -> float:
 
 
 def wait_for(server: Server, condition: Any) -> dict[str, int]:
-    deadline = time.monotonic() + 60
-    while True:
-        texts = server.texts()
-        if texts is not None and condition(texts):  # None: nothing was read yet
-            return texts
-        assert time.monotonic() < deadline, texts
-        time.sleep(0.05)
+    found: dict[str, int] = {}
+
+    def holds() -> bool:
+        nonlocal found
+        found = server.texts() or {}  # None: nothing was read yet
+        return bool(found) and bool(condition(found))
+
+    until(holds)
+    return found

@@ -6,7 +6,6 @@ import datetime
 import ipaddress
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from mdi.errors import UsageError
 from mdi.serve.process import listening_socket
 from mdi.spec.options import Options
 from tiny_checkpoint import reference, write_checkpoint
+from waiting import until
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -69,10 +69,7 @@ def test_models_come_and_go_by_name_and_the_end_lets_texts_be_finished(tmp_path:
         assert len(tiny["logprobs"]["tokens"]) == len(codec_ids) and tiny["text"] == text_of(tmp_path, codec_ids)
         assert complete(server, "nano-llama", "ROMEO:")["text"] == first
         assert server.ask("POST", "/v1/completions", {"model": "org/empty", "prompt": "x"})[0] == 404
-        deadline = time.monotonic() + 60
-        while (state := server.ask("GET", "/health")[1]["status"]) != "idle":
-            assert time.monotonic() < deadline, state
-            time.sleep(0.1)
+        until(lambda: server.ask("GET", "/health")[1]["status"] == "idle")
         assert complete(server, "", "ROMEO:")["text"] == first, "it is loaded again"
         finish_while_ending(server)
     finally:

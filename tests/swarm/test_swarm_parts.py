@@ -18,7 +18,7 @@ from mdi.control.swarm import ModelFacts, ModelRequest
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError
 from mdi.node.secondary import SecondaryNode
-from mdi.node.standing_model import StandingModel
+from mdi.node.swarm_model import SwarmModel
 from secondaries import entry_of
 from tiny_checkpoint import encode, write_checkpoint
 from waiting import until
@@ -59,6 +59,16 @@ def make_far(node: SecondaryNode) -> None:
     node.swarm = late  # type: ignore[method-assign]
 
 
+def whole_ones(stack: contextlib.ExitStack, folder: Path, checkpoint: Path) -> list[SecondaryNode]:
+    """Two nodes that have the whole model on their disks."""
+    nodes: list[SecondaryNode] = []
+    for i in range(2):
+        node, member = stack.enter_context(swarm_member(i, folder, checkpoint, nodes, most_blocks=N_LAYER))
+        nodes.append(node)
+        until(lambda member=member: held_by(member) is not None)
+    return nodes
+
+
 def test_parts_come_from_other_nodes_and_go_on_to_others(tmp_path: Path, checkpoint: Path, name: str) -> None:
     """The second node has its parts of the first. When that has gone, the third one has them of the second."""
     with contextlib.ExitStack() as stack:
@@ -78,11 +88,7 @@ def test_parts_come_from_other_nodes_and_go_on_to_others(tmp_path: Path, checkpo
 
 def test_the_nearest_node_sends_them(tmp_path: Path, checkpoint: Path, name: str) -> None:
     with contextlib.ExitStack() as stack:
-        nodes = []
-        for i in range(2):
-            node, member = stack.enter_context(swarm_member(i, tmp_path, checkpoint, nodes, most_blocks=N_LAYER))
-            nodes.append(node)
-            until(lambda member=member: held_by(member) is not None)
+        nodes = whole_ones(stack, tmp_path, checkpoint)
         far, near = nodes
         sent = counted(far), counted(near)
         make_far(far)
@@ -93,11 +99,7 @@ def test_the_nearest_node_sends_them(tmp_path: Path, checkpoint: Path, name: str
 
 def test_a_node_that_cannot_send_is_passed_over(tmp_path: Path, checkpoint: Path, name: str) -> None:
     with contextlib.ExitStack() as stack:
-        nodes = []
-        for i in range(2):
-            node, member = stack.enter_context(swarm_member(i, tmp_path, checkpoint, nodes, most_blocks=N_LAYER))
-            nodes.append(node)
-            until(lambda member=member: held_by(member) is not None)
+        nodes = whole_ones(stack, tmp_path, checkpoint)
 
         def refuse(request: ForwardRequest) -> None:
             raise ControlError("it is gone", 404, code="weights")
@@ -112,7 +114,7 @@ def test_strangers_get_and_give_no_parts(tmp_path: Path, checkpoint: Path) -> No
     """A node sends parts to nodes that it has heard of, and takes those alone that it waits for."""
     with swarm_member(0, tmp_path, checkpoint, most_blocks=2) as (node, member):
         until(lambda: held_by(member) is not None)
-        client, model = ControlClient(entry_of(node)), node.standing
+        client, model = ControlClient(entry_of(node)), node.swarm_model
         assert model is not None
         (part,) = client.model(ModelRequest(model.weights, ("block.1", "block.99"))).parts
         asked = ForwardRequest("ab" * 8, part, 0, "other", "127.0.0.1", 1)
@@ -128,12 +130,12 @@ def test_strangers_get_and_give_no_parts(tmp_path: Path, checkpoint: Path) -> No
 
 def test_facts_that_do_not_fit_are_refused(checkpoint: Path) -> None:
     with contextlib.closing(open_source(checkpoint)) as source:
-        facts = StandingModel.of(source).facts
+        facts = SwarmModel.of(source).facts
     told = facts.to_json()
     ModelFacts.from_json(told, "a node")
     other = {**facts.config, "n_head": 2 * facts.config["n_head"]}
     for change in ({"config": other}, {"parts": []}, {"parts": [vars(PartSpec("block.0", "ab" * 32, 1))]}):
         with pytest.raises(ControlError):
-            StandingModel(ModelFacts.from_json({**told, **change}, "a node"))
+            SwarmModel(ModelFacts.from_json({**told, **change}, "a node"))
     with pytest.raises(ControlError):
         ModelFacts.from_json({**told, "config": {}}, "a node")

@@ -416,7 +416,7 @@ def is_folded(weight: np.ndarray, config: Mapping[str, Any]) -> bool:
 def gain_factor(
     norm: str, gain: np.ndarray | None, own: np.ndarray | None, config: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """What an adapter's A is multiplied by, where a node's weights have their norm's gain; None: nothing.
+    """The factors of an adapter's A where a node's weights have their norm's gain; None: there are none.
 
     Args:
         gain: the norm's weight in the model; own: the same as the node has it.

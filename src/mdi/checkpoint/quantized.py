@@ -6,6 +6,7 @@ be had as it is stored, for weights that are packed without rounding them again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -72,7 +73,7 @@ class Stored(NamedTuple):
         return floats(array)
 
 
-class Decoded:
+class Decoded(ABC):
     """A tensor (n_out, n_in) that several tensors of a file stand for.
 
     Attributes:
@@ -86,9 +87,9 @@ class Decoded:
         self.specs = {name: TensorSpec(dtype, shape)}
         self._shape = shape
 
+    @abstractmethod
     def array(self, name: str) -> np.ndarray:
         """Raises CheckpointError: a number is not finite."""
-        raise NotImplementedError
 
     def halves(self) -> Halves | None:
         """As it is stored; None if the kernels' format cannot hold its scales. Raises CheckpointError as `array`."""

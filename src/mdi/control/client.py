@@ -165,7 +165,7 @@ class ControlClient:
         return announcements_of(self.ask("swarm", {}, timeout_s, [body], len(body)), self.port_where)
 
     def model(self, request: ModelRequest) -> ModelFacts:
-        """What a node knows of the model that it holds blocks of. It may have to read weights for that."""
+        """The model that a standing node holds blocks of, and hashes of its parts. It may have to read weights."""
         return ModelFacts.from_json(self.ask("model", request.to_json(), PART_ANSWER_S), self.port_where)
 
     def watch(self, run: str, epoch: str | None, cancel: Cancel) -> Iterator[dict[str, Any]]:

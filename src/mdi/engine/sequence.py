@@ -433,7 +433,7 @@ class Request:
         return self._sequence
 
     def allowed(self) -> Any:
-        """What its constraint allows; the same array until the next token."""
+        """The tokens that its constraint allows; the same array until the next token."""
         if self._allowed is None and self.constraint is not None:
             self._allowed = self.constraint.allowed()
         return self._allowed

@@ -59,7 +59,7 @@ from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
-from mdi.node.standing_model import StandingModel
+from mdi.node.swarm_model import SwarmModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
@@ -123,7 +123,7 @@ class SecondaryNode:
         )  # fmt: skip
         self.workers: list[RingWorker] = []
         self.table = SwarmTable()
-        self.standing: StandingModel | None = None  # of whose blocks it holds some for all runs
+        self.swarm_model: SwarmModel | None = None  # of whose blocks it holds some for all runs
         self.expected: Mapping[str, PartSpec] = {}  # parts that come for them, by sha256
         self._kernels = threading.Thread(target=load_kernels, name="kernels", daemon=True)
         self._in_time = InTime()
@@ -455,7 +455,7 @@ class SecondaryNode:
         return self.table.answer(request)
 
     def model(self, request: ModelRequest) -> dict[str, Any]:
-        model = self.standing
+        model = self.swarm_model
         if model is None or model.weights != request.weights:
             raise ControlError(f"{self.config.name} holds no blocks of this model", 404, code="weights")
         return model.told(request.parts).to_json()

@@ -31,7 +31,7 @@ from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.node.secondary import SecondaryNode
-from mdi.node.standing_model import StandingModel
+from mdi.node.swarm_model import SwarmModel
 from mdi.placement.balance import Served, plan, speeds, weakest_span
 from mdi.placement.cost import time_of
 from mdi.placement.profile import NodeProfile
@@ -148,8 +148,8 @@ class SwarmMember:
         """Take the blocks that the swarm lacks most."""
         node = self._node
         node.wait_for_kernels(self._cancel)
-        model = node.standing = (
-            self._found(self._source) if isinstance(self._source, str) else StandingModel.of(self._source)
+        model = node.swarm_model = (
+            self._found(self._source) if isinstance(self._source, str) else SwarmModel.of(self._source)
         )
         facts, n_layer = model.facts, model.n_layer
         computing = node.weights.computing(self._request(n_layer - 1, n_layer))
@@ -242,12 +242,12 @@ class SwarmMember:
     # A model that is not here
 
     @property
-    def _model(self) -> StandingModel:
-        model = self._node.standing
+    def _model(self) -> SwarmModel:
+        model = self._node.swarm_model
         assert model is not None
         return model
 
-    def _found(self, name: str) -> StandingModel:
+    def _found(self, name: str) -> SwarmModel:
         """A model as the other nodes know it; waits for one that has it. Raises the error of the `Cancel`."""
         report = Periodic()
         while True:
@@ -255,7 +255,7 @@ class SwarmMember:
             for one in self._nearest([one for one in self.table.nodes if is_named(one, name) and one.is_ready]):
                 try:
                     last = ModelRequest(one.weights, (f"block.{one.n_layer - 1}",))
-                    model = StandingModel(ControlClient(one.config(), self._keys).model(last))
+                    model = SwarmModel(ControlClient(one.config(), self._keys).model(last))
                     if model.weights == one.weights:
                         return model
                     logger.warning("warning: %s tells of another model than it has announced", one.label)
@@ -266,7 +266,7 @@ class SwarmMember:
             self._cancel.wait(self._waits.tell_s)
 
     def _told_parts(self, names: Sequence[str]) -> ModelFacts:
-        """What others know of parts. Raises ControlError: nobody knows all of them."""
+        """The hashes of parts, from other nodes. Raises ControlError: nobody knows all of them."""
         error = ControlError(f"no other node has the weights of {', '.join(names)}", code="weights")
         found: dict[str, PartSpec] = {}
         weights = self._model.weights

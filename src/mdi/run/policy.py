@@ -759,7 +759,7 @@ class Policy:
         return Form(stages, form.is_moved, fresh, outside, ended, common if len(common) > 1 else frozenset())
 
     def _hot_spares(self, search: Search) -> list[str]:
-        """Those of the ring that can be hot spares of the next one; once a ring has begun, without computing anything again."""
+        """Nodes of the ring that can be hot spares of the next one; once a ring has begun, without computing anything again."""
         lost = search.suspected | search.unfit | search.absent
         found = [stage.name for stage in self.ring if stage.is_hot and stage.name not in lost]
         return [name for name in found if not (self._has_begun and search.is_fresh(name))]

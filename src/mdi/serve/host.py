@@ -125,7 +125,7 @@ class Outlet:
                 return
 
     def _messages(self, event: Event) -> list[list[Any]]:
-        """What the API process hears of an event: nothing of tokens that it knows, which were drawn again."""
+        """The messages to the API process about an event. It is not told again of tokens that were drawn a second time."""
         text = self._texts.get(event.seq_id)
         if text is None:
             return []

@@ -417,7 +417,7 @@ def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: Comm
 
 @dataclass
 class _Told:
-    """What an answer has that is not shown yet: it may have to be taken back."""
+    """The end of an answer that is not shown yet: it may have to be taken back."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)

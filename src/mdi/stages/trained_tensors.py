@@ -43,7 +43,7 @@ def block_of(name: str) -> int:
 
 
 def of_blocks(trained: Trained, start: int, stop: int) -> Trained:
-    """Those of some blocks, in the order in which they travel."""
+    """The tensors of some blocks, in the order in which they travel."""
     return {name: trained[name] for name in sorted(trained) if start <= block_of(name) < stop}
 
 

@@ -1,4 +1,4 @@
-"""The model of a standing node: files on this machine, or what other nodes of the swarm have told of theirs."""
+"""The model that a node of a swarm holds blocks of: files on this machine, or what other nodes have told of theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdi.errors import CheckpointError, ControlError
 AskFacts = Callable[[Sequence[str]], ModelFacts]
 
 
-class StandingModel:
+class SwarmModel:
     """For several threads: others ask for its parts while the node loads some.
 
     Args:
@@ -39,7 +39,7 @@ class StandingModel:
         self.weights = model_id(facts.config_hash, facts.stored_dtype, last.sha256)
 
     @classmethod
-    def of(cls, source: WeightSource) -> StandingModel:
+    def of(cls, source: WeightSource) -> SwarmModel:
         """Of files on this machine. Raises CheckpointError."""
         stored = source.packing.blocks if source.packing else None
         last = source.info(f"block.{int(source.config_dict['n_layer']) - 1}")
@@ -70,7 +70,7 @@ class StandingModel:
         return tuple(one for one in found if one is not None)
 
     def told(self, names: Sequence[str]) -> ModelFacts:
-        """What others may know of these parts."""
+        """The model and these parts, as others are told of them."""
         found = [self._spec(name) for name in names]
         return ModelFacts(**{**vars(self.facts), "parts": tuple(one for one in found if one is not None)})
 
