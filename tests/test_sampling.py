@@ -242,7 +242,7 @@ def test_random_numbers_of_a_seed() -> None:
     assert (seed_of(7, 0), seed_of(7, 3)) == (6018027440424182931, 5234364376659667868)
     numbers = [0, 1, 2, 31999, (1 << 32) + 5]
     for seed, n in ((7, 0), (7, 1), (-1, 0), (1 << 64, 5), (seed_of(7, 3), 100)):
-        expected = [((split_mix(split_mix(seed, n), number) >> 11) + 0.5) / (1 << 53) for number in numbers]
+        expected = [((split_mix(split_mix(seed, n), number) >> 12) + 0.5) / (1 << 52) for number in numbers]
         assert uniforms(seed, n, np.array(numbers)).tolist() == expected
 
 

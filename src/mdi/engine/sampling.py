@@ -28,7 +28,7 @@ BUCKETS_FROM = 1 << 32  # number of the first bucket's random number; tokens hav
 
 _MASK = (1 << 64) - 1  # of 64 bits
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
-_ONE, _STEP_64, _LAST_SHIFT, _SPARE_BITS = np.uint64(1), np.uint64(STREAM_STEP), np.uint64(31), np.uint64(11)
+_ONE, _STEP_64, _LAST_SHIFT, _SPARE_BITS = np.uint64(1), np.uint64(STREAM_STEP), np.uint64(31), np.uint64(12)
 _ROUNDS = ((np.uint64(30), np.uint64(_FACTORS[0])), (np.uint64(27), np.uint64(_FACTORS[1])))
 
 
@@ -219,7 +219,7 @@ def uniforms(seed: int, n: int, numbers: np.ndarray) -> np.ndarray:
         z *= factor
     z ^= z >> _LAST_SHIFT
     z >>= _SPARE_BITS
-    return (z + 0.5) * 2.0**-53
+    return (z + 0.5) * 2.0**-52  # of 52 bits: with one more, the last number would be rounded to 1
 
 
 def _mixed(z: int) -> int:
