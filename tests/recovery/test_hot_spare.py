@@ -447,7 +447,10 @@ def test_a_node_that_is_back_becomes_the_next_hot_spare(
     with Run(GivenNodes(spared(nodes)), options_of(checkpoint, hot_spare=("auto",)), 20_000, n_texts=1) as run:
 
         def wait_for(*order: str) -> None:
+            """Its ring, and tokens of it: before the first one there may be nothing yet that a hot spare could have."""
             until(lambda: (ring := run.loop.running) is not None and names(ring.stages) == order)
+            n_before = run.engine.n_tokens
+            until(lambda: run.engine.n_tokens > n_before + 1)
 
         sample = run.submit(PROMPT, encode(PROMPT), SamplingParams(19_000, temperature=0))
         wait_for("starter", "secondary2*", "secondary0", "secondary1")
@@ -460,8 +463,6 @@ def test_a_node_that_is_back_becomes_the_next_hot_spare(
         assert worker is not None
         worker.announce_leave()
         wait_for("starter", "secondary2", "secondary1")
-        n_then = run.engine.n_tokens
-        until(lambda: run.engine.n_tokens > n_then + 20)
         sample.cancel()
         run.read()
         told = run.metrics().recoveries
