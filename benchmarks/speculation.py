@@ -254,8 +254,8 @@ def speed_of(
 def measure_never(
     name: str, args: argparse.Namespace, n_rounds: int, n_texts: int, n_nodes: int, **options: Any
 ) -> Any:
-    """Texts that do not repeat themselves, over real nodes, with `--draft auto` and without in turns; the median of some texts
-    is a round's speed.
+    """Texts that do not repeat themselves, over real nodes, with `--draft auto` and without in turns. The median of some texts'
+    ratios is that of a round, since neighbours of a machine slow down both of a pair.
 
     Both over the same ring: of two rings with the same flags one can be a fifth slower throughout, by where its memory lies.
     The median is below the bound with a probability of 1 %: of ten ratios that is the second-lowest.
@@ -284,7 +284,8 @@ def measure_never(
                     texts.append(found)
                 assert texts[0] == texts[1], f"{name}: another text"
             if round_ >= 0:  # the first one warms up
-                ratios.append(statistics.median(speeds[True]) / statistics.median(speeds[False]))
+                pairs = zip(speeds[True], speeds[False], strict=True)
+                ratios.append(statistics.median(guessed / plain for guessed, plain in pairs))
                 plain_s.append(statistics.median(speeds[False]))
         n_guessed, n_confirmed = run.engine.guesses
     ratios.sort()

@@ -28,6 +28,7 @@ from mdi.kernels.slices import Slice, SliceTable
 from mdi.kernels.weight_formats import EMBEDDING
 from mdi.net.ring import LoopbackRing
 from mdi.run.nodes import GivenNodes
+from mdi.run.report import format_report
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import ParallelOptions, StarterOptions
@@ -163,6 +164,7 @@ def test_nothing_is_guessed_where_torch_computes_unless_it_is_asked_for(checkpoi
             run.submit("", encode("One. " * 20), params)
             run.read()
             guesses.append(run.metrics().guesses[0])
+            assert ("may have changed tokens" in format_report(run.metrics())) is is_asked_for
     assert guesses[0] == 0 < guesses[1]
     made = options_of(checkpoint, tmp_path, draft=str(checkpoint), dtype="bfloat16")
     with pytest.raises(UsageError, match="draft-inexact"), Run(GivenNodes(standalone()), made, 20):

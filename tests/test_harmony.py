@@ -164,7 +164,13 @@ def test_what_ends_an_answer_is_known_without_being_said(codec: TextCodec, tmp_p
 def model_of(folder: Path) -> LoadedModel:
     codec = TextCodec.from_checkpoint(folder, prompt_style="none")
     return LoadedModel.of(
-        {"name": "m", "context": 512, "n_vocabulary": 320, "tokenizer": {**codec.facts(), "directory": str(folder)}}
+        {
+            "name": "m",
+            "context": 512,
+            "n_vocabulary": 320,
+            "n_virtual": {},
+            "tokenizer": {**codec.facts(), "directory": str(folder)},
+        }
     )
 
 

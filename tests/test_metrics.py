@@ -74,6 +74,7 @@ def test_json_is_exactly_the_documented_object():
         "parallel": "ring",
         "guessed": 0,
         "confirmed": 0,
+        "inexact_guesses": False,
     }
 
 

@@ -186,6 +186,7 @@ class RunMetrics:
         tokens_per_s: generated tokens of all samples over `duration_s`.
         duration_s: wall time from the moment the run was ready to its last token.
         recoveries: what became of each lost node, see mdi.run.report.
+        has_inexact_guesses: guesses could change the last bits of a row, and so a token (--draft-inexact).
     """
 
     model: str
@@ -194,16 +195,18 @@ class RunMetrics:
     tokens_per_s: float
     duration_s: float
     recoveries: tuple[dict[str, Any], ...] = ()
+    has_inexact_guesses: bool = False
 
     @classmethod
     def from_parts(
         cls, model: str, samples: Iterable[SampleMetrics], nodes: Iterable[NodeMetrics], duration_s: float,
-        recoveries: Iterable[dict[str, Any]] = (),
+        recoveries: Iterable[dict[str, Any]] = (), has_inexact_guesses: bool = False,
     ) -> RunMetrics:  # fmt: skip
         """Work out `tokens_per_s`."""
         samples = tuple(samples)
         n_tokens = sum(len(sample.token_ids) for sample in samples)
-        return cls(model, samples, tuple(nodes), _rate(n_tokens, duration_s), duration_s, tuple(recoveries))
+        rate = _rate(n_tokens, duration_s)
+        return cls(model, samples, tuple(nodes), rate, duration_s, tuple(recoveries), has_inexact_guesses)
 
     @property
     def n_nodes(self) -> int:
@@ -248,6 +251,7 @@ class RunMetrics:
             "parallel": "tensor" if self._is_one_group else "ring",
             "guessed": self.guesses[0],
             "confirmed": self.guesses[1],
+            "inexact_guesses": self.has_inexact_guesses,
         }
 
 

@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "tokens are counted from the beginning of the prompt",
         "differing",
-        "- len(sample.prompt_ids)",
+        "- sample.request.n_prompt",
         "- 0",
         f"{RUNS}::test_texts_go_on_when_a_node_is_lost",
     ),

@@ -144,11 +144,8 @@ class Speculation:
         self._plain = Prices()  # time between frames without guesses
         self._trials = {kind: _Trial() for kind in ASSUMED}
         self._n_texts = 0
-        self._known = (
-            (0.0, 0, ""),
-            (1, 1),
-            0,
-        )  # rate, places and source, the limits for them, and how often they count again
+        # Rate, places and source, the limits for them, and how often they count again.
+        self._known = (0.0, 0, ""), (1, 1), 0
         self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
 
     def begin_ring(self, n_nodes: int, is_deep: bool = True) -> None:

@@ -253,9 +253,8 @@ class SecondaryLoop:
             self._pass_on(frame)
 
     def _pass_on(self, frame: Frame) -> None:
-        if (
-            self._is_hot
-        ):  # the next node computes at the same time; what this one keeps is what it would send in its place
+        if self._is_hot:
+            # The next node computes at the same time. This one keeps the rows that it would send in its place.
             self._ring.send(self._as_it_came(frame))
             self._compute(frame)
         else:

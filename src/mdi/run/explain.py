@@ -130,9 +130,8 @@ def _stage(node: NodeTrace, window: tuple[int, int]) -> NodeLoad:
     arrived = {s.frame: s.begin_ns for s in node.of(Activity.ARRIVAL)}
     begun: dict[int, int] = {}
     for s in spans:
-        if (
-            s.activity == Activity.HEAD or s.frame not in begun
-        ):  # the starter has a frame twice; it arrives before the head
+        if s.activity == Activity.HEAD or s.frame not in begun:
+            # The starter has a frame twice. It arrives before the head.
             begun[s.frame] = s.begin_ns
     stays = [max(0, begun[frame] - at) for frame, at in arrived.items() if frame in begun]
     return NodeLoad(

@@ -95,7 +95,7 @@ _NOTHING = (0.0, 0.0, 0.0, 0, 0, 0, 0, 0.0)
 def metrics_of_run(
     model: Choice | None, names: Sequence[str], samples: Sequence[Sample], own: NodeMetrics | None,
     secondaries: Sequence[Mapping[str, Any]], duration_s: float, recoveries: Sequence[Recovery],
-    may_differ_from: Callable[[Sample], int | None],
+    may_differ_from: Callable[[Sample], int | None], has_inexact_guesses: bool,
 ) -> RunMetrics:  # fmt: skip
     """All of them, so far or in all.
 
@@ -103,6 +103,7 @@ def metrics_of_run(
         model: None before it is open; own: of the starter, None before the ring is closed.
         names: of the ring's nodes, starter first.
         secondaries: as they measured themselves; empty where that is not known.
+        has_inexact_guesses: see RunMetrics.
     """
     nodes: list[NodeMetrics] = []
     if model is not None:
@@ -118,13 +119,14 @@ def metrics_of_run(
         nodes,
         duration_s,
         [{**one.to_json(), "may_differ": differing(one.differs, samples)} for one in recoveries],
+        has_inexact_guesses,
     )
 
 
 def differing(differs: Mapping[int, int], samples: Sequence[Sample]) -> list[dict[str, int]]:
     """Of each sample that may differ, its number and that of its first token which may; `differs` as in Recovery."""
     return [
-        {"sample": sample.index, "token": differs[sample.request.seq_id] - len(sample.prompt_ids)}
+        {"sample": sample.index, "token": differs[sample.request.seq_id] - sample.request.n_prompt}
         for sample in samples
         if sample.request is not None and sample.request.seq_id in differs
     ]
@@ -167,6 +169,8 @@ def format_report(run: RunMetrics) -> str:
     if run.guesses[0]:
         guessed, confirmed = run.guesses
         samples += f"\n{confirmed} of {guessed} guessed tokens were right: {run.tokens_per_round:.2f} tokens a round"
+        if run.has_inexact_guesses:
+            samples += "\nA node computes in torch: guesses may have changed tokens (--draft-inexact)."
     if differing := _differing(run):
         samples = f"{samples}\n{differing}"
     if not run.nodes:
