@@ -19,6 +19,7 @@ from adapter_files import LLAMA, write_adapter
 from families import greedy
 from mdi.checkpoint.adapters import BASE_KEY, Adapter, AdapterName, AdapterSource, adapter_names, low_rank, weights_hash
 from mdi.checkpoint.source import open_source
+from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, KernelError, MdiError, UsageError
 from mdi.kernels import library
@@ -153,7 +154,7 @@ def stage_of(made: Made, form: str, has_adapters: bool = True, n_threads: int = 
 
     source = open_source(made.checkpoint)
     adapters = [
-        Adapter(AdapterName(name, folder), number, source.config_dict, lambda: None)
+        open_adapter(AdapterName(name, folder), number, source.config_dict, lambda: None)
         for number, (name, folder) in enumerate(made.folders.items(), 1)
     ]
     of = AdapterSource(adapters, lambda part: source)
@@ -301,11 +302,11 @@ def test_texts_go_on_after_a_node_was_lost(replay_memory: int, made: Made, tmp_p
 
 def opened(made: Made, folder: Path, base: str | None = None) -> Adapter:
     source = open_source(made.checkpoint)
-    return Adapter(AdapterName("x", folder), 1, source.config_dict, lambda: base)
+    return open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: base)
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"peft_type": "IA3"}, "only LORA is served"),
+    "another kind": ({"peft_type": "IA3"}, "only LORA, PROMPT_TUNING, .* are served"),
     "no rank": ({"r": None}, "rank None in"),
     "rank": ({"r": 1 << 20}, "rank 1048576 in"),
     "rank that the file does not have": ({"r": 5}, "it is for another model"),
@@ -405,8 +406,8 @@ def test_a_folder_without_a_name_gives_its_own(made: Made, tmp_path: Path) -> No
     folder, side = tmp_path / "polite", tmp_path / "side"
     write_adapter(folder, made.gpt, 1)
     options = StarterOptions(adapter=(str(folder), f"other={side}"))
-    assert options.lora == (f"polite={folder}", f"other={side}") and options.side is None
-    assert StarterOptions(adapter=(str(side),)).side == side and not StarterOptions(adapter=(str(side),)).lora
+    assert options.in_peft_form == (f"polite={folder}", f"other={side}") and options.side is None
+    assert StarterOptions(adapter=(str(side),)).side == side and not StarterOptions(adapter=(str(side),)).in_peft_form
     with pytest.raises(UsageError, match="together"):
         _ = StarterOptions(adapter=(str(folder), str(side))).side
 

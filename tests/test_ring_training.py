@@ -19,13 +19,16 @@ from litgpt.model import GPT, KVCache
 from torch.nn import functional
 
 from families import config_of, random_gpt
-from mdi.checkpoint.adapters import Adapter, AdapterName
+from mdi.checkpoint.adapters import AdapterName
+from mdi.checkpoint.packing import FOLDED_FORMATS
 from mdi.checkpoint.safetensors_layout import read_header
+from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
 from mdi.errors import ControlError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
+from mdi.kernels.weight_formats import format_within
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
@@ -228,22 +231,25 @@ def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Pat
         alike(got, gradient, 1e-5)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
 def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
     form: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A node's weights have the gains of their norms in them; LoRA's A reads rows that have been multiplied by these."""
+    """int8 and int4 weights have the gains of their norms in them; LoRA's A reads rows that have been multiplied by these."""
     gpt = random_gpt(tiny_config(n_layer=N), 4)
     kind, gains = TuningKind("lora", 3, 7, ("query", "value", "mlp")), list[dict[str, torch.Tensor]]()
     with torch.no_grad():
         for block in gpt.transformer.h:
-            gains.append({"self_attn": block.norm_1.weight.clone(), "mlp": block.norm_2.weight.clone()})
-            block.attn.qkv.weight *= block.norm_1.weight
-            for layer in (block.mlp.fc_1, block.mlp.fc_2):
-                layer.weight *= block.norm_2.weight
+            gains.append({"self_attn": torch.ones(()), "mlp": torch.ones(())})
+            if form in FOLDED_FORMATS:
+                gains[-1] = {"self_attn": block.norm_1.weight.clone(), "mlp": block.norm_2.weight.clone()}
+                for norm, *layers in ((block.norm_1, block.attn.qkv), (block.norm_2, block.mlp.fc_1, block.mlp.fc_2)):
+                    for layer in layers:
+                        layer.weight *= norm.weight
+                    norm.weight.fill_(1)
             for name, weight in block.named_parameters():
-                whole = torch.tensor(unpack(pack(form, weight.numpy(), name))) if weight.dim() == 2 else weight * 0 + 1
-                weight.copy_(whole)
+                if weight.dim() == 2:
+                    weight.copy_(torch.tensor(unpack(pack(format_within(form, f"block.{name}"), weight.numpy(), name))))
     x = torch.randn(2, 9, gpt.config.n_embd, generator=torch.Generator().manual_seed(5))
     with secondaries(1, tmp_path) as nodes, Run(
         GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path, quantize=form), 20, n_texts=1
@@ -332,20 +338,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_lora_is_served_as_it_was_trained(
-    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("method, kind", [("lora", "LORA"), ("prefix", "PREFIX_TUNING")])
+def test_what_was_learned_is_served_as_it_was_trained(
+    method: str, kind: str, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The kernels read the folder through --adapter, and compute the loss that torch had."""
     out = tmp_path / "out"
-    assert finetune(checkpoint, data, out, "--method", "lora", "--lora-targets", ",".join(EVERY)) == 0
+    assert finetune(checkpoint, data, out, "--method", method, "--lora-targets", ",".join(EVERY)) == 0
     said = capsys.readouterr().out
+    assert f"--adapter {out} uses it" in said
     losses = [
         tuple(map(float, found)) for found in re.findall(r"loss ([\d.]+) in torch.*?, ([\d.]+) in the kernels", said)
     ]
     assert len(losses) == 2 and all(a == pytest.approx(b, abs=2e-4) for a, b in losses)
-    assert losses[1][0] < 0.9 * losses[0][0]
+    assert losses[1][0] < (0.9 if method == "lora" else 1) * losses[0][0]
     told = json.loads((out / "adapter_config.json").read_text())
-    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 8, 16)
+    assert told["peft_type"] == kind and (method != "lora" or (told["r"], told["lora_alpha"]) == (8, 16))
     assert "mdi_base" in read_header(out / "adapter_model.safetensors").metadata
 
 
@@ -424,7 +432,7 @@ def test_the_folder_of_lora_is_what_the_nodes_had(family: str, tmp_path: Path) -
     config = asdict(config_of(family))
     tuned = drawn(TuningKind("lora", 2, 5, EVERY), config_of(family))
     tuned.write(tmp_path, family, None)
-    read = Adapter(AdapterName("own", tmp_path), 1, config, lambda: None)
+    read = open_adapter(AdapterName("own", tmp_path), 1, config, lambda: None)
     found = {name: array for i in range(config["n_layer"]) for name, array in read.arrays(i).items()}
     had = arrays(tuned)
     assert found.keys() == had.keys() and len(found) >= 8 * config["n_layer"]

@@ -6,7 +6,7 @@ needed any more. It is written to --out, and used with --adapter DIR by starter,
 
 With --method lora, prompt, deep-prompt and prefix each step goes through all blocks, forward and backward. The nodes need
 torch, and compute over the numbers that their packed weights stand for; what is learned and the optimizer are here. What a
-lost node was asked is asked again. The result is in PEFT's form; lora is used with --adapter NAME=DIR.
+lost node was asked is asked again. The result is in PEFT's form, and used with --adapter NAME=DIR.
 
 examples:
   mdi finetune --ckpt checkpoints/org/model --data texts.jsonl --out mine                     on this machine alone
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import EngineError, UsageError
-from mdi.spec.options import ACCESS, COMMON, DEEP_PROMPT, LORA, MODEL, SIDE, TUNING, Options, TuningOptions
+from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
@@ -433,16 +433,13 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
             known = weights_hash(model.weights.sources[0])
             path = tuned.write(out, str(config["name"]), known)
             shutil.rmtree(out / WORK, ignore_errors=True)
-        if asked.method == LORA and not labels:
+        if not labels:
             options = replace(options, adapter=(f"learned={out}",))
             with _tuning_run(nodes, options, length, cancel) as run:
                 model_of = TunedModel(run, tuned, head)
                 _say_kernels(run, examples, head, model_of, "learned", range(n_train, len(examples)) or range(n_train))
-    uses = {
-        LORA: f"--adapter {out} uses it, with the name of the folder, or --adapter NAME={out}",
-        DEEP_PROMPT: "read_tensors of mdi_training.tuned_tensors reads it",
-    }
-    how = "--predict FILE uses it" if labels else uses.get(asked.method, "peft reads it")
+    how = f"--adapter {out} uses it, with the name of the folder, or --adapter NAME={out}"
+    how = "--predict FILE uses it" if labels else how
     print(f"{path}: {how}", flush=True)
     return 0
 

@@ -1,7 +1,7 @@
 """What is trained at the starter while the blocks stay as they are: LoRA, prompts, deep prompts, prefixes; and its files.
 
 The nodes get it with each question, as the tensors of `mdi.stages.trained_tensors`. In a folder it has PEFT's form, which peft
-and `--adapter NAME=DIR` (LoRA) read; deep prompts, which PEFT does not have, are in a form of our own.
+and `--adapter NAME=DIR` read; deep prompts, which PEFT does not have, are in a form of our own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from mdi.checkpoint.packing import norm_before
 from mdi.checkpoint.parts import serialize
 from mdi.checkpoint.safetensors_layout import TensorSpec, read_header
 from mdi.checkpoint.shapes import interleaved_rows
+from mdi.checkpoint.virtual_adapters import DEEP_TYPE, EMBEDDINGS, PREFIX_TYPE, PROMPT_TYPE
+from mdi.checkpoint.virtual_rows import PREFIX_KEY, row_widths, why_no_rows
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
@@ -32,7 +34,6 @@ from mdi.spec.options import DEEP_PROMPT, LORA, PREFIX, PROMPT
 KEY = "mdi_tuning"  # of the file's metadata
 SCORE = "base_model.model.score.weight"  # of the classes, as PEFT has it beside LoRA
 SCORE_OF_VIRTUAL = "base_model.score.weight"  # ... and beside prompts and prefixes, whose model is wrapped once less
-PROMPTS = "prompt_embeddings"
 Named = dict[str, torch.nn.Parameter]
 
 
@@ -229,13 +230,12 @@ class Prompt(TunedTensors):
         self, kind: TuningKind, config: Mapping[str, Any], seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
     ) -> None:
         super().__init__(kind, config, seed)
-        if config.get("scale_embeddings"):
+        if (why_not := why_no_rows(False, config)) is not None:
             raise UsageError(
-                f"--method {kind.method}: {config['name']} multiplies its embeddings, so that rows before them have no one "
-                "form in other programs: choose lora or prefix", code="kernels",
-            )  # fmt: skip
+                f"--method {kind.method}: {config['name']} {why_not}: choose lora or prefix", code="kernels"
+            )
         self.n_rows = kind.length
-        rows = self._add(PROMPTS, (kind.length, config["n_embd"]), 0.02)
+        rows = self._add(EMBEDDINGS, (kind.length, config["n_embd"]), 0.02)
         if embed is not None:
             ids = torch.randint(0, config["vocab_size"], (kind.length,), generator=self._generator)
             rows.data = torch.tensor(embed(ids.numpy()))
@@ -243,13 +243,13 @@ class Prompt(TunedTensors):
             self._add(f"transformer.h.{i}.prompt", (kind.length, config["n_embd"]), 0)
 
     def before(self) -> torch.Tensor | None:
-        return self.named[PROMPTS]
+        return self.named[EMBEDDINGS]
 
     def of_blocks(self) -> dict[str, torch.Tensor]:
-        return {name: one for name, one in self.named.items() if name not in (PROMPTS, SCORE)}
+        return {name: one for name, one in self.named.items() if name not in (EMBEDDINGS, SCORE)}
 
     def _settings(self) -> dict[str, Any]:
-        kind = "MDI_DEEP_PROMPT" if self.kind.method == DEEP_PROMPT else "PROMPT_TUNING"
+        kind = DEEP_TYPE if self.kind.method == DEEP_PROMPT else PROMPT_TYPE
         return {**self._virtual(kind, self.config["n_head"], self.config["n_embd"]), "prompt_tuning_init": "RANDOM"}
 
 
@@ -260,12 +260,9 @@ class Prefix(TunedTensors):
 
     def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
         super().__init__(kind, config, seed)
-        if config.get("latent_attention") or any(config.get("sliding_window_indices") or ()):
-            raise UsageError(
-                f"--method {PREFIX}: {config['name']} has latent attention, or attention in windows, which see no prefix",
-                code="kernels",
-            )
-        self._width = config["n_query_groups"] * config["head_size"]
+        if (why_not := why_no_rows(True, config)) is not None:
+            raise UsageError(f"--method {PREFIX}: {config['name']} {why_not}", code="kernels")
+        self._width = row_widths(config)[PREFIX_KEY]
         for i in self._blocks:
             for name in ("key", "value"):
                 self._add(f"transformer.h.{i}.prefix_{name}", (kind.length, self._width), 0.02)
@@ -275,16 +272,16 @@ class Prefix(TunedTensors):
 
     def _arrays(self) -> dict[str, torch.Tensor]:
         own = torch.cat(list(self.of_blocks().values()), dim=1)
-        return {PROMPTS: own, **({self._score: self.named[SCORE]} if self.kind.labels else {})}
+        return {EMBEDDINGS: own, **({self._score: self.named[SCORE]} if self.kind.labels else {})}
 
     def _take(self, arrays: Mapping[str, torch.Tensor]) -> None:
-        for name, rows in zip(self.of_blocks(), arrays[PROMPTS].split(self._width, dim=1), strict=True):
+        for name, rows in zip(self.of_blocks(), arrays[EMBEDDINGS].split(self._width, dim=1), strict=True):
             self.named[name].copy_(rows)
         if self.kind.labels:
             self.named[SCORE].copy_(arrays[self._score])
 
     def _settings(self) -> dict[str, Any]:
-        own = self._virtual("PREFIX_TUNING", self.config["n_query_groups"], self._width)
+        own = self._virtual(PREFIX_TYPE, self.config["n_query_groups"], self._width)
         return {**own, "encoder_hidden_size": self._width, "prefix_projection": False}
 
 

@@ -145,7 +145,7 @@ MUTANTS = [
         ROWS,
     ),
     Mutant(
-        "a piece of a stage begins with its first block", "Blocks._piece_of_stage", "begin - self.start", "0", BLOCKS
+        "a piece of a stage begins with its first block", "Blocks._piece_of_stage", "(begin - self.start)", "0", BLOCKS
     ),
     Mutant(
         "outputs of a block are those of all rows",

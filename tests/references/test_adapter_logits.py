@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mdi.checkpoint.adapters import Adapter, AdapterName, AdapterSource
+from mdi.checkpoint.adapters import AdapterName, AdapterSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import open_source
+from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -27,7 +28,7 @@ pytestmark = [
 def test_logits_are_those_of_peft() -> None:
     source = open_source(ADAPTERS / "model")
     adapters = [
-        Adapter(AdapterName(name, ADAPTERS / name), number, source.config_dict, lambda: None)
+        open_adapter(AdapterName(name, ADAPTERS / name), number, source.config_dict, lambda: None)
         for number, name in enumerate(NAMES, 1)
     ]
     of = AdapterSource(adapters, lambda part: source)

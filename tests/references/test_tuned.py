@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from mdi.checkpoint.adapters import AdapterName, AdapterSource
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import open_source
+from mdi.checkpoint.virtual_adapters import open_adapter
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels.slices import Slice, with_adapter
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead
 from mdi_training.ring_training import TunedModel
@@ -92,3 +98,19 @@ def test_logits_are_those_of_peft(computed: Path) -> None:
             assert kind.labels or float((found - plain).abs().max()) > 0.5, f"{name} changes nothing"
             expected = expected if kind.labels else expected[-len(found) :]  # peft gives rows of the prompt, too
             assert float((found - expected).abs().max()) < 2e-4 * max(1, float(expected.abs().max())), name
+            if not kind.labels:
+                kernels = torch.from_numpy(logits_in_kernels(source, computed / name, ids))
+                assert float((kernels - expected).abs().max()) < 2e-4 * max(1, float(expected.abs().max())), name
+
+
+def logits_in_kernels(source: WeightSource, folder: Path, ids: list[int]) -> np.ndarray:
+    """Of the rows of a text, as `--adapter` computes them."""
+    adapter = open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
+    of, n_blocks = AdapterSource([adapter], lambda part: source), source.config_dict["n_layer"]
+    weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
+    stage = KernelStage(source.config_dict, 0, n_blocks, weights, adapters={p: of.weights(p) for p in of.part_names()})
+    stage.prepare(160)
+    whole = np.array(ids[:1] * adapter.n_virtual + ids)
+    part = [Slice(with_adapter(1, 1), 0, len(whole))]
+    logits: np.ndarray = stage.head(stage(stage.embed(whole, part), part)[adapter.n_virtual :])
+    return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from own_server import TEXT, right, run, server
 from adapter_files import write_adapter
 from conftest import NANO, Server
 from families import greedy
+from mdi.checkpoint.source import open_source
 from mdi.errors import UsageError
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
+from mdi_training.tuned_tensors import TuningKind, new_tensors
 from tiny_checkpoint import encode, tiny_gpt
 
 
@@ -57,14 +60,18 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
     gpt = GPT(Config(**yaml.safe_load((NANO / "model_config.yaml").read_text(encoding="utf-8")))).eval()
     gpt.load_state_dict(torch.load(NANO / "lit_model.pth", weights_only=True))
     write_adapter(tmp_path / "a", gpt.float(), 1, size=0.2)
-    made = Server(tmp_path, "--adapter", f"poet={tmp_path / 'a'}")
+    learned = new_tensors(TuningKind("prompt", length=6), asdict(gpt.config), 1, lambda part: open_source(NANO))
+    learned.named["prompt_embeddings"].data += 1
+    learned.write(tmp_path / "b", "nano-llama", None)
+    made = Server(tmp_path, "--adapter", f"poet={tmp_path / 'a'}", "--adapter", f"prompted={tmp_path / 'b'}")
     try:
         made.wait()
         status, told = made.ask("GET", "/v1/models")
         assert status == 200
-        first, poet = told["data"]
+        first, poet, prompted = told["data"]
         assert (first["id"], poet["id"], poet["parent"]) == ("nano-llama", "poet", "nano-llama")
         assert poet["is_loaded"] and poet["max_model_len"] == first["max_model_len"] and "parent" not in first
+        assert (prompted["id"], prompted["max_model_len"]) == ("prompted", first["max_model_len"] - 6)
 
         def text(**more: Any) -> tuple[str, str]:
             asked = {"prompt": "ROMEO:", "max_tokens": 20, "temperature": 0, **more}
@@ -76,7 +83,9 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
         assert plain[0] == "nano-llama" and text(model="nano-llama") == plain
         own = text(model="poet")
         assert own[0] == "poet" and own[1] != plain[1]
-        assert [text(), text(model="poet")] == [plain, own]
+        other = text(model="prompted")
+        assert other[0] == "prompted" and other[1] not in (plain[1], own[1])
+        assert [text(), text(model="poet"), text(model="prompted")] == [plain, own, other]
         assert made.ask("POST", "/v1/completions", {"prompt": "a", "model": "other"})[0] == 404
     finally:
         made.end()

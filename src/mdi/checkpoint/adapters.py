@@ -3,10 +3,11 @@
 A folder has adapter_config.json and adapter_model.safetensors, whose tensors are named as those of transformers' model:
 ...layers.<i>.<module>.lora_A.weight (rank, inputs) and ...lora_B.weight (outputs, rank). A layer's weight W stands for
 W + scale B A. A folder may come from a stranger: nothing in it is executed, all shapes are compared with the model's before a
-tensor is read, and what would change the model in another way is refused by its name.
+tensor is read, and what would change the model in another way is refused by its name. Folders with rows that stand before
+those of texts are read by `mdi.checkpoint.virtual_adapters`.
 
 All adapters of a run together are parts "adapter.<i>", one for each block that has some, with canonical bytes and a hash like
-other parts. Their tensors:
+other parts. Their tensors, besides those of `mdi.checkpoint.virtual_rows`:
 
     transformer.h.<i>.<layer>.<adapter>.<first>.a   float32 (rank, inputs)
     transformer.h.<i>.<layer>.<adapter>.<first>.b   float32 (rank, outputs), times the scale; added to outputs from `first` on
@@ -21,7 +22,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from mdi.checkpoint.parts import Part
 from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import interleaved_rows, part_shapes
+from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, STORED_ROWS, row_widths
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
@@ -136,58 +139,134 @@ class _Module:
     pieces: tuple[AdaptedRows, ...]
 
 
-class Adapter:
-    """One folder.
+def read_settings(named: AdapterName) -> dict[str, Any]:
+    """adapter_config.json of a folder. Raises CheckpointError."""
+    path = named.folder / CONFIG_FILE
+    try:
+        with open(path, encoding="utf-8") as file:
+            told = json.loads(file.read(CONFIG_LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"adapter {named.name}: {path} cannot be read: {e}") from None
+    if not isinstance(told, dict):
+        raise CheckpointError(f"adapter {named.name}: {path} has no settings, but {type(told).__name__}")
+    return told
+
+
+class Adapter(ABC):
+    """One folder; `mdi.checkpoint.virtual_adapters.open_adapter` chooses the class.
 
     Args:
         number: from 1 on, by which the nodes know it.
-        config, config_hash: of the model.
+        config: of the model.
+        told: its settings, see `read_settings`.
         base: gives the hash of the model's weights (`weights_hash`), None if that is unknown; called if the folder names one.
 
     Attributes:
-        sha256: of what it adds: two adapters with the same one are the same.
+        sha256: of what it does: two adapters with the same one are the same.
+        n_virtual: positions before those of each text.
 
     Raises:
-        CheckpointError: it is damaged, is for another model, or is no plain LoRA adapter.
+        CheckpointError: it is damaged, is for another model, or has what is not served.
     """
 
-    def __init__(self, named: AdapterName, number: int, config: dict[str, Any], base: Callable[[], str | None]) -> None:
+    n_virtual = 0
+
+    def __init__(
+        self,
+        named: AdapterName,
+        number: int,
+        config: dict[str, Any],
+        told: Mapping[str, Any],
+        base: Callable[[], str | None],
+    ) -> None:
         self.name, self.number, self.folder = named.name, number, named.folder
-        self._config = config
-        rank, self.scale = self._settings()
+        self._config, self._told = config, told
         path = self.folder / WEIGHTS_FILE
         if not path.is_file():
             raise CheckpointError(
                 f"adapter {self.name}: {self.folder} has no {WEIGHTS_FILE} (files that are pickled are not read)"
             )
         self._file = SafetensorsFile(path)
-        self.modules = self._modules(rank)
-        told, found = self._file.metadata.get(BASE_KEY), None
-        if told is not None and (found := base()) is not None and found != told:
+        facts = self._checked()
+        trained_on, found = self._file.metadata.get(BASE_KEY), None
+        if trained_on is not None and (found := base()) is not None and found != trained_on:
             raise CheckpointError(
                 f"adapter {self.name}: {self.folder} was trained on other weights than this model's", code="adapter"
             )
-        digest = hashlib.sha256(json.dumps([rank, self.scale]).encode())
+        digest = hashlib.sha256(json.dumps(facts).encode())
         for name in sorted(self._file.specs):
             digest.update(f"{name} {self._file.specs[name]}\n".encode())
             for piece in self._file.pieces(name):
                 digest.update(piece)
         self.sha256 = digest.hexdigest()
 
+    @abstractmethod
+    def _checked(self) -> list[Any]:
+        """Compare settings and shapes with the model's, before a tensor is read.
+
+        Returns:
+            settings that are part of the hash.
+        """
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Collection[int]:
+        """That it has tensors for."""
+
+    @abstractmethod
+    def specs(self, block: int) -> dict[str, TensorSpec]:
+        """Its tensors for a block, as they are sent."""
+
+    @abstractmethod
+    def arrays(self, block: int) -> dict[str, np.ndarray]:
+        """The same as numbers. Raises CheckpointError if one is not finite."""
+
+    @property
+    def _settings_path(self) -> Path:
+        return self.folder / CONFIG_FILE
+
+    def _refused(self, what: str) -> CheckpointError:
+        return CheckpointError(f"adapter {self.name}: {self.folder} has {what}", code="adapter")
+
+    def _check_plain(self, keys: Collection[str]) -> None:
+        """Raises CheckpointError if a setting has another value than one that changes nothing."""
+        for key in keys:
+            if self._told.get(key) not in _PLAIN[key]:
+                raise self._refused(f"{key} {str(self._told[key])[:100]} in {self._settings_path}, which is not served")
+
+    def _check_spec(self, name: str, shape: tuple[int, ...], why: str) -> None:
+        """Raises CheckpointError unless a tensor of the file has this shape, which the model needs."""
+        spec = self._file.specs[name]
+        if spec.shape != shape or spec.dtype not in ("F32", "F16", "BF16"):
+            raise CheckpointError(
+                f"adapter {self.name}: {self._file.path}: {name} is {spec.name} {list(spec.shape)}, where this model and {why} "
+                f"need numbers of {list(shape)}: it is for another model"
+            )
+
+    def _floats(self, name: str, columns: slice = slice(None)) -> np.ndarray:
+        """A tensor (any, any), or some of its columns, as float32. Raises CheckpointError if a number is not finite."""
+        values = np.ascontiguousarray(floats(self._file.array(name)[:, columns]))
+        if not np.isfinite(values).all():
+            raise self._refused(f"numbers in {name} that are not finite")
+        return values
+
+
+class LowRankAdapter(Adapter):
+    """LoRA."""
+
+    def _checked(self) -> list[Any]:
+        rank, self.scale = self._settings()
+        self.modules = self._modules(rank)
+        return [rank, self.scale]
+
+    @property
+    def blocks(self) -> Collection[int]:
+        return self.modules
+
     def _settings(self) -> tuple[int, float]:
         """Rank and scale."""
-        path = self.folder / CONFIG_FILE
-        try:
-            with open(path, encoding="utf-8") as file:
-                told = json.loads(file.read(CONFIG_LIMIT_BYTES))
-        except (OSError, ValueError, RecursionError) as e:
-            raise CheckpointError(f"adapter {self.name}: {path} cannot be read: {e}") from None
-        if not isinstance(told, dict) or told.get("peft_type") != "LORA":
-            found = told.get("peft_type") if isinstance(told, dict) else type(told).__name__
-            raise self._refused(f"peft_type {str(found)[:100]!r} in {path}; only LORA is served")
-        for key, plain in _PLAIN.items():
-            if told.get(key) not in plain:
-                raise self._refused(f"{key} {str(told[key])[:100]} in {path}, which is not served")
+        told, path = self._told, self._settings_path
+        self._check_plain(_PLAIN)
         begun = told.get("init_lora_weights")
         if isinstance(begun, str) and begun.lower().startswith(_OWN_BASES):
             raise self._refused(
@@ -217,12 +296,7 @@ class Adapter:
                 raise CheckpointError(f"{where} has only one of the two matrices of block {block}'s {module}")
             pieces, n_out, n_in = self._pieces_of(block, module)
             for tensor, shape in ((tensors["A"], (rank, n_in)), (tensors["B"], (n_out, rank))):
-                spec = self._file.specs[tensor]
-                if spec.shape != shape or spec.dtype not in ("F32", "F16", "BF16"):
-                    raise CheckpointError(
-                        f"{where}: {tensor} is {spec.name} {list(spec.shape)}, where this model and rank {rank} need "
-                        f"numbers of {list(shape)}: it is for another model"
-                    )
+                self._check_spec(tensor, shape, f"rank {rank}")
             modules.setdefault(block, []).append(_Module(tensors["A"], tensors["B"], pieces))
         return modules
 
@@ -235,11 +309,7 @@ class Adapter:
             )
         return pieces, n_rows, n_in
 
-    def _refused(self, what: str) -> CheckpointError:
-        return CheckpointError(f"adapter {self.name}: {self.folder} has {what}", code="adapter")
-
     def specs(self, block: int) -> dict[str, TensorSpec]:
-        """The terms that it adds to a block, as they are sent."""
         found = {}
         for module in self.modules.get(block, ()):
             rank, n_in = self._file.specs[module.a].shape
@@ -250,7 +320,6 @@ class Adapter:
         return found
 
     def arrays(self, block: int) -> dict[str, np.ndarray]:
-        """The same as numbers. Raises CheckpointError if one is not finite."""
         found = {}
         for module in self.modules.get(block, ()):
             a, b = self._floats(module.a), self._floats(module.b)
@@ -262,12 +331,6 @@ class Adapter:
                 found[f"{name}.a"] = a
                 found[f"{name}.b"] = np.ascontiguousarray(rows.T * np.float32(self.scale))
         return found
-
-    def _floats(self, name: str) -> np.ndarray:
-        values = np.ascontiguousarray(floats(self._file.array(name)))
-        if not np.isfinite(values).all():
-            raise self._refused(f"numbers in {name} that are not finite")
-        return values
 
 
 def _of_heads(config: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -304,7 +367,7 @@ class AdapterSource(WeightSource):
         self.hashes = HashRecord()
         self._arrays: tuple[int, dict[str, np.ndarray]] = (-1, {})
         self.specs, self._gains = {}, dict[str, str]()
-        self._blocks = sorted({block for adapter in adapters for block in adapter.modules})
+        self._blocks = sorted({block for adapter in adapters for block in adapter.blocks})
         for block in self._blocks:
             for adapter in adapters:
                 self.specs.update(adapter.specs(block))
@@ -391,17 +454,23 @@ class AdapterFile(PartFile):
 
 def check_stored(specs: Mapping[str, TensorSpec], part: str, config: dict[str, Any], where: str) -> None:
     """Raises CheckpointError unless a part's tensors belong to its block, and have shapes that its layers can have."""
-    shapes = part_shapes(config, where, f"block.{part.removeprefix(ADAPTER_PREFIX)}")
+    shapes, widths = part_shapes(config, where, f"block.{part.removeprefix(ADAPTER_PREFIX)}"), row_widths(config)
     for name, spec in specs.items():
+        n, width = spec.shape if len(spec.shape) == 2 else (0, 0)
         if (match := _GAIN.fullmatch(name)) is not None:
             is_right = f"{ADAPTER_PREFIX}{match[1]}" == part and spec.shape == (config["n_embd"],)
+        elif (match := STORED_ROWS.fullmatch(name)) is not None:
+            is_known = f"{ADAPTER_PREFIX}{match[1]}" == part and int(match[2]) <= MOST_ADAPTERS
+            pair = {PREFIX_KEY: PREFIX_VALUE, PREFIX_VALUE: PREFIX_KEY}.get(match[3], match[3])
+            other = specs.get(name.removesuffix(match[3]) + pair)
+            is_right = is_known and 1 <= n <= MOST_VIRTUAL and width == widths[match[3]]
+            is_right = is_right and other is not None and other.shape == spec.shape
         elif (match := _STORED.fullmatch(name)) is not None:
             n_out, n_in = shapes.get(f"transformer.h.{match[1]}.{match[2]}.weight", (0, 0))
-            rank, width = spec.shape if len(spec.shape) == 2 else (0, 0)
             other = specs.get(name[:-1] + ("b" if match[5] == "a" else "a"))
             is_known = f"{ADAPTER_PREFIX}{match[1]}" == part and match[2] in LAYERS and int(match[3]) <= MOST_ADAPTERS
             fits = width == n_in if match[5] == "a" else 1 <= width <= n_out - int(match[4])
-            is_right = is_known and 1 <= rank <= MOST_RANK and fits and other is not None and other.shape[:1] == (rank,)
+            is_right = is_known and 1 <= n <= MOST_RANK and fits and other is not None and other.shape[:1] == (n,)
         else:
             is_right = False
         if not is_right or spec.dtype != "F32":

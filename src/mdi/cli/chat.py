@@ -81,7 +81,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         return cluster
 
     options = with_model(with_machines(options), cancel)
-    if len(options.lora) > 1:
+    if len(options.in_peft_form) > 1:
         raise UsageError("--adapter: a chat takes one adapter")
     params = sampling_params(with_seed(options))
     limit = options.sequence_length or CONTEXT_LIMIT
@@ -213,10 +213,11 @@ class InputLines:
 
 def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:
     """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands."""
-    room = max(session.max_length - n_tokens, session.max_length // 2)
+    most = session.max_length - max((one.n_virtual for one in session.model.weights.adapters), default=0)
+    room = max(most - n_tokens, most // 2)
     while True:
         ids = session.model.codec.encode_chat(history, question)
-        if len(ids) <= room or (not history and len(ids) <= session.max_length):
+        if len(ids) <= room or (not history and len(ids) <= most):
             return ids
         if not history:
             return None

@@ -76,7 +76,7 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.serve.catalog import Catalog
     from mdi.serve.process import ApiProcess
 
-    adapters = [one.name for one in adapter_names(options.lora)]
+    adapters = [one.name for one in adapter_names(options.in_peft_form)]
     catalog = Catalog(models, ckpt, adapters)
     api = ApiProcess(settings, models, ckpt, adapters)
     try:

@@ -73,6 +73,21 @@ class SamplingParams:
             raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}", code="value")
 
 
+class TextAdapter(NamedTuple):
+    """What texts need to know of the adapter that they are computed with.
+
+    Attributes:
+        sha256: of what it does.
+        n_virtual: positions before those of a text, whose rows the nodes know.
+    """
+
+    sha256: str
+    n_virtual: int = 0
+
+
+NO_ADAPTER = TextAdapter("")
+
+
 @dataclass(eq=False)
 class Sequence:
     """State of one sequence on the starter.
@@ -94,6 +109,7 @@ class Sequence:
         n_positions: cache positions that it can need at most: the last token is never sent.
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
         adapter: hash of the adapter that its rows are computed with; "": none.
+        n_virtual: tokens at the beginning of the prompt that stand for rows of the adapter, and are not part of the text.
         is_guessed: whether its tokens may be guessed.
         prediction: ids of a text that it probably repeats in parts.
         cohort: all texts that are continued together with it, itself included; () if it is alone (engine.cohort).
@@ -114,6 +130,7 @@ class Sequence:
     finish_reason: str | None = None
     owner: str | None = None
     adapter: str = ""
+    n_virtual: int = 0
     is_guessed: bool = True
     prediction: tuple[int, ...] = ()
     guessed: deque[int] = field(default_factory=deque)
@@ -396,7 +413,12 @@ class Request:
     @property
     def n_reused(self) -> int:
         """Tokens of its prompt that did not have to be computed; from its first event on."""
-        return self._sequence.n_reused
+        return max(0, self._sequence.n_reused - self._sequence.n_virtual)
+
+    @property
+    def n_prompt(self) -> int:
+        """Positions before that of its first new token, with those of its adapter's rows."""
+        return self._sequence.n_prompt
 
     def __iter__(self) -> Iterator[Event]:
         """The events, up to the last one. Not for requests that share a queue."""

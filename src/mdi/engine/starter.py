@@ -19,6 +19,7 @@ from mdi.engine.sampling import Row, log_probs, on_host, sample
 from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import (
     FAILED,
+    NO_ADAPTER,
     UNMATCHED,
     UNTRUE,
     Constraint,
@@ -32,6 +33,7 @@ from mdi.engine.sequence import (
     SamplingParams,
     Sequence,
     TakeRows,
+    TextAdapter,
 )
 from mdi.engine.speculation import Speculation
 from mdi.engine.worker import StarterFrameStage, StarterRows, TappedStage
@@ -49,9 +51,7 @@ NOT_FINITE = (
 )
 
 
-NO_BEAMS = (
-    "--verify: what the search for the best texts has dropped cannot be computed again, so beams are not verified"
-)
+NO_BEAMS = "--verify: what a search for the best texts has dropped cannot be computed again, so beams are not verified"
 
 
 class Side(Protocol):
@@ -121,7 +121,7 @@ class StarterEngine:
         side: adds to the rows before the head, by the outputs of the taps; None: nothing does. Set before texts come.
         stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
         pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
-        adapters: hash of each by its name, in the order of their numbers on the nodes. Set before texts come.
+        adapters: by their names, in the order of their numbers on the nodes. Set before texts come.
         speculation: guesses tokens; None: nobody does. Set before texts come.
         n_frames, may_guess, is_deep: frames of the next ring without guesses, None: as many as it holds; whether its nodes give
             rows the same bits in any company; whether a text may have several frames in flight. Set between two runs.
@@ -150,7 +150,7 @@ class StarterEngine:
         self._n_constrained = 0  # texts that came with a constraint
         self._complete: list[Cohort] = []  # have all logits of this step
         self._ids = itertools.count()
-        self.adapters: Mapping[str, str] = {}
+        self.adapters: Mapping[str, TextAdapter] = {}
         self._ring: Ring | None = None  # the one that was run last
         self._closing = False
         self._left: int | None = None  # epoch of the ring that is to be left
@@ -197,13 +197,9 @@ class StarterEngine:
         return request
 
     def submit_rows(
-        self,
-        prompt_ids: Iterable[int],
-        read_from: int,
-        take_rows: TakeRows,
-        events: Events | None = None,
+        self, prompt_ids: Iterable[int], read_from: int, take_rows: TakeRows, events: Events | None = None,
         adapter: str = "",
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         """Queue a text whose rows are wanted instead of tokens, once each and in order, from position `read_from` on.
 
         Args:
@@ -215,11 +211,13 @@ class StarterEngine:
             as `submit`.
         """
         sequence = self._sequence(tuple(prompt_ids), SamplingParams(1), None, adapter)
-        if not 0 <= read_from < sequence.n_prompt:
-            raise UsageError(f"rows from position {read_from} on of a text of {sequence.n_prompt} tokens", code="value")
-        sequence.read_from, sequence.is_guessed = read_from, False
+        n_virtual = sequence.n_virtual
+        if not 0 <= read_from < sequence.n_prompt - n_virtual:
+            n = sequence.n_prompt - n_virtual
+            raise UsageError(f"rows from position {read_from} on of a text of {n} tokens", code="value")
+        sequence.read_from, sequence.is_guessed = n_virtual + read_from, False
         request = Request(sequence, events, None, self.cancel)
-        request.read_rows(read_from, take_rows)
+        request.read_rows(sequence.read_from, lambda first, rows: take_rows(first - n_virtual, rows))
         self._queue([request])
         return request
 
@@ -259,14 +257,21 @@ class StarterEngine:
             raise UsageError(f"there is no adapter {adapter[:100]!r}", code="adapter")
         if not prompt:
             raise UsageError("a prompt without any token cannot be continued", code="empty")
-        if len(prompt) > self._max_length:
+        n_virtual = self.n_virtual(adapter)
+        if n_virtual + len(prompt) > self._max_length:
+            behind = f" behind {n_virtual} rows of {adapter}" if n_virtual else ""
             raise UsageError(
-                f"the prompt has {len(prompt)} tokens, but a sequence can have {self._max_length} (--sequence-length)",
+                f"the prompt has {len(prompt)} tokens{behind}, but a sequence can have {self._max_length} (--sequence-length)",
                 code="length",
             )
         number = 1 + list(self.adapters).index(adapter) if adapter else 0
-        seq_id, sha256 = with_adapter(number, next(self._ids)), self.adapters.get(adapter, "")
-        return Sequence(seq_id, prompt, params, self._max_length, owner=owner, adapter=sha256)
+        seq_id, sha256 = with_adapter(number, next(self._ids)), self.adapters.get(adapter, NO_ADAPTER).sha256
+        prompt = prompt[:1] * n_virtual + prompt  # a token that is there anyway: penalties see no other one
+        return Sequence(seq_id, prompt, params, self._max_length, owner=owner, adapter=sha256, n_virtual=n_virtual)
+
+    def n_virtual(self, adapter: str) -> int:
+        """Positions that an adapter takes before those of a text; 0 without one."""
+        return self.adapters.get(adapter, NO_ADAPTER).n_virtual
 
     def _queue(self, requests: list[Request], cohort: Cohort | None = None) -> None:
         if (reason := self.scheduler.refusal(requests[0].sequence)) is not None:

@@ -588,6 +588,7 @@ class Blocks:
         stage = MdiStage.from_buffer_copy(self._stage)
         first = ctypes.addressof(self._blocks) + (begin - self.start) * ctypes.sizeof(MdiBlock)
         stage.blocks, stage.n_blocks = ctypes.cast(first, POINTER(MdiBlock)), end - begin
+        stage.low_rank_of_block = self._low_rank_of_block[begin - self.start :].ctypes.data
         return stage
 
     def forward_last(self, rows: np.ndarray, slices: Slices, linear: Linear) -> np.ndarray:

@@ -34,6 +34,11 @@ def with_adapter(number: int, seq_id: int) -> int:
     return number << 48 | seq_id
 
 
+def adapter_of(seq_id: int) -> int:
+    """The number of the adapter that a sequence is computed with; 0 is none."""
+    return seq_id >> 48
+
+
 Slices = Sequence[Slice]  # in row order
 
 

@@ -118,7 +118,7 @@ class Choice:
                 options.quantize, will_be_cut,
             )  # fmt: skip
             stack.callback(weights.close)
-            if named := adapter_names(options.lora):
+            if named := adapter_names(options.in_peft_form):
                 check_adapters(self.family, weights, options)
                 weights.take_adapters(named)
             self.codec = self.family.open_codec(weights.directory, options.prompt_style)
@@ -130,6 +130,12 @@ class Choice:
         self._set_format(options.quantize)
         if weights.adapters and self.computing.packing is None:
             raise UsageError(f"--adapter: this node computes {self.computing.why_torch}, and adapters need the kernels")
+        for one in weights.adapters:
+            if one.n_virtual >= self.context_length:
+                raise UsageError(
+                    f"--adapter {one.name}: its {one.n_virtual} rows leave no place for a text in a context of "
+                    f"{self.context_length}", code="length",
+                )  # fmt: skip
 
     def close(self) -> None:
         """Harmless if repeated."""
@@ -450,7 +456,7 @@ def chosen_stages(
     has_groups = any(stage.is_group for stage in stages)
     if n_nodes == 1 or (mode == "ring" and not has_groups):
         return None
-    why_not = "a model with adapters" if options.lora else _why_not_shared(config, computing)
+    why_not = "a model with adapters" if options.in_peft_form else _why_not_shared(config, computing)
     whole = (RingStage(ALL_NODES, tuple(node.name for node in cluster.nodes)),)
     if mode == "tensor":
         if why_not is not None:

@@ -416,7 +416,7 @@ class Former:
         ring.computed = ring.part.of_starter(inner)
         ring.numbers = self._numbers(ring)
         ring.is_exact = before is None or before.numbers == ring.numbers
-        ring.may_guess = basis.options.draft_inexact or self._is_fixed(ring)
+        ring.may_guess = basis.options.draft_inexact or self._has_fixed_rows(ring)
         ring.is_deep = window_of(basis.options.weight_memory) is None and not share_cores(cluster.nodes)
         self._has_caches = True
         return ring
@@ -470,17 +470,8 @@ class Former:
             basis.weights.take_blocks(blocks, groups)
             self.clients = [ControlClient(node, cluster.keys) for node in self.cluster.secondaries]
         work = Preparation(
-            basis,
-            self.cluster,
-            self.clients,
-            self.held,
-            self._n_rings,
-            wait_s,
-            known,
-            self._holders(outside),
-            replays,
-            hot,
-        )
+            basis, self.cluster, self.clients, self.held, self._n_rings, wait_s, known, self._holders(outside), replays, hot,
+        )  # fmt: skip
         try:
             memory = work.run(cancel)
         except BaseException as e:
@@ -539,7 +530,12 @@ class Former:
         ours = library.arithmetic() if computing.packing is not None else "torch"
         return {**self._arithmetic, ring.cluster.starter.name: ours if computing.device == "cpu" else computing.device}
 
-    def _is_fixed(self, ring: Ring) -> bool:
+    @property
+    def has_fixed_rows(self) -> bool:
+        """Whether a row of the present ring has the same bits in any company; so it is without a ring."""
+        return self.ring is None or self._has_fixed_rows(self.ring)
+
+    def _has_fixed_rows(self, ring: Ring) -> bool:
         basis, found = self.basis, self._arithmetics(ring)
         config = basis.family.kernel_config(basis.weights.config)
         if config is None or why_not_kernels(config, "cpu", basis.options.dtype) is not None:

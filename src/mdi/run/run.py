@@ -27,7 +27,7 @@ from mdi.control.server import StatusOnly
 from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import Events, Request, SamplingParams, TakeRows
+from mdi.engine.sequence import Events, Request, SamplingParams, TakeRows, TextAdapter
 from mdi.engine.speculation import MOST_ROWS, WINDOW_ROWS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
@@ -206,7 +206,8 @@ class Run(StatusOnly):
         self._open_side(model)
         self._check_verified(model)
         self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
-        length = max(map(len, self.prompt_ids), default=0) + self._n_tokens
+        n_virtual = max((one.n_virtual for one in model.weights.adapters), default=0)
+        length = n_virtual + max(map(len, self.prompt_ids), default=0) + self._n_tokens
         losses = Losses(self._cancel)
         with self._nodes.watched(losses):
             self._state = "PLANNING" if cluster.secondaries else "LOADING"
@@ -218,10 +219,9 @@ class Run(StatusOnly):
             if model.cluster.secondaries:
                 logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
             loop, cut = self._make_loop(model, losses)
-            if (
-                model.held is not None and not self.options.fixed
-            ):  # nodes may leave and come while the first ring is formed
-                # Its nodes have their blocks already, which says in which order they stand: slow links change nothing.
+            if model.held is not None and not self.options.fixed:
+                # Nodes may leave and come while the first ring is formed. They have their blocks already, which says in which
+                # order they stand: slow links change nothing.
                 look = SwarmLook(loop, model.held)
                 self._lookout = Lookout(look, lambda: loop.running, loop.put, self._cancel)
             ring = loop.next_ring(None)
@@ -290,7 +290,7 @@ class Run(StatusOnly):
             ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype, self._taps
         )
         engine.side = self._side
-        engine.adapters = {one.name: one.sha256 for one in model.weights.adapters}
+        engine.adapters = {one.name: TextAdapter(one.sha256, one.n_virtual) for one in model.weights.adapters}
         engine.sent = SentRows(self.replay_bytes)
         engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
         engine.speculation = self._speculation(model, ring)
@@ -341,11 +341,9 @@ class Run(StatusOnly):
         options = model.options
         if not options.guesses:
             return None
-        if not self.engine.may_guess:
+        if not self.engine.may_guess and options.draft != "auto":
             reason = "a node computes in torch, where rows may differ in their last bits in other company"
-            if options.draft != "auto":
-                raise UsageError(f"--draft {options.draft}: {reason} (--draft-inexact guesses all the same)")
-            logger.info("no tokens are guessed: %s (--draft-inexact guesses all the same)", reason)
+            raise UsageError(f"--draft {options.draft}: {reason} (--draft-inexact guesses all the same)")
         draft = None
         if options.draft != "auto":
             draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
@@ -374,13 +372,9 @@ class Run(StatusOnly):
         return self._texts.submit(prompt, prompt_ids, params, stop, on_text, reader, before, finish_reason, adapter)
 
     def submit_rows(
-        self,
-        prompt_ids: Sequence[int],
-        read_from: int,
-        take_rows: TakeRows,
-        events: Events | None = None,
+        self, prompt_ids: Sequence[int], read_from: int, take_rows: TakeRows, events: Events | None = None,
         adapter: str = "",
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         """Have the rows of a text computed, see `StarterEngine.submit_rows`."""
         self.model.check_prompt(prompt_ids)
         return self.engine.submit_rows(prompt_ids, read_from, take_rows, events, adapter)
@@ -582,6 +576,7 @@ class Run(StatusOnly):
         return metrics_of_run(
             model, self.names, self.samples, self.measured(), self.secondary_metrics, duration_s,
             [] if self._loop is None else self._loop.recoveries, self.may_differ_from,
+            self.options.draft_inexact and self._former is not None and not self._former.has_fixed_rows,
         )  # fmt: skip
 
     def measured(self) -> NodeMetrics | None:

@@ -254,7 +254,7 @@ class RunTexts:
         index = sample.index
         params = replace(self._params(params), seed=seed_of(params.seed, index))
         ends = sample.ends if stop else None
-        n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
+        n_left = min(params.n_tokens, self._max_length - self._engine.n_virtual(adapter) - len(prompt_ids))
         if not (before or finish_reason) or sample.restore(before, finish_reason, n_left):
             self._submit(sample, reader, prompt_ids, params, ends, adapter)
         elif reader.record is not None:
@@ -279,7 +279,7 @@ class RunTexts:
                 f"--n-samples {beams.n}", code="value",
             )  # fmt: skip
         samples = [self._sample(prompt, prompt_ids, stop, on_text) for on_text in on_texts]
-        n_left = min(params.n_tokens, self._max_length - len(prompt_ids))
+        n_left = min(params.n_tokens, self._max_length - self._engine.n_virtual(adapter) - len(prompt_ids))
         goes_on = {sample.index for sample in samples}
         for sample, (ids, reason) in zip(samples, known, strict=False):
             if reason is not None:

@@ -205,7 +205,8 @@ class _Models:
         is_loaded = api.engine.state.is_serving(model)
         made = {"id": name, "object": "model", "created": int(api.begin), "owned_by": "mdi-llm"}
         # As vLLM names it; only a loaded model's is known: it depends on --sequence-length.
-        context = api.engine.state.models[model]["context"] if is_loaded else None
+        facts = api.engine.state.models[model] if is_loaded else None
+        context = facts and facts["context"] - facts["n_virtual"].get(name, 0)
         if model != name:
             made["parent"] = model
         return {**made, "is_loaded": is_loaded, "max_model_len": context}

@@ -489,7 +489,8 @@ class ModelHost:
         directory, n_vocabulary = run.model.directory, int(run.model.config.padded_vocab_size)
         outlet = Outlet(name, run.engine, run.model.codec, self._lines)
         self.loaded[name] = Loaded(name, run, outlet, directory, n_vocabulary)
-        facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary}
+        n_virtual = {one.name: one.n_virtual for one in run.model.weights.adapters}
+        facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary, "n_virtual": n_virtual}
         tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._tell("serving", name, "ready", 1.0)

@@ -34,6 +34,7 @@ class LoadedModel:
     """Attributes:
     context: tokens that a text may have, prompt included.
     n_vocabulary: ids that the model knows.
+    n_virtual: tokens that adapters take before those of a text, by their names.
     adapter: name of the one that its texts are computed with; "": none.
     most_characters: a text with more has too many tokens, whatever it says.
     """
@@ -45,6 +46,7 @@ class LoadedModel:
     context: int
     n_vocabulary: int
     most_characters: int
+    n_virtual: dict[str, int]
     adapter: str = ""
 
     @property
@@ -60,7 +62,11 @@ class LoadedModel:
         template = read_template(Path(facts["tokenizer"]["directory"]))
         context = facts["context"]
         most = SHORTENED * context * tokenizer.longest_token
-        return cls(facts["name"], tokenizer, codec, template, context, facts["n_vocabulary"], most)
+        return cls(facts["name"], tokenizer, codec, template, context, facts["n_vocabulary"], most, facts["n_virtual"])
+
+    def with_adapter(self, name: str) -> LoadedModel:
+        """The same for texts with an adapter."""
+        return replace(self, adapter=name, context=self.context - self.n_virtual.get(name, 0))
 
 
 @dataclass
@@ -132,7 +138,7 @@ class Models:
         use.n += 1
         use.last_s = time.monotonic()
         try:
-            yield replace(loaded, adapter=asked) if asked in self._catalog.adapters else loaded
+            yield loaded.with_adapter(asked) if asked in self._catalog.adapters else loaded
         finally:
             use.n -= 1
             use.last_s = time.monotonic()

@@ -28,14 +28,9 @@ SILENCE_LIMITS_S = (0.5, 600.0)
 MODES = ("ring", "tensor", "auto")
 PLACEMENTS = ("throughput", "latency", "even")
 DEFAULT_PLACEMENT = "throughput"
-DEFAULT_DRAFT = "none"
-SIDE, LORA, PROMPT, DEEP_PROMPT, PREFIX = METHODS = (
-    "side",
-    "lora",
-    "prompt",
-    "deep-prompt",
-    "prefix",
-)  # of fine-tuning
+DEFAULT_DRAFT = "auto"
+# Of fine-tuning.
+SIDE, LORA, PROMPT, DEEP_PROMPT, PREFIX = METHODS = ("side", "lora", "prompt", "deep-prompt", "prefix")
 ADAPTED = ("query", "key", "value", "projection", "mlp")  # matrices that LoRA can adapt over a ring
 SUMS = ("star", "exchange", "ring", "tree")
 # Costs less than a star, by the model at any delay and rate, and adds in the order of ranks.
@@ -177,8 +172,8 @@ class ParallelOptions:
 
 def _with_name(adapter: str) -> str:
     folder = Path(adapter).expanduser()
-    is_lora = "=" not in adapter and (folder / "adapter_config.json").is_file()
-    return f"{folder.resolve().name}={adapter}" if is_lora else adapter
+    is_in_peft_form = "=" not in adapter and (folder / "adapter_config.json").is_file()
+    return f"{folder.resolve().name}={adapter}" if is_in_peft_form else adapter
 
 
 @dataclass(frozen=True)
@@ -255,7 +250,7 @@ class StarterOptions(Requested):
         metavar="auto|none|DIR",
     )] = DEFAULT_DRAFT
     adapter: Annotated[tuple[str, ...], Option(
-        "use what `mdi finetune` learned for the model. LoRA adapters in PEFT's form are repeatable: texts take all in turn, "
+        "use what `mdi finetune` learned for the model. Folders in PEFT's form are repeatable: texts take all in turn, "
         "and `serve` has the model also as NAME (default: the folder's)", metavar="[NAME=]DIR", nargs="append",
     )] = ()
     draft_inexact: Annotated[bool, Option(
@@ -263,17 +258,18 @@ class StarterOptions(Requested):
     )] = False
 
     @property
-    def lora(self) -> tuple[str, ...]:
-        """LoRA adapters as NAME=DIR. A folder in PEFT's form that was given without a name gives its own."""
+    def in_peft_form(self) -> tuple[str, ...]:
+        """Adapters in PEFT's form as NAME=DIR. A folder that was given without a name gives its own."""
         return tuple(one for one in map(_with_name, self.adapter) if "=" in one)
 
     @property
     def side(self) -> Path | None:
         """The folder of `adapter` that is of `mdi finetune`. Raises UsageError if there is not only one."""
-        if len(self.lora) == len(self.adapter):
+        if len(self.in_peft_form) == len(self.adapter):
             return None
         if len(self.adapter) > 1:
-            raise UsageError(f"--adapter: {' and '.join(self.adapter)} cannot be used together (LoRA adapters are NAME=DIR)")
+            named = " and ".join(self.adapter)
+            raise UsageError(f"--adapter: {named} cannot be used together (adapters in PEFT's form are NAME=DIR)")
         return Path(self.adapter[0]).expanduser()
 
     @property

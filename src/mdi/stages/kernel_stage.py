@@ -25,6 +25,7 @@ from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import n_tables, rope_n_elem, score_bias_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
 HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
@@ -257,6 +258,7 @@ class KernelStage:
         self.weights, self.group = weights, group
         self.max_length = 0
         self._context = Context(n_threads)
+        self._learned = LearnedRows(self._adapters, config, start, stop, cache_type)
         if group is None:
             self._blocks = Blocks(config, start, stop, self._of_block, cache_type, self._context, self._low_rank_of)
             self._forward = self._blocks.forward if weights.ready is None else self._forward_in_halves
@@ -375,8 +377,14 @@ class KernelStage:
         """
         rows = np.array(x, dtype=np.float32, order="C", copy=True)
         seen: list[np.ndarray] = []
-        if self.n_blocks:
-            self._forward(rows, slices, taps, lambda: seen.append(self.rows.wanting_logits(rows, slices).copy()))
+
+        def take() -> None:
+            seen.append(self.rows.wanting_logits(rows, slices).copy())
+
+        if self.n_blocks and self._learned.are_in(slices):
+            self._learned.forward(self._forward, self.caches, rows, slices, taps, take)
+        elif self.n_blocks:
+            self._forward(rows, slices, taps, take)
         return np.concatenate([rows, *seen]) if seen else rows
 
     def last_logits(self, ids: np.ndarray, slices: Slices) -> np.ndarray:

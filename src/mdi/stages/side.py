@@ -165,7 +165,7 @@ def read_shape(folder: Path) -> SideShape:
     path = folder / SIDE_FILE
     if not path.is_file():
         raise UsageError(
-            f"{folder} has no {SIDE_FILE}: give a folder that `mdi finetune` wrote, or NAME=DIR for a LoRA adapter",
+            f"{folder} has no {SIDE_FILE}: give a folder that `mdi finetune` wrote, or NAME=DIR for a folder in PEFT's form",
             code="missing",
         )
     header = read_header(path)

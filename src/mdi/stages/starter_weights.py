@@ -24,6 +24,7 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.records import BELIEVED_S, HashRecord
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import BlockStore
+from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
@@ -155,7 +156,7 @@ class StarterWeights:
     def take_adapters(self, named: Sequence[AdapterName]) -> None:
         """Read the adapters of a run; they become parts of the nodes. Raises CheckpointError, before anything is sent."""
         base = functools.cache(lambda: weights_hash(self.sources[0]))
-        self.adapters = tuple(Adapter(one, number, self.config, base) for number, one in enumerate(named, 1))
+        self.adapters = tuple(open_adapter(one, number, self.config, base) for number, one in enumerate(named, 1))
         if self.adapters:
             self.sources.append(AdapterSource(self.adapters, self._source_of))
 

@@ -21,6 +21,7 @@ import numpy as np
 from mdi.block_ranges import ADAPTER_PREFIX
 from mdi.checkpoint.adapters import check_stored
 from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, row_widths
 from mdi.errors import CheckpointError, ControlError
 from mdi.spec.decode import Meta, decode_text
 
@@ -29,7 +30,6 @@ Shapes = dict[str, tuple[int, ...]]
 _Told = dict[str, Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(min_length=1, max_length=2)]]
 
 HEADER_LIMIT_BYTES = 1 << 20
-MOST_VIRTUAL = 1 << 12  # rows of a prompt or prefix
 NONE: Trained = {}
 _NAME = re.compile(r"transformer\.h\.(\d+)\.(.+)")
 
@@ -77,8 +77,7 @@ def read_shapes(data: bytes | bytearray, config: Mapping[str, Any], start: int, 
     shapes: Shapes = dict(decode_text(_Told, bytes(data), "the tensors", refused)) if data else {}
     adapters: dict[int, dict[str, TensorSpec]] = {}
     n_virtual = set[tuple[str, int]]()
-    width = {"prompt": config["n_embd"], "prefix_key": config["n_query_groups"] * config["head_size"]}
-    width["prefix_value"] = width["prefix_key"]
+    width = row_widths(config)
     for name, shape in shapes.items():
         block, what = block_of(name), name.split(".", 3)[3]
         if not start <= block < stop:
