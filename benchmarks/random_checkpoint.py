@@ -29,17 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
     "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
 }
-# As bigscience's config.json has them; litgpt lacks the family.
-BLOOM_SHAPES: dict[str, dict[str, Any]] = {
-    "bloom-tiny": {"n_layer": 3, "n_embed": 128, "n_head": 8, "vocab_size": 512},
-    "bloom-560m": {"n_layer": 24, "n_embed": 1024, "n_head": 16},
-    "bloom-1b1": {"n_layer": 24, "n_embed": 1536, "n_head": 16},
-    "bloom-1b7": {"n_layer": 24, "n_embed": 2048, "n_head": 16},
-    "bloom-3b": {"n_layer": 30, "n_embed": 2560, "n_head": 32},
-    "bloom-7b1": {"n_layer": 30, "n_embed": 4096, "n_head": 32},
-    "bloom-176b": {"n_layer": 70, "n_embed": 14336, "n_head": 112},
-}
-BLOOM_VOCABULARY = 250880
+# By bigscience's names, whose shapes `mdi plan` knows; litgpt lacks the family.
+BLOOM_SHAPES = ("bloom-tiny", "bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b", "bloom-7b1", "bloom-176b")
 PACKED_ONLY = ("llama-2-7b", "tiny-3m")  # made in packed formats, without plain weights: see random_packed
 DTYPE = "bfloat16"  # of plain weights
 VOCABULARY = 32000
@@ -50,11 +41,14 @@ _DONE = "made.json"
 def config_of(shape: str) -> Any:
     """litgpt's Config of a shape; of BLOOM's our own."""
     if shape in BLOOM_SHAPES:
-        from mdi.checkpoint.hfconfig import derive_config
+        from mdi.checkpoint.published import published_config
         from mdi.spec.model import ModelConfig
 
-        hf = {"model_type": "bloom", "vocab_size": BLOOM_VOCABULARY, **BLOOM_SHAPES[shape]}
-        return ModelConfig(**derive_config(hf, shape, Path("config.json")))
+        tiny = {"n_layer": 3, "n_embd": 128, "n_head": 8, "head_size": 16, "n_query_groups": 8, "intermediate_size": 512,
+                "vocab_size": 512, "padded_vocab_size": 512}  # fmt: skip
+        found = published_config({"bloom-176b": "bloom", "bloom-tiny": "bloom-560m"}.get(shape, shape))
+        assert found is not None
+        return ModelConfig(**found | {"name": shape, **(tiny if shape == "bloom-tiny" else {})})
     from litgpt.config import Config
 
     return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, block_size=CONTEXT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,22 @@ def test_a_hub_name_and_some_of_the_nodes(capsys: pytest.CaptureFixture[str], pr
     flags = ["--profiles", profiles, "--config", "EleutherAI/pythia-14m", "--nodes", "secondary1", "starter", "--json"]
     assert launch("plan", [*flags, "--layers", "2,4"]) == 0
     assert [n["name"] for n in json.loads(capsys.readouterr().out)["nodes"]] == ["secondary1", "starter"]
+
+
+def test_models_that_litgpt_lacks_by_their_names_on_the_hub(
+    capsys: pytest.CaptureFixture[str], profiles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where litgpt is not installed, and as the model whose times a profile has."""
+    monkeypatch.setitem(sys.modules, "litgpt.config", None)
+    flags = ["--profiles", profiles, "--json", "--sequence-length", "512"]
+    assert launch("plan", [*flags, "--config", "openai-community/gpt2-xl", "--dtype", "float32"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert sum(b - a for a, b in (n["blocks"] for n in plan["nodes"])) == 48
+    profile = json.loads(Path(profiles).read_text())
+    Path(profiles).write_text(json.dumps(profile | {"model": "gpt2-medium"}))
+    assert launch("plan", [*flags, "--quantize", "int8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["model"] == "gpt2-medium" and sum(b - a for a, b in (n["blocks"] for n in plan["nodes"])) == 24
 
 
 def test_a_checkpoint_and_its_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], profiles: str) -> None:
@@ -110,6 +127,9 @@ def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypa
         (["--profiles", "nowhere.json"], "cannot read nowhere.json"),
         (["--profiles", "{}"], "give the model"),
         (["--profiles", "{}", "--config", "pythia-14"], "did you mean pythia-14m"),
+        (["--profiles", "{}", "--config", "gpt-oss"], "did you mean openai/gpt-oss-20b, openai/gpt-oss-120b?"),
+        (["--profiles", "{}", "--config", "gtp2-xl"], "did you mean openai-community/gpt2-xl"),
+        (["--profiles", "{}", "--config", "zai-org/GLM-4.5-Aire"], "did you mean zai-org/GLM-4.5-Air,"),
         (["--profiles", "{}", "--config", "pythia-14m", "--sequence-length", "9999"], "has a context of 512"),
         (["--profiles", "{}", "--config", "pythia-14m", "--n-samples", "0"], "at least one sequence"),
         (["--profiles", "{}", "--config", "pythia-14m", "--quantize", "int3"], "unknown weight format 'int3'"),

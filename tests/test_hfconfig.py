@@ -12,6 +12,7 @@ import pytest
 from litgpt.config import Config
 
 from mdi.checkpoint.hfconfig import choose_config, derive_config
+from mdi.checkpoint.published import PUBLISHED, published_config
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.blocks import why_not_in_kernels
@@ -57,35 +58,71 @@ def test_a_real_config_of_a_family_that_litgpt_lacks(form: str) -> None:
         litgpt_fields(found)
 
 
-BLOOM_176B = {"n_embed": 14336, "n_layer": 70, "num_attention_heads": 112}
-# Billions of weights, as the makers say: all, those of a token (without the embedding), and the share by which ours may differ.
-LARGE: dict[str, tuple[str, dict[str, Any], float, float, float]] = {
-    "gpt-oss 20B": ("gpt-oss 20B", {}, 20.91, 3.61, 3e-3),
-    "gpt-oss 120B": ("gpt-oss 120B", {}, 116.83, 5.13, 2e-3),
-    "GLM 4.5": ("GLM 4.5", {}, 355, 32, 0.03),  # with the block that predicts further tokens
-    "GLM 4.5 Air": ("GLM 4.5 Air", {}, 106, 12, 0.08),  # without it
-    "MiniMax M2": ("MiniMax M2", {}, 228.7, 10, 0.06),
-    "BLOOM 560M": ("BLOOM 560M", {}, 0.559214592, 0.559, 1e-3),
-    "BLOOM 176B": ("BLOOM 560M", BLOOM_176B, 176.247271424, 176.2, 1e-3),
-    "GPT-2": ("GPT-2", {}, 0.124439808, 0.1236, 2e-3),
-    "OPT 125M": ("OPT 125M", {}, 0.125239296, 0.1236, 2e-3),
-    "Falcon RW 1B": ("Falcon RW 1B", {}, 1.311625216, 1.311, 2e-3),
+# Billions of weights by name: all and those of a token (without the embedding), as the makers say, and the share by which ours
+# may differ. Those of dense models are what transformers counts in a model of this config.json.
+LARGE: dict[str, tuple[float, float, float]] = {
+    "openai/gpt-oss-20b": (20.91, 3.61, 2e-3),
+    "openai/gpt-oss-120b": (116.83, 5.13, 2e-3),
+    "zai-org/GLM-4.5": (355, 32, 0.03),  # with the block that predicts further tokens
+    "zai-org/GLM-4.5-Air": (106, 12, 0.08),  # without it
+    "zai-org/GLM-4.6": (355, 32, 0.03),
+    "zai-org/GLM-4.7": (355, 32, 0.03),
+    "MiniMaxAI/MiniMax-M2": (228.7, 10, 0.06),
+    "bigscience/bloom-560m": (0.559214592, 0.559, 1e-3),
+    "bigscience/bloom-1b1": (1.065314304, 1.065, 1e-3),
+    "bigscience/bloom-1b7": (1.722408960, 1.722, 1e-3),
+    "bigscience/bloom-3b": (3.002557440, 3.002, 1e-3),
+    "bigscience/bloom-7b1": (7.069016064, 7.069, 1e-3),
+    "bigscience/bloom": (176.247271424, 176.2, 1e-3),
+    "tiiuae/falcon-rw-1b": (1.311625216, 1.311, 2e-3),
+    "tiiuae/falcon-rw-7b": (7.516020736, 7.514, 1e-3),
+    "openai-community/gpt2": (0.124439808, 0.1236, 2e-3),
+    "openai-community/gpt2-medium": (0.354823168, 0.3535, 2e-3),
+    "openai-community/gpt2-large": (0.774030080, 0.7722, 2e-3),
+    "openai-community/gpt2-xl": (1.557611200, 1.555, 1e-3),
+    "facebook/opt-125m": (0.125239296, 0.1236, 2e-3),
+    "facebook/opt-1.3b": (1.315758080, 1.311, 1e-3),
+    "facebook/opt-2.7b": (2.651596800, 2.645, 1e-3),
+    "facebook/opt-6.7b": (6.658473984, 6.648, 1e-3),
+    "facebook/opt-13b": (12.853473280, 12.84, 1e-3),
+    "facebook/opt-30b": (29.974540288, 29.96, 1e-3),
+    "facebook/opt-66b": (65.719701504, 65.69, 1e-3),
 }
 
 
-@pytest.mark.parametrize("model", LARGE)
-def test_models_are_as_large_as_their_makers_say(model: str) -> None:
+@pytest.mark.parametrize("name", LARGE)
+def test_models_are_as_large_as_their_makers_say(name: str) -> None:
     """What `plan.py` counts with. Dense models have one matrix as embedding and head."""
-    form, changes, billions, active, differs = LARGE[model]
-    config = derive_config({**OWN[form][1], **changes}, "my-model", Path("config.json"))
+    billions, active, differs = LARGE[name]
+    config = published_config(name)
+    assert config is not None and config == published_config(name.partition("/")[2])
     sizes = {name: math.prod(shape) for name, shape in model_shapes(config, "").items()}
     n_all = sum(sizes.values()) - (0 if config["n_expert"] else sizes["lm_head.weight"])
     assert n_all / 1e9 == pytest.approx(billions, rel=differs if config["n_expert"] else 2e-5)
     shape = model_shape(config, "mxfp4")
     assert (shape.head_macs + sum(block.macs for block in shape.blocks)) / 1e9 == pytest.approx(active, rel=differs)
-    if "gpt-oss" in model:
+    if "gpt-oss" in name:
         assert [block.window for block in shape.blocks[:4]] == [128, None, 128, None]
         assert 4.25 < 8 * shape.weight_bytes / n_all < 4.75  # bits: nearly all are in experts
+
+
+def test_every_published_model_is_counted_or_refused() -> None:
+    assert set(PUBLISHED) - set(LARGE) == {"facebook/opt-350m"}
+    with pytest.raises(CheckpointError, match="word_embed_proj_dim"):
+        published_config("opt-350m")
+    assert published_config("pythia-14m") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    {
+        "gpt-oss-20b": "gpt-oss 20B", "gpt-oss-120b": "gpt-oss 120B", "GLM-4.5": "GLM 4.5", "GLM-4.5-Air": "GLM 4.5 Air",
+        "MiniMax-M2": "MiniMax M2", "bloom-560m": "BLOOM 560M", "falcon-rw-1b": "Falcon RW 1B", "gpt2": "GPT-2",
+        "opt-125m": "OPT 125M",
+    }.items(),
+)  # fmt: skip
+def test_a_published_model_is_what_its_own_config_json_says(name: str, form: str) -> None:
+    assert published_config(name) == derive_config(OWN[form][1], name, Path("config.json"))
 
 
 def test_a_node_of_eight_gigabytes_holds_blocks_of_gpt_oss() -> None:

@@ -5,6 +5,7 @@ examples:
       the nodes measure themselves and their links (secondary.py must be running on them)
   plan.py --profiles cluster.json --ckpt checkpoints/org/model --n-samples 8
   plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
+  plan.py --profiles cluster.json --config openai/gpt-oss-20b --quantize mxfp4
   plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
       with only these two nodes
   plan.py --example > cluster.json
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.errors import PlacementError, UsageError
+from mdi.errors import MdiError, PlacementError, UsageError
 from mdi.spec.cluster import DTYPES
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
@@ -49,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(
         "run", "replay_memory", "n_samples", "sequence_length", "draft", "draft_rate",
         draft={
-            "help": "small model that guesses on the starter, which gets fewer blocks for it: its folder, or litgpt's name",
+            "help": "small model that guesses on the starter, which gets fewer blocks for it: its folder, or its name",
             "metavar": "DIR", "default": "none",
         },
         n_samples={"help": "sequences at once (%(default)s)", "metavar": "S", "default": 1},
@@ -109,7 +110,6 @@ def _with_model(options: Options) -> Options:
 
 def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     """A note that the checkpoint has chunks with another cut, which override this plan."""
-    from mdi.errors import MdiError
     from mdi.placement.planning import format_blocks
     from mdi.stages.model_family import ModelFamily
 
@@ -249,7 +249,7 @@ def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
 
 
 def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
-    """The whole litgpt Config of the model that is meant."""
+    """The plain configuration of the model that is meant."""
     from mdi.checkpoint.source import settings_of
 
     if options.ckpt is not None:
@@ -262,7 +262,7 @@ def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
 
 
 def _config_of(name: str) -> dict[str, Any]:
-    """Of a folder, a file, or a name that litgpt knows."""
+    """Of a folder, a file, or a name."""
     from mdi.checkpoint.shapes import read_config
     from mdi.checkpoint.source import settings_of
 
@@ -273,20 +273,29 @@ def _config_of(name: str) -> dict[str, Any]:
 
 
 def _named(name: str) -> dict[str, Any]:
+    """Of a name on the hub, or of litgpt's. Raises UsageError, CheckpointError: nothing here computes this model."""
     from dataclasses import asdict
+    from difflib import get_close_matches
 
     from mdi.checkpoint.litgpt_module import litgpt_module
+    from mdi.checkpoint.published import PUBLISHED, published_config
     from mdi.checkpoint.shapes import full_config
 
+    published = published_config(name)
+    if published is not None:  # without litgpt, too
+        return published
     litgpt = litgpt_module("config")
     name_to_config = litgpt.name_to_config
     by_hub_name = {f"{c['hf_config']['org']}/{c['hf_config']['name']}": n for n, c in name_to_config.items()}
-    name = by_hub_name.get(name, name)
-    if name not in name_to_config:
-        near = [n for n in name_to_config if name.lower() in n.lower()][:5]
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(f"litgpt knows no model {name!r}, and there is no such file or directory{hint}")
-    return full_config(asdict(litgpt.Config.from_name(name)), name)
+    known = by_hub_name.get(name, name)
+    if known in name_to_config:
+        return full_config(asdict(litgpt.Config.from_name(known)), known)
+    names = {written.lower(): n for n in (*name_to_config, *PUBLISHED) for written in (n, n.partition("/")[2] or n)}
+    lower = name.lower()
+    alike = [written for written in names if lower in written] + get_close_matches(lower, names, n=5, cutoff=0.75)
+    near = list(dict.fromkeys(names[written] for written in alike))
+    hint = f"; did you mean {', '.join(near[:5])}?" if near else ""
+    raise UsageError(f"there is no file or directory {name!r}, and no known model has this name{hint}")
 
 
 def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:
@@ -297,7 +306,7 @@ def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape
         return model_shape(config, profile.format)
     try:
         other = model_shape(_named(profile.model), profile.format)
-    except UsageError:
+    except MdiError:
         return None
     return other if other.config_hash == profile.config_hash else None
 

@@ -617,8 +617,8 @@ class Options(StarterOptions):
     )] = ()
     example: Annotated[bool, Option("print example profiles, and end")] = False
     config: Annotated[str | None, Option(
-        "a model without its checkpoint: litgpt's name, or a model_config.yaml (default: the model that the profiles were "
-        "measured with)", metavar="NAME",
+        "a model without its checkpoint: its name on the hub, litgpt's name, or a model_config.yaml (default: the model that "
+        "the profiles were measured with)", metavar="NAME",
     )] = None
 
     draft_rate: Annotated[Annotated[float, Meta(ge=0, lt=1)] | None, Option(
