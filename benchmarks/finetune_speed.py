@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """How fast a model is fine-tuned over a ring of processes on this machine, with random weights.
 
-`passes`: tokens per second forward and backward through all blocks, as table 6 of Borzunov et al. 2023 (Petals): prompts before
-texts, or prefixes in each block, of 16 and of 4 rows, 8 and 32 texts; what the head costs at the starter, without a GPU, for
-words and for two classes; the most memory of each process, and bytes per token on the links. `epochs`: --method side; its first
-pass over the examples and later ones. `adapters`: tokens per second with a LoRA adapter for each text, for none of them, and
-of a run without adapters, in turns.
+`passes`: tokens of texts per second, forward and backward, as table 6 of Borzunov et al. 2023 (Petals): prompts of 16 and of 4
+rows before texts, or in each block (deep prompts, which Petals calls prefixes), 8 and 32 texts; with a head of two classes and
+with that of words, both at the starter, without a GPU; the most memory of each process, and bytes per token on the links.
+`epochs`: --method side; its first pass over the examples and later ones. `adapters`: tokens per second with a LoRA adapter for
+each text, for none of them, and of a run without adapters, in turns.
 
     finetune_speed.py passes tiny-llama-1.1b --folder /somewhere/1b --nodes 1 --nodes 2 --nodes 3
     finetune_speed.py epochs tiny-llama-1.1b --folder /somewhere/1b --head lm --width 64 --keep-logits
@@ -24,18 +24,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from random_checkpoint import SHAPES, make_checkpoint
-from records import add_json_flag, save
+from random_checkpoint import SHAPES, VOCABULARY, make_checkpoint
+from records import add_json_flag, rounded, save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests")]
-
-Loss = Callable[[], Any]
 
 
 @contextlib.contextmanager
@@ -61,122 +59,159 @@ def opened(args: argparse.Namespace, n_nodes: int, length: int, n_texts: int, **
 
 
 def passes(args: argparse.Namespace) -> dict[str, Any]:
-    found = []
-    for n_nodes in args.nodes:
-        longest = max(args.rows) + args.tokens
-        with opened(args, n_nodes, longest, 1) as run:
-            config = run.model.config
-            one_pass(run, "prompt", 1, 1, 1, 1)  # weights and threads are there from now on
-            for method in args.method:
-                for n_texts in args.texts:
-                    for n_rows in args.rows:
-                        line = one_pass(run, method, n_texts, n_rows, args.tokens, args.parts or n_nodes)
-                        line = {"nodes": n_nodes, "method": method, "texts": n_texts, "rows": n_rows, **line}
-                        print(json.dumps(line), flush=True)
-                        found.append(line)
-            memory = peak_memory()
-        print(json.dumps({"nodes": n_nodes, "peak_bytes": memory}), flush=True)
-        found.append({"nodes": n_nodes, "peak_bytes": memory})
-    return {"lines": found, "head": heads(args, config)}
-
-
-def one_pass(run: Any, method: str, n_texts: int, n_rows: int, n_tokens: int, n_parts: int) -> dict[str, float]:
-    """Forward and backward of some texts, in parts that are under way at the same time."""
+    """Lines, each after one pass that is not counted; the table comes last."""
     import torch
 
-    from mdi_training.ring_blocks import RingBlocks
+    from mdi.checkpoint.packing import Packing, plain
+    from mdi.spec.options import LORA
+    from mdi_training.frozen_head import FrozenHead
 
-    blocks, n_embd = RingBlocks(run), int(run.model.config.n_embd)
-    generator = torch.Generator().manual_seed(0)
-    given = prefixes(run, n_rows) if method == "prefix" else {}
-    length = n_tokens + (n_rows if method == "prompt" else 0)
-    parts = [len(part) for part in torch.arange(n_texts).chunk(min(n_parts, n_texts))]
-    xs = [0.1 * torch.randn(n, length, n_embd, generator=generator) for n in parts]
-    leaves = [(x.requires_grad_(), {name: one.clone().requires_grad_() for name, one in given.items()}) for x in xs]
-    before, begin, cpu = traffic(blocks), time.perf_counter(), cpu_seconds()
-    with ThreadPoolExecutor(len(parts)) as pool:
-        outputs = list(pool.map(lambda leaf: blocks(leaf[0], leaf[1]) if leaf[1] else blocks(leaf[0]), leaves))
-        middle, at_middle, cpu_middle = time.perf_counter(), traffic(blocks), cpu_seconds()
-        list(pool.map(lambda y: y.backward(torch.ones_like(y)), outputs))
-    end, after, cpu_end = time.perf_counter(), traffic(blocks), cpu_seconds()
-    n_all = n_texts * length
-    return {
-        "forward_tokens_s": n_all / (middle - begin), "backward_tokens_s": n_all / (end - middle),
-        "forward_tokens_per_core_s": n_all / (cpu_middle - cpu), "backward_tokens_per_core_s": n_all / (cpu_end - cpu_middle),
-        "forward_bytes_per_token": (at_middle - before) / n_all, "backward_bytes_per_token": (after - at_middle) / n_all,
-    }  # fmt: skip
+    torch.set_num_threads(args.threads or 1)
+    found = []
+    for n_nodes in args.nodes:
+        with opened(args, n_nodes, max(args.rows) + args.tokens, 1) as run:
+            weights = run.model.weights
+            head = plain(weights.source_of("head").weights("head", Packing(args.quantize, args.quantize)))
+            frozen = FrozenHead(weights.config, head)
+            for method in args.method:
+                one_pass(run, frozen, method, 1, min(args.rows), 2, 1)  # weights and threads are there from now on
+                for n_texts in args.texts:
+                    for n_rows in [0] if method == LORA else args.rows:
+                        line = one_pass(run, frozen, method, n_texts, n_rows, args.tokens, args.parts or n_nodes)
+                        line = {"nodes": n_nodes, "method": method, "texts": n_texts, "rows": n_rows, **line}
+                        print(json.dumps(rounded(line)), flush=True)
+                        found.append(line)
+    print(table(found))
+    return {"lines": found}
+
+
+def one_pass(
+    run: Any, head: Any, method: str, n_texts: int, n_rows: int, n_tokens: int, n_parts: int
+) -> dict[str, Any]:
+    """Forward and backward of some texts, in parts that are under way at the same time, and of both heads after all parts."""
+    import torch
+    from torch.nn import functional
+
+    from mdi_training.examples import Example
+    from mdi_training.ring_training import PART_ROWS, TunedModel, embedding_of
+    from mdi_training.tuned_tensors import SCORE, TuningKind, n_numbers, new_tensors
+
+    weights = run.model.weights
+    kind = TuningKind(method, length=n_rows, labels=("no", "yes"))
+    model = TunedModel(run, new_tensors(kind, weights.config, 0, weights.source_of, embedding_of(run)), head)
+    ids = torch.randint(0, VOCABULARY, (n_texts, n_tokens + 1), generator=torch.Generator().manual_seed(0)).tolist()
+    examples = [Example(tuple(one[:-1]), 0, tuple(one[1:])) for one in ids]
+    size = min(-(-n_texts // n_parts), max(1, PART_ROWS // (n_tokens + model.tuned.n_rows)))
+    parts = [examples[i : i + size] for i in range(0, n_texts, size)]
+    leaves = [[one.detach().requires_grad_(one.requires_grad) for one in model.learned()] for _ in parts]
+
+    with ThreadPoolExecutor(min(n_parts, len(parts))) as pool:
+        reset_peaks()
+        forward = Spent(model.blocks)
+        outputs = list(pool.map(model, parts, leaves))
+        forward.end()
+
+        rows, targets = torch.cat([one.detach() for one in outputs]), torch.tensor(ids)[:, 1:].reshape(-1)
+        last, labels = rows[n_tokens - 1 :: n_tokens], torch.zeros(n_texts, dtype=torch.int64)
+        score = model.tuned.named[SCORE].detach().requires_grad_()
+
+        def lm(x: Any) -> Any:
+            return head.loss(x, targets).loss
+
+        def classes(x: Any) -> Any:
+            return functional.cross_entropy(model.classes(x, score), labels)
+
+        heads = {"lm": head_seconds(lm, rows), "classes": head_seconds(classes, last)}
+        backward = Spent(model.blocks)
+        list(pool.map(lambda one: one.backward(torch.ones_like(one)), outputs))
+        backward.end()
+    n_all = n_texts * n_tokens  # of texts: rows of prompts are no tokens, as in Petals' program
+    found: dict[str, Any] = {"learned": n_numbers(model.tuned.named.values())}
+    for i, (name, spent) in enumerate((("forward", forward), ("backward", backward))):
+        for which, seconds in heads.items():
+            found[f"{name}_{which}_tokens_s"] = n_all / (spent.seconds + seconds[i])
+        found[f"{name}_blocks_tokens_s"] = n_all / spent.seconds
+        found[f"{name}_tokens_per_core_s"] = n_all / max(spent.core_seconds, 1e-3)
+        found[f"{name}_bytes_per_token"] = spent.n_bytes / n_all
+    return {**found, "peak_bytes": peak_memory()}
+
+
+class Spent:
+    """Seconds of the clock and of cores, and bytes to nodes and back, from here to `end`."""
+
+    def __init__(self, blocks: Any) -> None:
+        self._blocks = blocks
+        self._begin = time.perf_counter(), cpu_seconds(), self._traffic()
+
+    def end(self) -> None:
+        now = time.perf_counter(), cpu_seconds(), self._traffic()
+        self.seconds, self.core_seconds, self.n_bytes = (a - b for a, b in zip(now, self._begin, strict=True))
+
+    def _traffic(self) -> int:
+        told = self._blocks.traffic
+        return int(told.sent_bytes + told.received_bytes)
+
+
+def head_seconds(loss: Callable[[Any], Any], rows: Any) -> tuple[float, float]:
+    """Of a loss at the starter, and of its gradient with respect to the rows."""
+    import torch
+
+    begin = time.perf_counter()
+    with torch.no_grad():
+        loss(rows)
+    middle = time.perf_counter()
+    loss(rows.detach().requires_grad_()).backward()
+    forward = middle - begin
+    return forward, max(0.0, time.perf_counter() - middle - forward)  # the loss of a head has its gradient with it
 
 
 def cpu_seconds() -> float:
     """Of this process and of the nodes', which other programs disturb less than the clock."""
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes()))
+
+
+def processes() -> list[Any]:
+    """This one, the starter's, and the nodes'."""
     import psutil
 
     own = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in [own, *own.children()])
+    return [own, *own.children()]
 
 
-def prefixes(run: Any, n_rows: int) -> dict[str, Any]:
-    import torch
-
-    config = run.model.config
-    width = config.n_query_groups * config.head_size
-    names = [f"transformer.h.{i}.prefix_{which}" for i in range(config.n_layer) for which in ("key", "value")]
-    return {name: 0.02 * torch.randn(n_rows, width) for name in names}
-
-
-def traffic(blocks: Any) -> int:
-    """Bytes to nodes and back so far."""
-    told = blocks.traffic
-    return int(told.sent_bytes + told.received_bytes)
+def reset_peaks() -> None:
+    """Have the processes' most memory counted from now on; Linux only."""
+    for process in processes():
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_memory() -> list[int]:
-    """The most resident memory of this process and of each node's, in bytes; Linux only."""
-    import psutil
-
-    own = psutil.Process()
+    """The most resident memory of each process since then, in bytes, the starter first; Linux only."""
     found = []
-    for process in [own, *own.children()]:
+    for process in processes():
         with contextlib.suppress(OSError):
             told = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
             found.append(1024 * int(re.search(r"VmHWM:\s+(\d+)", told)[1]))  # type: ignore[index]
     return found
 
 
-def heads(args: argparse.Namespace, config: Any) -> dict[str, float]:
-    """Tokens per second of loss and gradient at the starter, of rows that have come back."""
-    import numpy as np
-    import torch
-    from torch.nn import functional
-
-    from mdi_training.frozen_head import FrozenHead
-
-    torch.set_num_threads(args.threads or 1)
-    n_words, n_embd = config.padded_vocab_size, config.n_embd
-    random = np.random.default_rng(0)
-    weights = {
-        "lm_head.weight": 0.02 * random.standard_normal((n_words, n_embd), dtype=np.float32),
-        "transformer.ln_f.weight": np.ones(n_embd, dtype=np.float32),
-    }
-    head = FrozenHead({**vars(config), "norm_class_name": "RMSNorm", "final_logit_softcapping": None}, weights)
-    score = torch.randn(2, n_embd).requires_grad_()
-    found = {}
-    for name, n_rows in (("lm", 8 * args.tokens), ("classes", 64)):
-        x, right = torch.randn(n_rows, n_embd), torch.zeros(n_rows, dtype=torch.int64)
-
-        def lm(x: Any = x, right: Any = right) -> Any:
-            return head.loss(x.requires_grad_(), right).loss
-
-        def classes(x: Any = x, right: Any = right) -> Any:
-            return functional.cross_entropy(x.requires_grad_() @ score.T, right, reduction="sum")
-
-        loss: Loss = lm if name == "lm" else classes
-        loss()
-        begin = time.perf_counter()
-        loss().backward()
-        found[name] = n_rows / (time.perf_counter() - begin)
-        print(f"head {name}: {found[name]:,.0f} rows/s at the starter", flush=True)
-    return found
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """In the terms of Petals' table 6, whose prefix tuning is our deep-prompt."""
+    found = [
+        "| nodes | mode | batch size | prompt length | classes: forward, tokens/s | backward | lm: forward | backward "
+        "| kB per token, forward + backward | most memory of each process, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in lines:
+        rates = " | ".join(
+            f"{one[f'{way}_{head}_tokens_s']:.1f}" for head in ("classes", "lm") for way in ("forward", "backward")
+        )
+        n_bytes = f"{one['forward_bytes_per_token'] / 1e3:.1f} + {one['backward_bytes_per_token'] / 1e3:.1f}"
+        memory = ", ".join(f"{n / 1e6:,.0f}" for n in one["peak_bytes"])
+        found.append(
+            f"| {one['nodes']} | {one['method']} | {one['texts']} | {one['rows']} | {rates} | {n_bytes} | {memory} |"
+        )
+    return "\n".join(found)
 
 
 # Passes over examples of a side training
@@ -316,7 +351,12 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of each text (%(default)s)")
     parser.add_argument("--texts", type=int, action="append", help="at the same time; may be repeated (8 and 32)")
     parser.add_argument("--rows", type=int, action="append", help="of prompts and prefixes; may be repeated (16 and 4)")
-    parser.add_argument("--method", action="append", choices=("prompt", "prefix"), help="may be repeated (prompt)")
+    parser.add_argument(
+        "--method",
+        action="append",
+        choices=("prompt", "deep-prompt", "prefix", "lora"),
+        help="of `passes`; may be repeated (prompt and deep-prompt)",
+    )
     parser.add_argument("--parts", type=int, default=0, help="of the texts under way at the same time (default: nodes)")
     parser.add_argument("--head", choices=("lm", "classes"), default="lm", help="of `epochs` (%(default)s)")
     parser.add_argument("--width", type=int, help="of the side network (default: an eighth of the model's)")
@@ -334,7 +374,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         ("nodes", [3]),
         ("texts", [8, 32]),
         ("rows", [16, 4]),
-        ("method", ["prompt"]),
+        ("method", ["prompt", "deep-prompt"]),
         ("adapters", [1, 8]),
     ):
         setattr(args, name, getattr(args, name) or values)
