@@ -15,20 +15,26 @@ import pytest
 import torch
 from torch.nn import functional
 
+from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.control.messages import taps_of
 from mdi.engine.sequence import SamplingParams, wait_for_event
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
+from mdi.kernels import library
+from mdi.kernels.slices import Slice
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.side import SIDE_FILE, Base, SideNetwork, SideShape, read_side, write_side
 from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.features import Features
 from mdi_training.side_training import SideModule, SideTraining
 from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
+from test_own_families import expected, made
+from tiny_checkpoint import VOCAB, encode, tiny_gpt, tokenizer, write_checkpoint
 
 TEXTS = [
     "The ring is closed link by link. The starter sends a frame, the next node computes and sends it on.",
@@ -366,6 +372,54 @@ def test_the_first_loss_is_that_of_the_model_itself(checkpoint: Path, tmp_path: 
         logits = tiny_gpt()(torch.tensor([[*prompt, *rest]]))[0, len(prompt) - 1 : -1]
     expected = float(functional.cross_entropy(logits, torch.tensor(rest)))
     assert float((tmp_path / "out" / "losses.csv").read_text().split(",")[-1]) == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+@pytest.mark.parametrize("family", ["bloom", "falcon-rw", "gpt2", "opt", "opt-behind", "glm", "minimax", "gpt-oss"])
+def test_blocks_that_only_the_kernels_compute_are_a_base(family: str, tmp_path: Path) -> None:
+    """The first loss is that of the definitions in numpy; nodes change no loss; texts are those of the network in torch."""
+    source, n_tokens = made(family, tmp_path, vocab_size=VOCAB), 12
+    tokenizer().save(str(source.path / "tokenizer.json"))
+    (source.path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    prompt, rest = "Who are you?", " The ring is closed link by link."
+    data = write_lines(tmp_path / "one.jsonl", [{"prompt": prompt, "completion": rest}])
+    flags = ("--epochs", "30", "--taps", "0,1", "--width", "8", "--lr", "0.02", "--sequence-length", "64")
+    outs = [tmp_path / "1", tmp_path / "3"]
+    for out in outs:
+        assert finetune(source.path, data, out, *flags, "--nodes", out.name) == 0
+    assert results(outs[0]) == results(outs[1])
+    ids = encode(prompt) + encode(rest)
+    logits = expected(source, np.array(ids))[len(encode(prompt)) - 1 : -1]
+    first = float(functional.cross_entropy(torch.from_numpy(logits), torch.tensor(encode(rest))))
+    curve = losses(outs[0])
+    assert curve[0] == pytest.approx(first, rel=2e-3) and curve[-1] < 0.5 * curve[0]
+
+    network, stages = read_side(outs[0]), [base_stage(source, n_blocks) for n_blocks in (3, 1, 2)]
+    text = encode(prompt)
+    for _ in range(n_tokens):
+        slices = [Slice(0, 0, len(text), 1)]
+        x = stages[0].embed(np.array(text), slices)
+        rows = [stage(x.copy(), slices)[-1:] for stage in stages]
+        text.append(int(stages[0].head(network(*rows))[0].argmax()))
+    with secondaries(2, tmp_path) as nodes:
+        options = StarterOptions(
+            ckpt=source.path, cache_dir=tmp_path, prompt_style="none", device="cpu", dtype="float32", placement="even",
+            adapter=(str(outs[0]),),
+        )  # fmt: skip
+        with Run(GivenNodes(cluster_of(nodes)), options, 40, n_texts=1) as run:
+            run.submit(prompt, encode(prompt), SamplingParams(n_tokens, temperature=0))
+            run.read()
+            assert encode(prompt) + run.samples[0].token_ids == text
+    plain = expected(source, np.array(text))[len(encode(prompt)) - 1 : -1].argmax(1)
+    assert plain.tolist() != text[len(encode(prompt)) :]
+
+
+def base_stage(source: LitCheckpoint, n_blocks: int) -> KernelStage:
+    """The first blocks of a model, with embedding and head."""
+    weights = Resident(stage_parts(0, n_blocks, starter=True), source.weights)
+    stage = KernelStage(source.config_dict, 0, n_blocks, weights)
+    stage.prepare(64)
+    return stage
 
 
 def test_classes_are_learned_and_told_apart(

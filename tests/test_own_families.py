@@ -89,8 +89,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> LitCheckpoint:
     return made(request.param, tmp_path)
 
 
-def made(family: str, tmp_path: Path) -> LitCheckpoint:
-    config = derive_config({**_SIZES, **FAMILIES[family]}, family, Path("config.json"))
+def made(family: str, tmp_path: Path, **sizes: Any) -> LitCheckpoint:
+    config = derive_config({**_SIZES, **FAMILIES[family], **sizes}, family, Path("config.json"))
     generator, folder = np.random.default_rng(5), tmp_path / family
     state = {}
     for name, shape in model_shapes(config, "").items():
