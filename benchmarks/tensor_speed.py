@@ -4,6 +4,8 @@
     tensor_speed.py --chunk CHUNK --nodes 1 2 --prompt 512 --tokens 8
     MDI_KERNELS=plain tensor_speed.py --chunk CHUNK --nodes 1 2 4 8 --head shared --quota 0.25 [--delay-ms 1 --mbit 300]
         each node has a quarter of a core (ring/quota.py), and may be on a host of its own (slow_hosts.py)
+    tensor_speed.py --chunk INT8 INT4 --rounds 5 --head shared --tokens 64
+        the two cores of a machine: one node with a thread and with two, two nodes kept on a core each and not, in turns
 
 CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core,
 unless --unbound; one node with --threads 2 has all cores. The times are those of the first node: embedding, all blocks, head.
@@ -17,10 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -50,6 +53,12 @@ from slow_hosts import SlowHosts
 from tensor_sums import Result, addresses, connected, in_forks
 
 CHUNK_ROWS = 64
+WAYS = {  # of --rounds: nodes, threads of a single one, unbound
+    "one node, one thread": (1, 1, False),
+    "one node, two threads": (1, 2, False),
+    "two nodes, each kept on a core": (2, 1, False),
+    "two nodes": (2, 1, True),
+}
 
 
 class Node:
@@ -163,9 +172,32 @@ def expected_ms(args: argparse.Namespace, one: Result, n: int, link: Mapping[str
     return round(1e3 * plan_tensor(cost, is_head_shared=args.head == "shared").token_s, 2)
 
 
+def in_turns(args: argparse.Namespace) -> Iterator[Result]:
+    """Each way of WAYS in each round, one right after the other; then the medians of all rounds for each chunk."""
+    found: dict[str, dict[str, list[Result]]] = {}
+    for _ in range(args.rounds):
+        for chunk in args.chunks:
+            for way, (n, args.threads, args.unbound) in WAYS.items():
+                args.chunk = chunk
+                (result,) = in_forks(n, lambda rank, n=n: measure(rank, n, args, None))
+                of_chunk = found.setdefault(ChunkFile(chunk).packing.blocks, {})
+                of_chunk.setdefault(way, []).append(result)
+                print(json.dumps(result), file=sys.stderr, flush=True)
+    for packing, ways in found.items():
+        for way, results in ways.items():
+            times = [one["median_ms"] for one in results]
+            gains = [first["median_ms"] / one["median_ms"] for first, one in zip(ways[next(iter(WAYS))], results)]
+            yield {
+                "packing": packing, "way": way, "token_ms": statistics.median(times), "least_ms": min(times),
+                "most_ms": max(times), "gain": round(statistics.median(gains), 3),
+                "sum_us": statistics.median(one["sum_median_us"] for one in results),
+            }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunk", type=Path, required=True)
+    parser.add_argument("--chunk", dest="chunks", type=Path, nargs="+", required=True, help="several with --rounds")
+    parser.add_argument("--rounds", type=int, help="compare one node with two on this machine, so many times")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
     parser.add_argument(
         "--threads", type=int, default=1, help="of one node alone; two and more have one each (%(default)s)"
@@ -181,11 +213,15 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=0.0, help="... that each may send in a second (0: no limit)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers are written")
     args = parser.parse_args()
-    results: list[Result] = []
+    args.chunk, results = args.chunks[0], list[Result]()
     one: Result | None = None
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
-        for n in args.nodes:
+        if args.rounds:
+            for result in in_turns(args):
+                results.append(result)
+                print(json.dumps(result), flush=True)
+        for n in args.nodes if not args.rounds else ():
             hosts = None if args.delay_ms is None else SlowHosts(n, args.delay_ms / 1000, args.mbit)
             try:
                 (result,) = in_forks(n, lambda rank, n=n, h=hosts: measure(rank, n, args, h))

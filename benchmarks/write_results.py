@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
+import finetune_speed as speed_of_finetuning  # noqa: E402
 from side_by_side.tables import fill, markdown  # noqa: E402
 
 Result = Mapping[str, Any]
@@ -129,6 +130,17 @@ def tensor_sums() -> str:
     return measured(result, markdown(["nodes", "delay", *SUMS], rows))
 
 
+def tensor_speed() -> str:
+    result = load("tensor_speed")
+    rows = [
+        [one["packing"], one["way"], f"{one['token_ms']:.1f} ({one['least_ms']:.1f} to {one['most_ms']:.1f})",
+         f"{one['gain']:.2f}", f"{one['sum_us']:.0f} us" if one["sum_us"] else ""]
+        for one in result["tokens"]
+    ]  # fmt: skip
+    head = ["weights", "", "ms a token: median (least to most)", "times one node with one thread", "a sum, median"]
+    return measured(result, markdown(head, rows))
+
+
 def window_memory() -> str:
     result = load("window_memory")
     rows = []
@@ -181,6 +193,11 @@ def serving() -> str:
     return measured(result, markdown(["command", "what", "measured"], rows))
 
 
+def finetune_speed() -> str:
+    result = load("finetune_speed")
+    return measured(result, speed_of_finetuning.table(result["lines"]))
+
+
 def speculation() -> str:
     simulated, measured_ = load("speculation"), load("speculation_measured")
     real = {(one["nodes"], one["links_ms"], one["p"]): one for one in measured_["rows"]}
@@ -228,8 +245,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "quality": quality,
     "recovery-rates": recovery_rates,
+    "finetune-speed": finetune_speed,
     "speculation": speculation,
     "swarm": swarm,
+    "tensor-speed": tensor_speed,
     "tensor-sums": tensor_sums,
     "window-memory": window_memory,
 }
