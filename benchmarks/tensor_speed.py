@@ -186,7 +186,8 @@ def in_turns(args: argparse.Namespace) -> Iterator[Result]:
     for packing, ways in found.items():
         for way, results in ways.items():
             times = [one["median_ms"] for one in results]
-            gains = [first["median_ms"] / one["median_ms"] for first, one in zip(ways[next(iter(WAYS))], results)]
+            alone = [one["median_ms"] for one in ways[next(iter(WAYS))]]
+            gains = [one / both for one, both in zip(alone, times, strict=True)]
             yield {
                 "packing": packing, "way": way, "token_ms": statistics.median(times), "least_ms": min(times),
                 "most_ms": max(times), "gain": round(statistics.median(gains), 3),
