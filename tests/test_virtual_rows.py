@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import os
+import random
+import shutil
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +21,33 @@ from litgpt.model import GPT
 from safetensors.torch import load_file, save_file
 
 from families import config_of
+from lying_nodes import LIARS, make_lie
 from mdi.checkpoint.adapters import AdapterName, AdapterSource, check_stored
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.virtual_rows import stored_name
+from mdi.cli import launch
+from mdi.engine.cohort import Beams
+from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.sequence import Request, SamplingParams
 from mdi.errors import CheckpointError, KernelError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.node.local import free_ports
+from mdi.run.journal import Journal
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.plain_blocks import PlainBlocks
+from mdi.text.texts import TextCodec
 from mdi_training.tuned_tensors import TunedTensors, TuningKind, new_tensors
-from secondaries import cluster_of, secondaries
+from secondaries import cluster_of, entry_of, secondaries
 from test_adapters import Made, run_of, texts
+from test_cohorts import naive
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -54,29 +68,35 @@ class Tuned(Made):
 
     tuned: dict[str, TunedTensors]
 
+    def flag(self, name: str) -> str:
+        return f"{name}={self.folders[name]}"
+
     def ids(self, adapter: str, prompt: str) -> list[int]:
-        """By torch, as in training: all rows again for each token."""
-        gpt, ids, prompt_ids = self.gpt, encode(prompt), encode(prompt)
+        ids = encode(prompt)
+        for _ in range(N_TOKENS):
+            ids.append(int(self.logits(adapter, ids).argmax()))
+        return ids[-N_TOKENS:]
+
+    @torch.no_grad()
+    def logits(self, adapter: str, ids: Sequence[int]) -> np.ndarray:
+        """Of the next token, by torch, as in training: all rows again."""
+        gpt, tuned = self.gpt, self.tuned.get(adapter)
         blocks = PlainBlocks(asdict(gpt.config), lambda i: named(gpt, i))
-        tuned = self.tuned.get(adapter)
         before = None if tuned is None else tuned.before()
         own = {} if tuned is None else {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
-        with torch.no_grad():
-            for _ in range(N_TOKENS):
-                x = gpt.transformer.wte(torch.tensor(ids))
-                x = x if before is None else torch.cat([before, x])
-                y = torch.from_numpy(blocks.forward(x[None].numpy(), 0, N_BLOCKS, own))[0, -1:]
-                ids.append(int(gpt.lm_head(gpt.transformer.ln_f(y)).argmax()))
-        return ids[len(prompt_ids) :]
+        x = gpt.transformer.wte(torch.tensor(ids))
+        x = x if before is None else torch.cat([before, x])
+        y = torch.from_numpy(blocks.forward(x[None].numpy(), 0, N_BLOCKS, own))[0, -1:]
+        found: np.ndarray = gpt.lm_head(gpt.transformer.ln_f(y))[0].numpy()
+        return found
 
 
 def named(gpt: GPT, block: int) -> dict[str, Any]:
     return {f"transformer.h.{block}.{name}": w for name, w in tensors_of(gpt, block, "float32").items()}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    folder, gpt = tmp_path_factory.mktemp("virtual"), tiny_gpt()
+def tuned_in(folder: Path) -> Tuned:
+    gpt = tiny_gpt()
     checkpoint = write_checkpoint(folder / "tiny", with_end=False)
     source, generator = open_source(checkpoint), torch.Generator().manual_seed(3)
     folders, tuned = {}, {}
@@ -86,6 +106,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
             parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
         folders[name] = tuned[name].write(folder / name, "tiny", None).parent
     return Tuned(gpt, checkpoint, folders, {}, tuned)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    return tuned_in(tmp_path_factory.mktemp("virtual"))
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +139,10 @@ def test_each_text_has_the_tokens_of_the_forward_that_was_trained(
 WAYS: dict[str, dict[str, Any]] = {
     "int8, caches int8": {"quantize": "int8", "quantize_head": "int8", "kv_dtype": "int8"},
     "a window over the weights": {"weight_memory": None},
-    "guesses": {"draft": "auto"},
+    "int4, caches fp16": {"quantize": "int4", "quantize_head": "int4", "kv_dtype": "fp16"},
+    "mxfp4, caches bf16": {"quantize": "mxfp4", "quantize_head": "int8", "kv_dtype": "bf16"},
     "little memory": {"kv_memory": 400_000},
+    "no guesses": {"draft": "none"},
 }
 
 
@@ -138,31 +165,230 @@ def test_texts_do_not_depend_on_who_shares_their_frames(
         assert alone == list(expected.values())
 
 
-@pytest.mark.parametrize("replay_memory", [0, 1 << 20], ids=["tokens", "replay"])
-def test_texts_go_on_after_a_node_was_lost(replay_memory: int, made: Tuned, expected: Expected, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Beside:
+    """What a run has beside learned rows.
+
+    Attributes:
+        options: of the run.
+        n_spares: the last of its three nodes.
+        at: tokens after which secondary0 is lost.
+        restored_by: of its report then.
+        has_liar: whether secondary1 lies.
+    """
+
+    options: dict[str, Any]
+    n_spares: int = 0
+    at: int | None = None
+    restored_by: str = ""
+    has_liar: bool = False
+
+
+BESIDE = {
+    "lost, tokens": Beside({"replay_memory": 0}, at=12, restored_by="tokens"),
+    "lost, replay": Beside({"replay_memory": 1 << 20}, at=12, restored_by="replay"),
+    "lost, a spare": Beside({}, n_spares=1, at=3, restored_by="replay"),
+    "lost, a hot spare": Beside({"hot_spare": ("secondary0",)}, n_spares=1, at=12, restored_by="hot spare"),
+    "verified here": Beside({"verify": 1.0}),
+    "verified by a spare": Beside({"verify": 1.0}, n_spares=1),
+    "a liar": Beside({"verify": 1.0}, has_liar=True),
+    "int8 on links": Beside({"wire_dtype": "int8"}),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_texts_are_the_same_whatever_else_a_run_has(case: str, made: Tuned, expected: Expected, tmp_path: Path) -> None:
     from mdi.net.hello import Fault
 
-    fields = {"placement": "even", "prompt_style": "none", "device": "cpu", "dtype": "float32"}
+    beside = BESIDE[case]
+    fields = {"placement": "even", "prompt_style": "none", "device": "cpu", "dtype": "float32", "wait_s": 5}
     options = StarterOptions(
-        ckpt=made.checkpoint, cache_dir=tmp_path, adapter=made.flags, replay_memory=replay_memory, **fields
+        ckpt=made.checkpoint, cache_dir=tmp_path, adapter=made.flags, **{**fields, **beside.options}
     )
-    with secondaries(2, tmp_path) as nodes, Run(GivenNodes(cluster_of(nodes)), options, 300, n_texts=6) as run:
-        n = 0
+    with secondaries(3, tmp_path) as nodes:
+        if beside.has_liar:
+            make_lie(nodes[1], LIARS["after many rows"])
+        n = 3 - beside.n_spares
+        spares = tuple(entry_of(node, is_spare=True) for node in nodes[n:])
+        with Run(GivenNodes(replace(cluster_of(nodes[:n]), spares=spares)), options, 300, n_texts=12) as run:
+            n_shown = 0
 
-        def show(text: str) -> None:
-            nonlocal n
-            n += 1
-            if n == 12:
+            def show(text: str) -> None:
+                nonlocal n_shown
+                n_shown += 1
+                if n_shown == beside.at:
+                    job = nodes[0].runs.latest
+                    assert job is not None and job.ring is not None
+                    job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "lost"))
+
+            samples = [run.submit(p, encode(p), GREEDY, on_text=show, adapter=name) for name, p in EACH]
+            run.read()
+            found, told = [list(sample.token_ids) for sample in samples], run.metrics().recoveries
+            if (verifier := run.verifier) is not None:
+                assert [one.nodes for one, _ in verifier.found] == [("secondary1",)] * beside.has_liar
+                assert verifier.n_checked > 500 and not verifier.n_void
+                assert bool(verifier.n_by_others) is bool(beside.n_spares)
+        if "wire_dtype" in beside.options:
+            assert len({tuple(ids) for ids in found}) == len(EACH)
+            with Run(GivenNodes(cluster_of(nodes)), options, 300, n_texts=12) as run:
+                assert [texts(run, one)[0] for one in EACH] == found, "each alone, over another ring"
+        else:
+            assert found == list(expected.values())
+            assert [one["restored_by"] for one in told if not beside.has_liar] == [beside.restored_by] * (
+                beside.at is not None
+            )
+
+
+@pytest.fixture
+def nodes_with_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a text has several frames in flight, as over several machines."""
+    monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: False)
+
+
+@pytest.mark.usefixtures("nodes_with_cores_of_their_own")
+@pytest.mark.parametrize("has_draft", [False, True], ids=["lookup", "draft"])
+def test_guesses_change_no_text(has_draft: bool, made: Tuned, expected: Expected, tmp_path: Path) -> None:
+    """Of repetitions, or of a small model, which knows no learned rows."""
+    again = encode(PROMPTS[0] + "One. " * 12)
+    with run_of(made, tmp_path, 3, draft=str(made.checkpoint) if has_draft else "auto") as run:
+        assert run.engine.speculation is not None
+        run.engine.speculation.limits = lambda sequence, n_places, n_texts: (n_places, 3)  # type: ignore[method-assign]
+        assert [texts(run, one)[0] for one in EACH] == list(expected.values())
+        assert texts(run, *EACH) == list(expected.values())
+        for name in KINDS:
+            request = run.engine.submit(again, GREEDY, adapter=name)
+            ids = [*again]
+            for token in written(request):
+                assert token == int(made.logits(name, ids).argmax())
+                ids.append(token)
+        n_guessed, n_confirmed = run.engine.scheduler.n_guessed, run.engine.scheduler.n_confirmed
+    assert 0 <= n_confirmed <= n_guessed and n_guessed > 10
+
+
+PENALTIES = SamplingParams(
+    N_TOKENS, 0.9, top_k=20, seed=5, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.5, n_logprobs=3
+)
+
+
+@pytest.mark.parametrize("params", [PENALTIES, replace(PENALTIES, temperature=0)], ids=["drawn", "greedy"])
+def test_virtual_positions_are_no_tokens(params: SamplingParams, made: Tuned, tmp_path: Path) -> None:
+    """Neither of a penalty nor of a seed; and log probabilities are those of the text alone."""
+    prompt = encode(PROMPTS[1])
+    with run_of(made, tmp_path, 2) as run:
+        for name in KINDS:
+            events = list(run.engine.submit(prompt, params, adapter=name))
+            ids, told = [*prompt], [one for event in events for one in event.logprobs]
+            for token, (logprob, best) in zip([t for event in events for t in event.tokens], told, strict=True):
+                logits = made.logits(name, ids)[None]
+                row = Row(params, len(ids) - len(prompt), ids, len(prompt))
+                assert token == sample(logits, [row])[0]
+                right, best_of = log_probs(logits[0], token, 3)
+                assert logprob == pytest.approx(right, abs=1e-4) and [t for t, _ in best] == [t for t, _ in best_of]
+                ids.append(token)
+            assert len(ids) == len(prompt) + N_TOKENS
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["", "lost"])
+def test_beams_are_those_of_the_forward_that_was_trained(is_lost: bool, made: Tuned, tmp_path: Path) -> None:
+    from mdi.net.hello import Fault
+
+    params, beams, ids = SamplingParams(6), Beams(3), encode(PROMPTS[0])
+    with secondaries(2, tmp_path) as nodes:
+        fields = {"placement": "even", "prompt_style": "none", "device": "cpu", "dtype": "float32", "wait_s": 5}
+        options = StarterOptions(ckpt=made.checkpoint, cache_dir=tmp_path, adapter=made.flags, **fields)
+        with Run(GivenNodes(cluster_of(nodes)), options, 300, n_texts=3 * len(KINDS)) as run:
+            if is_lost:
                 job = nodes[0].runs.latest
-                assert job is not None and job.ring is not None
-                job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "failed"))
+                assert job is not None
 
-        wanted = [one for one in EACH if one[1] == PROMPTS[0]]
-        samples = [run.submit(p, encode(p), GREEDY, on_text=show, adapter=name) for name, p in wanted]
-        run.read()
-        recoveries = run.metrics().recoveries
-    assert [list(sample.token_ids) for sample in samples] == [expected[one] for one in wanted]
-    assert [one["restored_by"] for one in recoveries] == ["replay" if replay_memory else "tokens"]
+                def fail(text: str) -> None:
+                    if job.ring is not None:
+                        job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "lost"))
+
+                run.submit("", ids, SamplingParams(4, temperature=0), on_text=fail)
+            found = {
+                name: run.submit_beams("", ids, params, beams, on_texts=[None] * 3, adapter=name) for name in KINDS
+            }
+            run.read()
+            assert bool(run.metrics().recoveries) is is_lost
+    for name, samples in found.items():
+
+        def after(known: tuple[int, ...], name: str = name) -> np.ndarray:
+            return torch.log_softmax(torch.from_numpy(made.logits(name, known)), -1).numpy()
+
+        assert [tuple(one.token_ids) for one in samples] == naive(after, tuple(ids), params, beams)
+
+
+def test_a_chat_goes_on_behind_learned_rows(
+    made: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was said first is forgotten where the learned rows leave no place for it."""
+    lines = ["The ring", "Every node", "A frame"]
+
+    def replies(name: str, n_positions: int) -> list[str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+        own = ["--sequence-length", str(n_positions), "--adapter", made.flag(name)]
+        fixed = ["--ckpt", str(made.checkpoint), "--device", "cpu", "--prompt-style", "none", "--dtype", "float32"]
+        assert launch("chat", [*fixed, *own, "--n-tokens", "8", "--temperature", "0"]) == 0
+        return [part.strip() for part in capsys.readouterr().out.split("Model: ")[1:]]
+
+    codec = TextCodec.from_checkpoint(made.checkpoint, "none")
+    for name in ("prompt", "deep", "long"):
+        history: list[tuple[str, str]] = []
+        for line, reply in zip(lines, replies(name, 500), strict=True):
+            ids = codec.encode_chat(history, line)
+            n = len(ids)
+            for _ in range(8):
+                ids.append(int(made.logits(name, ids).argmax()))
+            told = codec.decode(ids[n:])
+            assert reply == told.strip()
+            history.append((line, told))
+    short = len(codec.encode_chat([], lines[-1])) + 8
+    said = replies("long", 70 + short)
+    ids = codec.encode_chat([], lines[-1])
+    for _ in range(8):
+        ids.append(int(made.logits("long", ids).argmax()))
+    assert said[-1] == codec.decode(ids[-8:]).strip()
+
+
+def test_a_run_that_was_interrupted_goes_on_with_its_adapter(
+    made: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the folder in which it was begun; and with no other one in its place."""
+    begun, runs = tmp_path / "begun", tmp_path / "runs"
+    shutil.copytree(made.folders["deep"], begun / "mine")
+    monkeypatch.chdir(begun)
+    port, port_in = free_ports(2)
+    entry = {"addr": "127.0.0.1", "communication": {"port": port}, "inference": {"port_in": port_in}}
+    (tmp_path / "nodes.json").write_text(json.dumps({"nodes": {"starter": entry, "secondary": []}}))
+    fixed = (
+        "--n-samples 2 --n-tokens 16 --temperature 0 --prompt-style none --device cpu --dtype float32 --adapter mine"
+    )
+    flags = ["--ckpt", str(made.checkpoint), "--nodes-config", "../nodes.json", "--prompt", PROMPTS[0], *fixed.split()]
+    add, n_added = Journal.add, 0
+
+    def add_and_break(self: Journal, *args: Any) -> None:
+        nonlocal n_added
+        add(self, *args)
+        n_added += 1
+        if n_added == 9:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", add_and_break)
+        assert launch("starter", [*flags, "--run-dir", str(runs)]) == 130
+    monkeypatch.chdir(tmp_path)
+    resumed = ["--resume", "last", "--run-dir", str(runs), "--json"]
+    capsys.readouterr()
+    weights = begun / "mine" / "adapter_model.safetensors"
+    right = weights.read_bytes()
+    weights.write_bytes((made.folders["prompt"] / "adapter_model.safetensors").read_bytes())
+    assert launch("starter", resumed) != 0
+    weights.write_bytes(right)
+    capsys.readouterr()
+    assert launch("starter", resumed) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert [one["token_ids"] for one in samples] == [made.ids("deep", PROMPTS[0])] * 2
 
 
 def written(request: Request) -> list[int]:
@@ -302,14 +528,148 @@ def test_a_file_or_a_model_that_does_not_fit_is_refused_by_name(made: Tuned, tmp
     with pytest.raises(CheckpointError, match="base_model.score.weight', which is none of PROMPT_TUNING"):
         open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
     changed(made, "prompt", tmp_path, {}, prompt_embeddings=torch.full((5, 48), float("nan")))
-    adapter = open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
     with pytest.raises(CheckpointError, match="not finite"):
-        AdapterSource([adapter], lambda part: source).weights("adapter.0")
+        open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
     for name, family, words in (
         ("prompt", "Gemma-2-9b", "multiplies its embeddings"), ("prefix", "Gemma-2-9b", "which see no prefix"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             open_adapter(AdapterName("x", made.folders[name]), 1, asdict(config_of(family)), lambda: None)
+
+
+Change = Callable[[Path], object]  # of a folder in its place
+
+
+def edited(**settings: Any) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], **metadata: str) -> Change:
+    def write(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        save_file(change(load_file(path)), path, metadata or None)
+
+    return write
+
+
+def weights_file(data: bytes) -> Change:
+    return lambda folder: (folder / "adapter_model.safetensors").write_bytes(data)
+
+
+def is_pipe(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def head(fields: Any) -> bytes:
+    text = json.dumps(fields).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+HUGE = {"prompt_embeddings": {"dtype": "F32", "shape": [1 << 40, 48], "data_offsets": [0, 4 * 48 << 40]}}
+STRANGE: dict[str, tuple[Change, str]] = {
+    "a row too few": (
+        tensors(lambda t: {**t, "prompt_embeddings": t["prompt_embeddings"][1:].clone()}),
+        "for another model",
+    ),
+    "a column too many": (tensors(lambda t: {**t, "prompt_embeddings": torch.zeros(5, 49)}), "for another model"),
+    "one dimension": (tensors(lambda t: {**t, "prompt_embeddings": torch.zeros(5 * 48)}), "for another model"),
+    "three dimensions": (tensors(lambda t: {**t, "prompt_embeddings": torch.zeros(5, 48, 1)}), "for another model"),
+    "doubles": (tensors(lambda t: {k: v.double() for k, v in t.items()}), "float64"),
+    "whole numbers": (tensors(lambda t: {k: v.int() for k, v in t.items()}), "int32"),
+    "another block's": (tensors(lambda t: {**t, "transformer.h.5.prompt": torch.zeros(5, 48)}), "which is none of"),
+    "a path as a name": (tensors(lambda t: {**t, "../../up": torch.zeros(5, 48)}), "'../../up', which is none of"),
+    "nothing": (tensors(lambda t: {}), "lacks prompt_embeddings"),
+    "no number": (tensors(lambda t: {k: v * float("nan") for k, v in t.items()}), "not finite"),
+    "infinite": (tensors(lambda t: {k: (v.sign() * 1e38).half() for k, v in t.items()}), "not finite"),
+    "other weights": (tensors(lambda t: t, mdi_base="0" * 64), "trained on other weights"),
+    "a shape that is not there": (weights_file(head(HUGE)), "cut short"),
+    "a head that is not there": (weights_file((1 << 60).to_bytes(8, "little") + b"{}"), "not a safetensors file"),
+    "a head of lists": (weights_file(head({"prompt_embeddings": [[]]})), "its head is damaged"),
+    "a head too large": (weights_file(head({"a" * (1 << 24): {}})), "not a safetensors file"),
+    "pickled": (weights_file(b"PK\x03\x04" * 100), "not a safetensors file"),
+    "empty": (weights_file(b""), "not a safetensors file"),
+    "a pipe of tensors": (is_pipe("adapter_model.safetensors"), "has no adapter_model.safetensors"),
+    "a pipe of settings": (is_pipe("adapter_config.json"), "is no file"),
+    "more rows than memory": (edited(num_virtual_tokens=1 << 62), "1 to 4096 are served"),
+    "rows below none": (edited(num_virtual_tokens=-1), "1 to 4096 are served"),
+    "rows as a text": (edited(num_virtual_tokens="5"), "1 to 4096 are served"),
+    "true rows": (edited(num_virtual_tokens=True), "1 to 4096 are served"),
+    "rows and a half": (edited(num_virtual_tokens=5.0), "1 to 4096 are served"),
+    "a kind that is a list": (edited(peft_type=["LORA"]), "only LORA"),
+    "no kind": (edited(peft_type=None), "only LORA"),
+    "lists in lists": (lambda folder: (folder / "adapter_config.json").write_text("[" * 100_000), "cannot be read"),
+    "no text": (lambda folder: (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}"), "cannot be read"),
+    "a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "has no settings"),
+    "too many settings": (edited(more="x" * (1 << 20)), "cannot be read"),
+    "a scale beyond numbers": (edited(peft_type="LORA", r=3, lora_alpha=10**400), "no number, or too large"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strangers_folder_is_refused_in_one_line_before_a_node_is_asked(
+    case: str, made: Tuned, tmp_path: Path
+) -> None:
+    change, words = STRANGE[case]
+    folder = shutil.copytree(made.folders["prompt"], tmp_path / "strange")
+    change(folder)
+    nowhere = NodeConfig("secondary0", "127.0.0.1", 1, 1)
+    cluster = ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), (nowhere,))
+    options = StarterOptions(
+        ckpt=made.checkpoint, prompt_style="none", device="cpu", dtype="float32", adapter=(f"x={folder}",)
+    )
+    source = open_source(made.checkpoint)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=words):
+            open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: "1" * 64)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(CheckpointError, match=words) as refused, Run(GivenNodes(cluster), options, 60, n_texts=1):
+        pass
+    told = str(refused.value)
+    assert "\n" not in told and len(told) < 600 and str(folder) in told
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_damaged_bytes_are_refused_or_change_numbers_only(name: str, made: Tuned, tmp_path: Path) -> None:
+    """Some bytes of a file are others, there are more, or fewer."""
+    chance, config = random.Random(name), open_source(made.checkpoint).config_dict
+    folder = shutil.copytree(made.folders[name], tmp_path / "strange")
+    n_refused = 0
+    for _ in range(150):
+        path = folder / chance.choice(["adapter_config.json", "adapter_model.safetensors"])
+        whole = path.read_bytes()
+        data, n_head = bytearray(whole), min(len(whole), 1200)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(n_head)
+            how = chance.randrange(3)
+            if how == 0:
+                data[at] = chance.randrange(256)
+            else:
+                data[at : at + chance.randrange(9)] = chance.randbytes(chance.randrange(9)) if how == 1 else b"9" * 12
+        path.write_bytes(data)
+        try:
+            adapter = open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+        except CheckpointError as e:
+            n_refused += 1
+            assert len(str(e)) < 1000
+        else:
+            for block in adapter.blocks:
+                found = adapter.arrays(block)
+                assert {name: one.shape for name, one in found.items()} == {
+                    k: v.shape for k, v in adapter.specs(block).items()
+                }
+        path.write_bytes(whole)
+    assert n_refused > 75
 
 
 def test_the_hash_is_that_of_what_was_learned(made: Tuned, tmp_path: Path) -> None:

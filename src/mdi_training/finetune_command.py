@@ -511,12 +511,14 @@ def _say_rate(training: RingTraining, seconds: float) -> None:
 def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
     import torch
 
+    from mdi.checkpoint.adapters import weights_hash
     from mdi_training.examples import class_examples, read_rows
     from mdi_training.ring_training import TunedModel
     from mdi_training.tuned_tensors import SCORE, read_tensors
 
     assert options.out is not None and options.tuning.predict is not None
-    tuned = read_tensors(options.out, model.weights.config, model.weights.source_of)
+    base = weights_hash(model.weights.sources[0])
+    tuned = read_tensors(options.out, model.weights.config, model.weights.source_of, base)
     if not tuned.kind.labels:
         raise UsageError(f"--predict: {options.out} knows no labels, and writes texts", code="flags")
     longest = model.max_length - tuned.kind.length

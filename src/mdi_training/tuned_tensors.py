@@ -11,25 +11,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load
 
 from mdi.checkpoint.adapters import BASE_KEY, CONFIG_FILE, WEIGHTS_FILE, AdaptedRows, adapted_rows, norm_gain
 from mdi.checkpoint.export import transformers_type
 from mdi.checkpoint.packing import norm_before
 from mdi.checkpoint.parts import serialize
-from mdi.checkpoint.safetensors_layout import TensorSpec, read_header
+from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec
 from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.virtual_adapters import DEEP_TYPE, EMBEDDINGS, PREFIX_TYPE, PROMPT_TYPE
-from mdi.checkpoint.virtual_rows import PREFIX_KEY, row_widths, why_no_rows
+from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, row_widths, why_no_rows
+from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.spec.decode import decode_text
-from mdi.spec.options import DEEP_PROMPT, LORA, PREFIX, PROMPT
+from mdi.kernels.blocks import MOST_RANK
+from mdi.spec.decode import Meta, decode_text
+from mdi.spec.options import ADAPTED, DEEP_PROMPT, LORA, PREFIX, PROMPT
+from mdi.stages.side import MOST_LABELS
 
 KEY = "mdi_tuning"  # of the file's metadata
 SCORE = "base_model.model.score.weight"  # of the classes, as PEFT has it beside LoRA
@@ -49,11 +51,11 @@ class TuningKind:
     """
 
     method: str
-    rank: int = 8
-    alpha: int = 16
+    rank: Annotated[int, Meta(ge=1, le=MOST_RANK)] = 8
+    alpha: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
     targets: tuple[str, ...] = ("query", "value")
-    length: int = 16
-    labels: tuple[str, ...] = ()
+    length: Annotated[int, Meta(ge=1, le=MOST_VIRTUAL)] = 16
+    labels: Annotated[tuple[str, ...], Meta(max_length=MOST_LABELS)] = ()
 
 
 class TunedTensors(ABC):
@@ -303,22 +305,34 @@ def new_tensors(
     return Prompt(kind, config, seed, embed)
 
 
-def read_tensors(folder: Path, config: Mapping[str, Any], source: Callable[[str], WeightSource]) -> TunedTensors:
-    """Tensors that `TunedTensors.write` has written. Raises UsageError, CheckpointError."""
+def read_tensors(
+    folder: Path, config: Mapping[str, Any], source: Callable[[str], WeightSource], base: str | None = None
+) -> TunedTensors:
+    """Tensors that `TunedTensors.write` has written, perhaps for a stranger. Raises UsageError, CheckpointError.
+
+    Args:
+        base: `weights_hash` of the model's weights, if that is known.
+    """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise UsageError(f"{folder} has no {WEIGHTS_FILE}: give a folder that `mdi finetune` wrote", code="missing")
-    header = read_header(path)
-    if KEY not in header.metadata:
+    file = SafetensorsFile(path, STRANGERS_LIMIT_BYTES)
+    if KEY not in file.metadata:
         raise CheckpointError(f"{path} was not written by `mdi finetune`")
-    kind = decode_text(TuningKind, header.metadata[KEY], str(path), CheckpointError)
+    kind = decode_text(TuningKind, file.metadata[KEY], str(path), CheckpointError)
+    if kind.method not in (LORA, PROMPT, DEEP_PROMPT, PREFIX) or not {*kind.targets} <= {*ADAPTED}:
+        raise CheckpointError(f"{path}: its description is none of `mdi finetune`")
+    if base is not None and file.metadata.get(BASE_KEY, base) != base:
+        raise CheckpointError(f"{path} was trained on other weights than this model's", code="adapter")
     found = new_tensors(kind, config, 0, source)
-    try:
-        arrays = {name: torch.from_numpy(array) for name, array in load(path.read_bytes()).items()}
-        with torch.no_grad():
-            found._take(arrays)
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise CheckpointError(f"{path} is damaged, or for another model: {e}") from e
+    wanted = {name: TensorSpec("F32", tuple(one.shape)) for name, one in found._arrays().items()}
+    if file.specs != wanted:
+        raise CheckpointError(f"{path}: its tensors are not those of its description for this model")
+    arrays = {name: torch.from_numpy(file.array(name)) for name in wanted}
+    if not all(bool(one.isfinite().all()) for one in arrays.values()):
+        raise CheckpointError(f"{path} has numbers that are not finite")
+    with torch.no_grad():
+        found._take(arrays)
     return found
 
 

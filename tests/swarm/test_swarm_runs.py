@@ -24,6 +24,8 @@ from mdi.run.run import Run
 from mdi.run.swarm import Swarm, SwarmPart
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.options import StarterOptions
+from test_adapters import texts
+from test_virtual_rows import EACH, KINDS, tuned_in
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
 from waiting import DEADLINE_S, until
 
@@ -217,6 +219,26 @@ def test_a_node_that_lies_is_found_by_one_that_holds_its_blocks(tmp_path: Path, 
         (untrue, _), *_ = told.found
         assert all(name.endswith(used.process[:6]) for name in untrue.nodes) and len(told.found) == 1
         assert [list(sample.token_ids) for sample in samples] == [wanted(50)] * 2
+
+
+def test_adapters_come_to_nodes_that_hold_the_blocks(tmp_path: Path) -> None:
+    """LoRA and learned rows, also when another node takes over; and others' runs do not have them."""
+    made = tuned_in(tmp_path / "made")
+    expected = [made.ids(*one) for one in EACH[: len(KINDS) + 1]]
+    with swarm(3, 4, tmp_path, made.checkpoint) as nodes:
+        with opened(nodes[0][0], made.checkpoint, 200, adapter=made.flags) as run:
+            assert texts(run, *EACH[: len(KINDS) + 1]) == expected
+            assert run.ring is not None
+            lost = run.ring.stages[1].name
+            next(node for node, _ in nodes if lost.endswith(node.process[:6])).leave()
+
+            def is_replaced() -> bool:
+                assert texts(run, *EACH[: len(KINDS) + 1]) == expected
+                return run.ring is not None and lost not in {stage.name for stage in run.ring.stages}
+
+            until(is_replaced)
+        with opened(nodes[0][0], made.checkpoint, 200) as run:
+            assert texts(run, EACH[0]) == expected[:1]
 
 
 def test_blocks_that_nobody_holds_are_named(tmp_path: Path, checkpoint: Path) -> None:

@@ -36,7 +36,7 @@ from mdi.checkpoint.hffolder import BLOCK_MODULES, INTERLEAVED
 from mdi.checkpoint.packing import FOLDED_FORMATS, Packing, PartWeights, norm_before
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.records import HashRecord
-from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TYPES, TensorSpec
 from mdi.checkpoint.shapes import interleaved_rows, part_shapes
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, STORED_ROWS, row_widths
 from mdi.checkpoint.weightfile import SafetensorsFile
@@ -50,6 +50,7 @@ BASE_KEY = (
     "mdi_base"  # of the file's metadata: the hash of the weights that the adapter was trained on, see `weights_hash`
 )
 CONFIG_LIMIT_BYTES = 1 << 20
+MOST_ALPHA = 1e9
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 _TENSOR = re.compile(
@@ -142,6 +143,8 @@ class _Module:
 def read_settings(named: AdapterName) -> dict[str, Any]:
     """adapter_config.json of a folder. Raises CheckpointError."""
     path = named.folder / CONFIG_FILE
+    if path.exists() and not path.is_file():  # to open a pipe waits for who writes
+        raise CheckpointError(f"adapter {named.name}: {path} is no file")
     try:
         with open(path, encoding="utf-8") as file:
             told = json.loads(file.read(CONFIG_LIMIT_BYTES))
@@ -170,6 +173,7 @@ class Adapter(ABC):
     """
 
     n_virtual = 0
+    _factor = np.float32(1)  # that its numbers are multiplied by
 
     def __init__(
         self,
@@ -186,7 +190,7 @@ class Adapter(ABC):
             raise CheckpointError(
                 f"adapter {self.name}: {self.folder} has no {WEIGHTS_FILE} (files that are pickled are not read)"
             )
-        self._file = SafetensorsFile(path)
+        self._file = SafetensorsFile(path, STRANGERS_LIMIT_BYTES)
         facts = self._checked()
         trained_on, found = self._file.metadata.get(BASE_KEY), None
         if trained_on is not None and (found := base()) is not None and found != trained_on:
@@ -196,8 +200,13 @@ class Adapter(ABC):
         digest = hashlib.sha256(json.dumps(facts).encode())
         for name in sorted(self._file.specs):
             digest.update(f"{name} {self._file.specs[name]}\n".encode())
+            kind = self._file.specs[name].dtype
             for piece in self._file.pieces(name):
                 digest.update(piece)
+                with np.errstate(over="ignore"):
+                    values = floats(np.frombuffer(piece, TYPES[kind].numpy)) * self._factor
+                if not np.isfinite(values).all():
+                    raise self._refused(f"numbers in {name} that are not finite")
         self.sha256 = digest.hexdigest()
 
     @abstractmethod
@@ -219,7 +228,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def arrays(self, block: int) -> dict[str, np.ndarray]:
-        """The same as numbers. Raises CheckpointError if one is not finite."""
+        """The same as numbers, float32."""
 
     @property
     def _settings_path(self) -> Path:
@@ -244,11 +253,8 @@ class Adapter(ABC):
             )
 
     def _floats(self, name: str, columns: slice = slice(None)) -> np.ndarray:
-        """A tensor (any, any), or some of its columns, as float32. Raises CheckpointError if a number is not finite."""
-        values = np.ascontiguousarray(floats(self._file.array(name)[:, columns]))
-        if not np.isfinite(values).all():
-            raise self._refused(f"numbers in {name} that are not finite")
-        return values
+        """A tensor (any, any), or some of its columns, as float32."""
+        return np.ascontiguousarray(floats(self._file.array(name)[:, columns]))
 
 
 class LowRankAdapter(Adapter):
@@ -256,6 +262,7 @@ class LowRankAdapter(Adapter):
 
     def _checked(self) -> list[Any]:
         rank, self.scale = self._settings()
+        self._factor = np.float32(self.scale)
         self.modules = self._modules(rank)
         return [rank, self.scale]
 
@@ -275,8 +282,8 @@ class LowRankAdapter(Adapter):
         rank, alpha = told.get("r"), told.get("lora_alpha", 8)
         if type(rank) is not int or not 1 <= rank <= MOST_RANK:
             raise self._refused(f"rank {str(rank)[:100]} in {path}; ranks from 1 to {MOST_RANK} are served")
-        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
-            raise self._refused(f"lora_alpha {str(alpha)[:100]} in {path}, which is no number")
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not abs(alpha) <= MOST_ALPHA:
+            raise self._refused(f"lora_alpha {str(alpha)[:100]} in {path}, which is no number, or too large")
         return rank, float(alpha) / (math.sqrt(rank) if told.get("use_rslora") is True else rank)
 
     def _modules(self, rank: int) -> dict[int, list[_Module]]:
@@ -329,7 +336,7 @@ class LowRankAdapter(Adapter):
                     rows = rows[interleaved_rows(self._config)]
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = a
-                found[f"{name}.b"] = np.ascontiguousarray(rows.T * np.float32(self.scale))
+                found[f"{name}.b"] = np.ascontiguousarray(rows.T * self._factor)
         return found
 
 

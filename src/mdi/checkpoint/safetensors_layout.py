@@ -21,6 +21,7 @@ from mdi.errors import CheckpointError
 from mdi.spec.cluster import nearest_existing
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
+STRANGERS_LIMIT_BYTES = 1 << 24  # of adapters: some 100,000 names and shapes, which take many times as much memory
 PAGE_BYTES = 4096  # what a header that has metadata is padded to
 
 
@@ -126,8 +127,11 @@ def header_bytes(
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> SafetensorsHeader:
+def read_header(path: Path, limit_bytes: int = HEADER_LIMIT_BYTES) -> SafetensorsHeader:
     """Read and check the head of a file.
+
+    Args:
+        limit_bytes: that it may have.
 
     Raises:
         CheckpointError: there is no such file, it is not a safetensors file, or its length is not what its head says.
@@ -137,7 +141,7 @@ def read_header(path: Path) -> SafetensorsHeader:
             size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= length <= min(HEADER_LIMIT_BYTES, max(size - 8, 0)):
+            if not 2 <= length <= min(limit_bytes, max(size - 8, 0)):
                 raise CheckpointError(
                     f"{path} is not a safetensors file, or cut short: {size} bytes, a head of {length}"
                 )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mdi.checkpoint.parts import PIECE_BYTES
-from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
+from mdi.checkpoint.safetensors_layout import HEADER_LIMIT_BYTES, TYPES, TensorSpec, read_header
 from mdi.errors import INSTALL_ALL, CheckpointError, MemoryShortError
 from mdi.spec.cluster import nearest_existing
 from mdi.units import size
@@ -86,9 +86,15 @@ def open_weight_file(path: Path) -> WeightFile:
 
 
 class SafetensorsFile:
-    def __init__(self, path: Path) -> None:
+    """See `WeightFile`.
+
+    Args:
+        limit_bytes: that its head may have.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int = HEADER_LIMIT_BYTES) -> None:
         self.path = path
-        header = read_header(path)
+        header = read_header(path, limit_bytes)
         self.metadata = header.metadata
         self.specs = header.specs
         self._offsets = header.offsets

@@ -116,11 +116,22 @@ def list_runs(options: Options) -> None:
 
 def _saved(options: Options) -> dict[str, Any]:
     """The flags of a run as JSON, as they were typed; files by their whole names."""
+    flags = {**options.given, "seed": options.seed}
+    if options.adapter:
+        named = [one.partition("=") if "=" in one else ("", "", one) for one in options.adapter]
+        flags["adapter"] = [f"{name}{sign}{_whole(folder)}" for name, sign, folder in named]
+    if options.draft not in ("auto", "none"):
+        flags["draft"] = _whole(options.draft)
     return {
-        name: {"path": str(value.expanduser().absolute())} if isinstance(value, Path) else value
-        for name, value in {**options.given, "seed": options.seed}.items()
+        name: {"path": _whole(str(value))} if isinstance(value, Path) else value
+        for name, value in flags.items()
         if name not in OWN
     }
+
+
+def _whole(path: str) -> str:
+    """Its whole name."""
+    return str(Path(path).expanduser().absolute())
 
 
 def _restored(options: Options, flags: dict[str, Any]) -> Options:

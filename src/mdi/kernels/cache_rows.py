@@ -24,15 +24,11 @@ class CacheRows:
     """
 
     def __init__(self, keys: Sequence[np.ndarray], values: Sequence[np.ndarray], cache_type: str) -> None:
-        k, v = (np.concatenate(one, axis=1).transpose(1, 0, 2) for one in (keys, values))  # (slots, n, head_size)
-        self._size, self._wide = k.shape[2], padded(k.shape[2], 16)
-        v = np.pad(v, ((0, 0), (0, 0), (0, self._wide - self._size)))
-        (self._keys, self._key_scales), (self._values, self._value_scales) = (
-            _encoded(k, cache_type),
-            _encoded(v, cache_type),
-        )
+        self._keys, self._values = keys, values  # not copied: they are the adapter's, and a page takes a few rows
+        self._n_slots, self._size = len(keys) * keys[0].shape[1], keys[0].shape[2]
+        self._wide = padded(self._size, 16)
         self._slot_bytes = slot_bytes(self._size, self._size, cache_type)
-        self._item = CACHE_TYPES[cache_type]
+        self._cache_type = cache_type
 
     def write(self, caches: CachePages, seq_id: int, start: int, n: int) -> None:
         """Have the caches of a sequence end with the positions [start, start + n) of these. Raises EngineError as `extend`."""
@@ -44,25 +40,27 @@ class CacheRows:
 
     def _write(self, page: np.ndarray, first: int, end: int) -> None:
         """Positions [first, end), which are all in this page."""
-        slots, item, at, rows = (
-            len(self._keys),
-            self._item,
-            slice(first % PAGE, first % PAGE + end - first),
-            slice(first, end),
-        )
+        keys, key_scales = _encoded(_slots(self._keys, first, end), self._cache_type)
+        values = np.pad(_slots(self._values, first, end), ((0, 0), (0, 0), (0, self._wide - self._size)))
+        values, value_scales = _encoded(values, self._cache_type)
+        item, at = CACHE_TYPES[self._cache_type], slice(first % PAGE, first % PAGE + end - first)
 
         def view(offset: int, shape: tuple[int, int], like: np.ndarray) -> np.ndarray:
             """Of all slots: (slots, *shape)"""
             strides = self._slot_bytes, shape[1] * like.itemsize, like.itemsize
-            return np.ndarray((slots, *shape), like.dtype, page, offset, strides)
+            return np.ndarray((self._n_slots, *shape), like.dtype, page, offset, strides)
 
         keys_end = self._size * PAGE * item
-        values_end = keys_end + self._wide * PAGE * item
-        view(0, (self._size, PAGE), self._keys)[:, :, at] = self._keys[:, rows].transpose(0, 2, 1)
-        view(keys_end, (PAGE, self._wide), self._values)[:, at] = self._values[:, rows]
-        if self._key_scales is not None and self._value_scales is not None:
-            scales = view(values_end, (2, PAGE), self._key_scales)
-            scales[:, 0, at], scales[:, 1, at] = self._key_scales[:, rows], self._value_scales[:, rows]
+        view(0, (self._size, PAGE), keys)[:, :, at] = keys.transpose(0, 2, 1)
+        view(keys_end, (PAGE, self._wide), values)[:, at] = values
+        if key_scales is not None and value_scales is not None:
+            scales = view(keys_end + self._wide * PAGE * item, (2, PAGE), key_scales)
+            scales[:, 0, at], scales[:, 1, at] = key_scales, value_scales
+
+
+def _slots(rows: Sequence[np.ndarray], first: int, end: int) -> np.ndarray:
+    """Rows [first, end) of all blocks: (slots, rows, head_size)"""
+    return np.concatenate([one[first:end] for one in rows], axis=1).transpose(1, 0, 2)
 
 
 def _encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray | None]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mdi.checkpoint.safetensors_layout import TensorSpec, header_bytes, read_header
+from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec, header_bytes, read_header
 from mdi.control.messages import MOST_TAPS
 from mdi.errors import CheckpointError, KernelError, UsageError
 from mdi.files import replacing
@@ -168,7 +168,7 @@ def read_shape(folder: Path) -> SideShape:
             f"{folder} has no {SIDE_FILE}: give a folder that `mdi finetune` wrote, or NAME=DIR for a folder in PEFT's form",
             code="missing",
         )
-    header = read_header(path)
+    header = read_header(path, STRANGERS_LIMIT_BYTES)
     if KEY not in header.metadata:
         raise CheckpointError(f"{path} is no side network of `mdi finetune`")
     shape = decode_text(SideShape, header.metadata[KEY], str(path), CheckpointError)
@@ -184,7 +184,7 @@ def read_shape(folder: Path) -> SideShape:
 def read_side(folder: Path, n_threads: int = 1) -> SideNetwork:
     """The side network in a folder. Raises CheckpointError, UsageError."""
     shape, path = read_shape(folder), folder / SIDE_FILE
-    header = read_header(path)
+    header = read_header(path, STRANGERS_LIMIT_BYTES)
     try:
         data = path.read_bytes()
     except OSError as e:
