@@ -23,7 +23,7 @@ from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
-from mdi.stages.plain_blocks import PlainBlocks
+from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.ring_blocks import RingBlocks
 from secondaries import cluster_of, secondaries
@@ -80,6 +80,48 @@ def test_a_stages_gradients_are_those_of_the_model(family: str) -> None:
     alike(torch.tensor(blocks.forward(x.detach().numpy(), 1, n_layer)), expected.detach())
     alike(torch.tensor(blocks.backward(x.detach().numpy(), dy.numpy(), 1, n_layer)[0]), gradient)
     assert len(n_each) == 3 * (n_layer - 1) - 1 and N_TOKENS <= CONTEXT
+
+
+def test_inputs_of_blocks_are_computed_once_as_long_as_there_is_memory_for_them() -> None:
+    """The gradients have the same bits; other rows, blocks or tensors never get the inputs of these."""
+    gpt = tiny_gpt()
+    n_layer, n_embd = gpt.config.n_layer, gpt.config.n_embd
+
+    def weights(index: int) -> dict[str, Matrix | np.ndarray]:
+        return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "float32").items()}
+
+    n_each, free = list[int](), [1 << 30]
+    kept = KeptInputs(lambda: free[0])
+    blocks = PlainBlocks(asdict(gpt.config), weights, lambda: n_each.append(1), kept)
+    alone = PlainBlocks(asdict(gpt.config), weights)
+    dy = rows(n_embd, 1).numpy()
+    one, other = ({"transformer.h.1.prompt": rows(n_embd, k)[0, :3].numpy()} for k in (2, 3))
+    passes = [
+        (rows(n_embd, 4).numpy(), 0, n_layer, one),
+        (rows(n_embd, 4).numpy(), 0, n_layer, other),
+        (rows(n_embd, 5).numpy(), 0, n_layer, one),
+        (rows(n_embd, 4).numpy(), 1, n_layer, one),
+        (rows(n_embd, 4).numpy(), 0, n_layer - 1, one),
+    ]
+
+    def backward(x: np.ndarray, start: int, stop: int, trained: dict[str, np.ndarray]) -> int:
+        """How many blocks were computed."""
+        n_each.clear()
+        for found, wanted in zip(
+            blocks.backward(x, dy, start, stop, trained), alone.backward(x, dy, start, stop, trained), strict=True
+        ):
+            np.testing.assert_equal(found, wanted)
+        return len(n_each)
+
+    n_blocks = [stop - start for _, start, stop, _ in passes]
+    for given in passes:
+        np.testing.assert_equal(blocks.forward(*given), alone.forward(*given))
+    assert [backward(*given) for given in passes] == n_blocks
+    assert [backward(*given) for given in passes] == [2 * n - 1 for n in n_blocks], "they are kept for one pass"
+    free[0] = 7 * n_layer * dy.nbytes
+    for given in passes[:2]:
+        blocks.forward(*given)
+    assert [backward(*given) for given in passes[:2]] == [2 * n_layer - 1, n_layer], "the memory is enough for one"
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 3])

@@ -1,7 +1,8 @@
 """Trains through the blocks of a ring: forward and backward, some examples at a time, several such parts under way at once.
 
 The starter has what is learned, its gradients and the optimizer; the nodes get the learned tensors with each question, return
-their gradients, and keep nothing. So a lost node costs the questions that it was asked, which are asked again (mdi.run.passes).
+their gradients, and keep nothing that cannot be computed again. So a lost node costs the questions that it was asked, which are
+asked again (mdi.run.passes).
 """
 
 from __future__ import annotations

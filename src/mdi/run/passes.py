@@ -1,7 +1,7 @@
 """Forward and backward passes through blocks of a run's nodes, for what is trained at the starter.
 
-The starter asks the nodes one after the other, each for its blocks, and has the rows between them: so a node keeps nothing, and
-what is lost with a node is one question, which is asked again when the run has another ring. In torch, see stages.plain_blocks.
+The starter asks the nodes one after the other, each for its blocks, and has the rows between them: so what is lost with a
+node is one question, which is asked again when the run has another ring. In torch, see stages.plain_blocks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """Blocks of a stage in torch, in float32 and with gradients: whole texts at once, without caches, a block's weights at a time.
 
-For training, in which a block's packed weights are what they stand for, and rows are not rounded. A backward pass keeps the
-input of each block, and computes one block at a time again, so that it needs the activations of one block only.
+For training, in which a block's packed weights are what they stand for, and rows are not rounded. A backward pass has the
+input of each block, and computes one block at a time again, so that it needs the activations of one block only. These inputs
+are those of the forward pass before it, as long as there is memory for them (KeptInputs); else they are computed again, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch.nn import functional
 from mdi.checkpoint.adapters import gain_factor
 from mdi.checkpoint.packing import norm_before, plain
 from mdi.errors import UsageError
+from mdi.host.resources import free_memory_bytes
 from mdi.kernels.blocks import Weights
 from mdi.spec.model import why_not_litgpt
 from mdi.stages.torch_stage import position_tables
@@ -27,7 +31,35 @@ from mdi.stages.trained_tensors import NONE, Trained, is_learned, of_blocks
 
 Each = Callable[[], None]
 
+KEPT_SHARE = 1 / 8  # of free memory, for the inputs of blocks
+
 _ONE = threading.Lock()  # several questions take turns, so that a process has one block's activations in memory
+
+
+class KeptInputs:
+    """The input of each block in the last forward passes of a stage, for the backward passes that follow.
+
+    A pass is known by all that it is computed from, so no inputs are ever taken for those of other rows. The oldest go first.
+    """
+
+    def __init__(self, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
+        self._free_bytes, self._lock = free_bytes, threading.Lock()
+        self._passes: OrderedDict[bytes, Sequence[torch.Tensor]] = OrderedDict()
+
+    def put(self, key: bytes, inputs: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            self._passes[key] = inputs
+            self._passes.move_to_end(key)
+            n_bytes = sum(one.nbytes for kept in self._passes.values() for one in kept)
+            most = KEPT_SHARE * (self._free_bytes() + n_bytes)
+            while n_bytes > most:
+                n_bytes -= sum(one.nbytes for one in self._passes.popitem(last=False)[1])
+
+    def take(self, key: bytes) -> list[torch.Tensor] | None:
+        """None if they are not here any more. A pass has one backward pass: they are not kept for another one."""
+        with self._lock:
+            found = self._passes.pop(key, None)
+        return None if found is None else list(found)
 
 
 class PlainBlocks:
@@ -37,16 +69,20 @@ class PlainBlocks:
         config: of the model, as the kernels have it.
         weights: of block i, by their names in the model; packed ones are made plain while the block is computed.
         each: called after each block.
+        kept: where the inputs of blocks are kept from a forward pass to its backward pass; None: nowhere.
 
     Raises:
         UsageError: torch has no such blocks.
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: Callable[[int], Weights], each: Each = lambda: None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], weights: Callable[[int], Weights], each: Each = lambda: None,
+        kept: KeptInputs | None = None,
+    ) -> None:  # fmt: skip
         if (lacking := why_not_litgpt(config)) is not None:
             raise UsageError(f"torch has no blocks with {lacking}, so no gradients go through them", code="kernels")
         self._config, self._weights, self._each = Config(**config), weights, each
-        self._all = config
+        self._all, self._kept = config, kept
 
     def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> np.ndarray:
         """float32 (texts, tokens, n_embd) before block `start` -> the same before block `stop`
@@ -55,7 +91,10 @@ class PlainBlocks:
             trained: of these blocks, see `stages.trained_tensors`; used for this call.
         """
         with torch.no_grad():
-            return self._inputs(torch.tensor(x), start, stop, trained)[-1].numpy()
+            *inputs, found = self._inputs(torch.tensor(x), start, stop, trained)
+        if self._kept is not None:
+            self._kept.put(_key(x, start, stop, trained), inputs)
+        return found.numpy()
 
     def backward(
         self, x: np.ndarray, dy: np.ndarray, start: int, stop: int, trained: Trained = NONE
@@ -63,8 +102,10 @@ class PlainBlocks:
         """The gradients with respect to `x`, float32 (texts, tokens, n_embd), and to what is learned in `trained`, of a number
         whose gradient with respect to `forward(x, start, stop, trained)` is `dy`.
         """
-        with torch.no_grad():
-            inputs = self._inputs(torch.tensor(x), start, stop - 1, trained)
+        inputs = None if self._kept is None else self._kept.take(_key(x, start, stop, trained))
+        if inputs is None:
+            with torch.no_grad():
+                inputs = self._inputs(torch.tensor(x), start, stop - 1, trained)
         gradient, found = torch.tensor(dy), dict[str, np.ndarray]()
         for index in reversed(range(start, stop)):
             rows = inputs.pop().requires_grad_()
@@ -147,6 +188,16 @@ class PlainBlocks:
             return found
 
         attention.scaled_dot_product_attention = with_prefix
+
+
+def _key(x: np.ndarray, start: int, stop: int, trained: Trained) -> bytes:
+    """Of a pass: a hash of all that it is computed from."""
+    found = hashlib.blake2b(f"{x.shape} {start} {stop}".encode(), digest_size=32)
+    found.update(np.ascontiguousarray(x).data)
+    for name, array in sorted(trained.items()):
+        found.update(f"{name} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.digest()
 
 
 def _tensors(trained: Trained) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
@@ -35,7 +36,10 @@ from mdi.stages.model_family import ModelFamily
 from mdi.units import size
 
 if TYPE_CHECKING:
-    from mdi.stages.plain_blocks import PlainBlocks
+    from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
+
+# Of stages that compute gradients, as long as these live.
+_KEPT_INPUTS: WeakKeyDictionary[Backend, KeptInputs] = WeakKeyDictionary()
 
 # Free memory that is left to the system, to other programs, and to the rows of a stage.
 MARGIN_SHARE = 0.15
@@ -98,13 +102,14 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.kernel_stage import KernelStage
 
     load_torch("computing gradients")
-    from mdi.stages.plain_blocks import PlainBlocks
+    from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
         raise UsageError(
             "gradients go through whole blocks in the kernels' form only: no windows, groups or GPUs", code="kernels"
         )
-    return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each)
+    kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
+    return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
 
 
 def share_extensions(share: float) -> dict[str, Any]:
