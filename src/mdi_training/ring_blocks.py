@@ -23,7 +23,8 @@ class RingBlocks(torch.nn.Module):
     """Blocks [start, stop) of the model; all of them by default. They have no parameters here: nodes keep theirs as they are.
 
     The nodes compute in torch, in float32, over the weights that their packed ones stand for, and keep nothing
-    that cannot be computed again. A node that is lost meanwhile costs the question that it was asked. Calls from several threads are computed at the same time.
+    that cannot be computed again. A node that is lost meanwhile costs the question that it was asked. Calls from several
+    threads are computed at the same time.
 
     Args:
         run: open, over nodes with torch that have their blocks in the kernels' form.

@@ -124,6 +124,13 @@ MUTANTS = [
         f"{RING}::test_a_stages_gradients_are_those_of_the_model",
     ),
     Mutant(
+        "a backward pass takes the inputs that were computed with other tensors",
+        "_key",
+        "found.update(np.ascontiguousarray(array).data)",
+        "pass",
+        f"{RING}::test_inputs_of_blocks_are_computed_once_as_long_as_there_is_memory_for_them",
+    ),
+    Mutant(
         "a gradient goes through a part of the blocks twice",
         "Passes.backward",
         "self._back(rows, dy, start, end, trained)",
