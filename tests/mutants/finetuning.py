@@ -125,7 +125,7 @@ MUTANTS = [
     ),
     Mutant(
         "a backward pass takes the inputs that were computed with other tensors",
-        "_hash_of",
+        "_hash_of_pass",
         "found.update(np.ascontiguousarray(array).data)",
         "pass",
         f"{RING}::test_inputs_of_blocks_are_computed_once_as_long_as_there_is_memory_for_them",

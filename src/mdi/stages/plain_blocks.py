@@ -93,7 +93,7 @@ class PlainBlocks:
         with torch.no_grad():
             *inputs, found = self._inputs(torch.tensor(x), start, stop, trained)
         if self._kept is not None:
-            self._kept.put(_hash_of(x, start, stop, trained), inputs)
+            self._kept.put(_hash_of_pass(x, start, stop, trained), inputs)
         return found.numpy()
 
     def backward(
@@ -102,7 +102,7 @@ class PlainBlocks:
         """The gradients with respect to `x`, float32 (texts, tokens, n_embd), and to what is learned in `trained`, of a number
         whose gradient with respect to `forward(x, start, stop, trained)` is `dy`.
         """
-        inputs = None if self._kept is None else self._kept.take(_hash_of(x, start, stop, trained))
+        inputs = None if self._kept is None else self._kept.take(_hash_of_pass(x, start, stop, trained))
         if inputs is None:
             with torch.no_grad():
                 inputs = self._inputs(torch.tensor(x), start, stop - 1, trained)
@@ -190,7 +190,7 @@ class PlainBlocks:
         attention.scaled_dot_product_attention = with_prefix
 
 
-def _hash_of(x: np.ndarray, start: int, stop: int, trained: Trained) -> bytes:
+def _hash_of_pass(x: np.ndarray, start: int, stop: int, trained: Trained) -> bytes:
     """Of a pass: a hash of all that it is computed from."""
     found = hashlib.blake2b(f"{x.shape} {start} {stop}".encode(), digest_size=32)
     found.update(np.ascontiguousarray(x).data)
