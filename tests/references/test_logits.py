@@ -245,11 +245,11 @@ def _without(source: WeightSource, without: Without, n_ids: int) -> list[KernelS
     config = {**source.config_dict, **without.settings}
     if scaling := without.settings.get("rope_adjustments"):
         config["rope_adjustments"] = {**source.config_dict["rope_adjustments"], **scaling}
-    for name, pieces in source._pieces.items():
+    for name, pieces in source.tensor_pieces.items():
         if without.pieces and re.search(without.tensors, name):
             changed = tuple(replace(piece, **without.pieces) for piece in pieces)
             assert changed != pieces
-            source._pieces[name] = changed
+            source.tensor_pieces[name] = changed
 
     def weights(part: str) -> PartWeights:
         found = source.weights(part)

@@ -122,6 +122,9 @@ class HfFolder(WeightSource):
     Raises:
         CheckpointError: something is missing, cut short, damaged, of an unknown architecture, or of another shape than
             config.json says.
+
+    Attributes:
+        tensor_pieces: of what each tensor of the model is made, by its name.
     """
 
     gives_own = True
@@ -138,9 +141,9 @@ class HfFolder(WeightSource):
         self.model = self.config_dict["name"]
         self._prefix = next((p for p in _LANGUAGE if any(name.startswith(f"{p}.") for name in self._files)), "model")
         shapes = model_shapes(self.config_dict, str(path))
-        self._pieces = {name: self._pieces_of(name, shape) for name, shape in shapes.items()}
+        self.tensor_pieces = {name: self._pieces_of(name, shape) for name, shape in shapes.items()}
         self._check_used()
-        self.specs = {name: self._spec(pieces) for name, pieces in self._pieces.items()}
+        self.specs = {name: self._spec(pieces) for name, pieces in self.tensor_pieces.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
         files = sorted({file.path for file in opened.values()})
@@ -156,12 +159,12 @@ class HfFolder(WeightSource):
 
     def array(self, name: str) -> np.ndarray:
         code = self.specs[name].dtype
-        arrays = [self._read(piece, code) for piece in self._pieces[name]]
+        arrays = [self._read(piece, code) for piece in self.tensor_pieces[name]]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
         scales, halves = [], []
-        for piece in self._pieces[name]:
+        for piece in self.tensor_pieces[name]:
             file = self._files[piece.tensor]
             stored = file.halves() if isinstance(file, Decoded) and file.form == form else None
             if stored is None or piece.is_transposed:
@@ -277,7 +280,7 @@ class HfFolder(WeightSource):
 
     def _check_used(self) -> None:
         """Raises CheckpointError for a tensor that the model would be computed without."""
-        used = {piece.tensor for pieces in self._pieces.values() for piece in pieces}
+        used = {piece.tensor for pieces in self.tensor_pieces.values() for piece in pieces}
         n_layer, layers = self.config_dict["n_layer"], self._layers()
         more = n_predicting(read_hf_config(self.path / "config.json"))
         predicting = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
