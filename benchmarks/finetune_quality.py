@@ -3,10 +3,10 @@
 
 Tasks: `tone`, two classes, and `reports`, texts of a form that the model has not seen, are made here (finetune_tasks.py);
 `text` is a file's (--text). A model is fine-tuned in float32 with `mdi finetune`; the result is evaluated with the blocks in
-each format, with 1, 8 and 32 texts at the same time. side and lora are evaluated by the kernels, the others in torch over the
-numbers that the packed weights stand for.
+each format, with 1, 8 and 32 texts at the same time (Petals, appendix A), and a table is printed. What writes texts, and side,
+are evaluated by the kernels; classes of the other methods in torch, over the numbers that the packed weights stand for.
 
-    finetune_quality.py --method side --method lora
+    finetune_quality.py --method side --method lora --method prompt --method deep-prompt --method prefix
     finetune_quality.py --method side --task text --text tiny-shakespeare.txt
 """
 
@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT / "src")]
 
 FORMATS = ("float32", "bf16", "int8", "int4", "mxfp4")
 TASKS = ("tone", "reports", "text")
+MOST_ROWS = 64  # of a prompt or prefix
 
 
 def rows_of(args: argparse.Namespace, task: str) -> tuple[tasks.Rows, tasks.Rows]:
@@ -119,7 +120,7 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Loss, share of right answers, and tokens per second, at each number of texts; without `out` of the model alone."""
     is_texts = all(len(one.targets) > 1 for one in examples)
-    has_kernels = out is None or method == "side" or (method == "lora" and is_texts)
+    has_kernels = out is None or method == "side" or is_texts
     lines = []
     for n_at_once in args.texts:
         begin_logits = (by_kernels if has_kernels else by_torch)(args, method, form, examples, out, n_at_once)
@@ -139,9 +140,9 @@ def by_kernels(
     """The seconds that it takes, and the logits of each example."""
     from mdi.stages.side import read_side
 
-    length = max(len(one.ids) for one in examples)
+    length = MOST_ROWS + max(len(one.ids) for one in examples)
     network = read_side(out) if out is not None and method == "side" else None
-    learned = (f"learned={out}",) if out is not None and method == "lora" else ()
+    learned = (f"learned={out}",) if out is not None and network is None else ()
     with opened(args, form, length, n_at_once, network.shape.taps if network else (), learned) as run:
         head = run.ring.stage.at_starter.head
 
@@ -169,7 +170,7 @@ def by_torch(
     from mdi_training.tuned_tensors import SCORE, read_tensors
 
     assert out is not None
-    with opened(args, form, 64 + max(len(one.ids) for one in examples), 1) as run, torch.no_grad():
+    with opened(args, form, MOST_ROWS + max(len(one.ids) for one in examples), 1) as run, torch.no_grad():
         weights = run.model.weights
         packing = Packing(head_format(form), head_format(form))
         head = FrozenHead(weights.config, plain(weights.source_of("head").weights("head", packing)))
@@ -199,7 +200,12 @@ def main() -> None:
     parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
     parser.add_argument("--text", type=Path, help="a text file, for the task `text`")
     parser.add_argument("--task", action="append", choices=TASKS, help="may be repeated (tone and reports)")
-    parser.add_argument("--method", action="append", help="of `mdi finetune`; may be repeated (side)")
+    parser.add_argument(
+        "--method",
+        action="append",
+        choices=("side", "lora", "prompt", "deep-prompt", "prefix"),
+        help="may be repeated (side)",
+    )
     parser.add_argument("--examples", type=int, default=192, help="to learn from (%(default)s)")
     parser.add_argument("--held", type=int, default=64, help="to evaluate with (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(%(default)s)")
@@ -216,7 +222,23 @@ def main() -> None:
     for task in args.task:
         for method in args.method:
             found.append(one_case(args, task, method))
+    print(table(found))
     save(args.json, {"flags": told(args, "json"), "cases": found})
+
+
+def table(cases: Sequence[dict[str, Any]]) -> str:
+    """Right answers and losses before and after, and tokens per second after, by task, method, format and number of texts."""
+    found = ["| task | method | blocks and head | texts | right before | right | loss before | loss | tokens/s | by |",
+             "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for case in cases:
+        alone = {(line["format"], line["texts"]): line for line in case["before"]}
+        for line in case["after"]:  # classes are nobody's before they are learned: their loss is that of the first step
+            before = alone.get((line["format"], line["texts"])) or case["learned"]["before"]
+            found.append(
+                f"| {case['task']} | {case['method']} | {line['format']} | {line['texts']} | {before['right']:.1%} | "
+                f"{line['right']:.1%} | {before['loss']:.3f} | {line['loss']:.3f} | {line['tokens_s']:.1f} | {line['by']} |"
+            )
+    return "\n".join(found)
 
 
 def one_case(args: argparse.Namespace, task: str, method: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from forced import forced, instruction_sets
 from safetensors.numpy import save_file
 
 from mdi.cancel import Cancel
+from mdi.checkpoint.adapters import AdapterName, AdapterSource, adapted_rows
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf, hf_config
@@ -25,14 +27,15 @@ from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.shapes import interleaved_rows, model_shapes
 from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
-from mdi.kernels.slices import Slice
+from mdi.kernels.slices import Slice, with_adapter
 from mdi.spec.options import Requested
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
@@ -274,6 +277,52 @@ def expected_gpt_oss(c: dict[str, Any], w: Arrays, ids: np.ndarray) -> np.ndarra
         x = x + attention(norm(x, f"{block}.norm_1"), f"{block}.attn", n if i % 2 else 20)
         x = x + experts(norm(x, f"{block}.norm_2"), f"{block}.mlp")
     return norm(x, "transformer.ln_f") @ w["lm_head.weight"].T
+
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
+ADAPTED = {
+    "bloom": ("self_attention.query_key_value", "self_attention.dense"), "falcon-rw": ("self_attention.query_key_value",),
+    "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc"), "opt": ("self_attn.q_proj", "self_attn.out_proj", "fc2"),
+    "opt-behind": ("self_attn.k_proj", "fc1"), "glm": _ATTENTION, "minimax": _ATTENTION, "gpt-oss": _ATTENTION,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_path: Path) -> None:
+    """Learned rows are refused: nothing here could train them."""
+    source, folder, generator = made(family, tmp_path), tmp_path / "lora", np.random.default_rng(6)
+    config, layers = source.config_dict, "transformer.h" if family in ("bloom", "falcon-rw", "gpt2") else "model.layers"
+    state, tensors = {name: np.array(source.array(name)) for name in source.specs}, Arrays()
+    for block in range(config["n_layer"]):
+        for module in ADAPTED[family]:
+            pieces, n_out, n_in = adapted_rows(config, family, block, module)
+            a, b = (0.3 * generator.standard_normal(shape, dtype=np.float32) for shape in ((2, n_in), (n_out, 2)))
+            path = f"base_model.model.{layers}.{block}.{module}"
+            tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+            for one in pieces:
+                rows = b[interleaved_rows(config)] if one.is_interleaved else b
+                state[f"transformer.h.{block}.{one.layer}.weight"][one.first : one.first + n_out] += 2 * rows @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    of = AdapterSource([open_adapter(AdapterName("x", folder), 1, config, lambda: None)], lambda part: source)
+    weights = Resident(stage_parts(0, config["n_layer"], starter=True), source.weights)
+    own = {part: of.weights(part) for part in of.part_names()}
+    stage = KernelStage(config, 0, config["n_layer"], weights, adapters=own)
+    stage.prepare(LENGTH)
+    ids = ids_of(source)
+    part = [Slice(with_adapter(1, 0), 0, LENGTH, LENGTH)]
+    found = stage.head(stage(stage.embed(ids, part), part))
+    (tmp_path / "merged").mkdir()
+    save_file(state, tmp_path / "merged" / "lit_model.safetensors")
+    shutil.copy(tmp_path / family / "model_config.yaml", tmp_path / "merged")
+    wanted, plain = logits_of(stage_of(LitCheckpoint(tmp_path / "merged")), ids), logits_of(stage_of(source), ids)
+    size = np.linalg.norm(wanted)
+    assert np.linalg.norm(found - wanted) / size < 1e-4 and np.linalg.norm(plain - wanted) / size > 0.05
+    for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind, "num_virtual_tokens": 2}))
+        with pytest.raises(CheckpointError, match=f"peft_type {kind}, and {family} has .*(torch computes|windows)"):
+            open_adapter(AdapterName("x", folder), 1, config, lambda: None)
 
 
 @pytest.mark.parametrize("force", instruction_sets())

@@ -16,7 +16,7 @@ from litgpt.model import GPT
 from families import CONTEXT, model_of
 from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
-from mdi.errors import ControlError, UsageError
+from mdi.errors import ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
@@ -206,6 +206,25 @@ def test_what_has_no_gradients_is_refused_by_name(checkpoint: Path, tmp_path: Pa
         RingBlocks(run)(rows(tiny_gpt().config.n_embd, 1))
     with pytest.raises(UsageError, match="torch has no blocks"):
         PlainBlocks({**asdict(tiny_gpt().config), "learned_positions": True}, lambda index: {})
+
+
+NODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in a window": ({"weight_memory": WindowMemory(window=WindowOptions(2))}, {}),
+    "in torch": ({"dtype": "bfloat16"}, {}),
+    "in a group": ({}, {"group": "g"}),
+}
+
+
+@pytest.mark.parametrize("case", NODES)
+def test_a_node_without_gradients_is_known_before_rows_are_sent(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    of_node, of_entry = NODES[case]
+    with secondaries(2, tmp_path, **of_node) as nodes:
+        cluster = cluster_of(nodes, **of_entry)
+        with (
+            Run(GivenNodes(cluster), options_of(checkpoint, tmp_path), N_TOKENS, n_texts=1) as run,
+            pytest.raises(MdiError, match="whole blocks in the kernels' form only: no windows, groups or GPUs"),
+        ):
+            RingBlocks(run)(torch.zeros(1, 1, tiny_gpt().config.n_embd))
 
 
 def test_a_node_takes_no_other_rows_than_its_run_has(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,16 +6,19 @@ import json
 import os
 import re
 import signal
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from kernel_models import tensors_of
 from litgpt.config import Config
 from litgpt.model import GPT, KVCache
+from safetensors.numpy import load_file, save_file
 from torch.nn import functional
 
 from families import config_of, random_gpt
@@ -26,10 +29,11 @@ from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
-from mdi.errors import ControlError, UsageError
+from mdi.errors import CheckpointError, ControlError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import format_within
-from mdi.run.nodes import GivenNodes
+from mdi.node.local import LocalRing
+from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
@@ -39,7 +43,7 @@ from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead
 from mdi_training.ring_blocks import RingBlocks
 from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
-from mdi_training.tuned_tensors import TunedTensors, TuningKind, n_numbers, new_tensors, read_tensors
+from mdi_training.tuned_tensors import KEY, Lora, TunedTensors, TuningKind, n_numbers, new_tensors, read_tensors
 from mdi_training.tuning import TuningSettings
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import tiny_config, tiny_gpt, write_checkpoint
@@ -77,8 +81,22 @@ class NoNorms:
     specs: dict[str, Any] = {}
 
 
+class Before(KVCache):
+    """A cache that only has a prefix (rows, groups, head_size), and gives it gradients."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__((1, 1, 1, 1), (1, 1, 1, 1))
+        self.prefix = key, value
+
+    def forward(self, input_pos: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.cat([one.transpose(0, 1).expand(len(rows), -1, -1, -1), rows], dim=2)
+            for one, rows in zip(self.prefix, (k, v), strict=True)
+        )
+
+
 def reference(gpt: GPT, x: torch.Tensor, tuned: TunedTensors) -> torch.Tensor:
-    """litgpt's own blocks; weights with LoRA in them, prompts added, prefixes in litgpt's own caches."""
+    """litgpt's own blocks; weights with LoRA in them, prompts added, prefixes where litgpt's own caches have them."""
     n_before = LENGTH if tuned.kind.method == "prefix" else 0
     n_rows = x.size(1)
     positions = torch.arange(n_before, n_before + n_rows)
@@ -95,12 +113,10 @@ def reference(gpt: GPT, x: torch.Tensor, tuned: TunedTensors) -> torch.Tensor:
             ):  # fmt: skip
                 changed[f"{ours}.weight"] = changed[f"{ours}.weight"] + product(tuned, i, theirs)
         elif tuned.kind.method == "prefix":
-            shape = len(x), gpt.config.n_query_groups, n_before + n_rows, gpt.config.head_size
-            cache = KVCache(shape, shape)
-            for buffer, name in ((cache.k, "key"), (cache.v, "value")):
-                rows = tuned.named[f"transformer.h.{i}.prefix_{name}"]
-                buffer[:, :, :n_before] = rows.detach().view(n_before, gpt.config.n_query_groups, -1).transpose(0, 1)
-            block.attn.kv_cache = cache
+            names = (f"transformer.h.{i}.prefix_{name}" for name in ("key", "value"))
+            block.attn.kv_cache = Before(
+                *(tuned.named[name].view(LENGTH, gpt.config.n_query_groups, -1) for name in names)
+            )
             mask = torch.ones(n_before + n_rows, n_before + n_rows).tril().bool()[positions][None, None]
             arguments = cos, sin, mask, positions
         elif i and tuned.kind.method == "deep-prompt":
@@ -130,7 +146,7 @@ def arrays(tuned: TunedTensors) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_and_gradients_are_those_of_litgpt(method: str) -> None:
-    """Prefixes: litgpt's caches take no gradients, so these are compared with finite differences."""
+    """And finite differences."""
     gpt = random_gpt(tiny_config(n_layer=N), 3)
     tuned = drawn(TuningKind(method, 3, 7, EVERY, LENGTH), gpt.config)
     blocks, generator = blocks_of(gpt), torch.Generator().manual_seed(2)
@@ -142,15 +158,14 @@ def test_rows_and_gradients_are_those_of_litgpt(method: str) -> None:
     dx, learned = blocks.backward(x.detach().numpy(), dy.numpy(), 0, N, arrays(tuned))
     of_blocks = tuned.of_blocks()
     assert learned.keys() == of_blocks.keys()
-    if method != "prefix":
-        used = [p for name, p in tuned.named.items() if name != "prompt_embeddings"]
-        wanted = torch.autograd.grad(expected, [x, *used], dy)
-        alike(torch.tensor(dx), wanted[0], 1e-5)
-        got = torch.autograd.grad(
-            list(of_blocks.values()), used, [torch.tensor(learned[name]) for name in of_blocks]
-        ) if used else ()  # fmt: skip
-        for one, other in zip(got, wanted[1:], strict=True):
-            alike(one, other, 1e-5)
+    used = [p for name, p in tuned.named.items() if name != "prompt_embeddings"]
+    wanted = torch.autograd.grad(expected, [x, *used], dy)
+    alike(torch.tensor(dx), wanted[0], 1e-5)
+    got = torch.autograd.grad(
+        list(of_blocks.values()), used, [torch.tensor(learned[name]) for name in of_blocks]
+    ) if used else ()  # fmt: skip
+    for one, other in zip(got, wanted[1:], strict=True):
+        alike(one, other, 1e-5)
     for name, tensor in arrays(tuned).items():
         size = float(np.linalg.norm(learned[name]))
         v, eps = learned[name] / size, 3e-3 * float(np.linalg.norm(tensor))
@@ -176,21 +191,23 @@ def examples_of(n: int = 6) -> list[Example]:
     return [Example(ids[:-1], i % 2, ids[1 + i % 2 :]) for i, ids in enumerate(texts)]
 
 
-def training_of(run: Run, kind: TuningKind, n_steps: int) -> RingTraining:
+def training_of(run: Run, kind: TuningKind, n_steps: int, lr: float = 0.02) -> RingTraining:
     weights = run.model.weights
     tuned = new_tensors(kind, weights.config, 3, weights.source_of, embedding_of(run))
     state = tiny_gpt(n_layer=N).state_dict()
     head = FrozenHead(
         weights.config, {name: state[name].numpy() for name in ("lm_head.weight", "transformer.ln_f.weight")}
     )
-    return RingTraining(TunedModel(run, tuned, head), examples_of(), 6, TuningSettings(n_steps // 2, 3, 0.02, 7), 2)
+    return RingTraining(TunedModel(run, tuned, head), examples_of(), 6, TuningSettings(n_steps // 2, 3, lr, 7), 2)
 
 
-def curve(checkpoint: Path, folder: Path, n_nodes: int, kind: TuningKind, n_steps: int = 8) -> list[float]:
+def curve(
+    checkpoint: Path, folder: Path, n_nodes: int, kind: TuningKind, n_steps: int = 8, lr: float = 0.02
+) -> list[float]:
     with secondaries(n_nodes - 1, folder) as nodes:
         source = GivenNodes(cluster_of(nodes) if nodes else standalone())
         with Run(source, options_of(checkpoint, folder), 20, n_texts=1) as run:
-            training = training_of(run, kind, n_steps)
+            training = training_of(run, kind, n_steps, lr)
             found = [training.step() for _ in range(n_steps)]
             assert (training.last_bytes.sent > 0) == (n_nodes > 1)
             return found
@@ -202,6 +219,26 @@ def test_the_losses_are_the_same_on_any_number_of_nodes(method: str, checkpoint:
     alone = curve(checkpoint, tmp_path, 1, kind)
     assert alone[-2] < 0.99 * alone[0] and alone[-1] < 0.99 * alone[1], "it learns"
     assert curve(checkpoint, tmp_path, 3, kind) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_curve_of_200_steps_is_the_same_over_any_nodes_and_when_one_is_killed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    kind, n_steps = TuningKind("lora", 2, 4), 200
+    alone = curve(checkpoint, tmp_path, 1, kind, n_steps, 0.002)
+    assert alone[-2] < 0.95 * alone[0] and alone[-1] < 0.95 * alone[1], "it learns"
+    for n_nodes in (2, 3):
+        assert curve(checkpoint, tmp_path, n_nodes, kind, n_steps, 0.002) == pytest.approx(alone, rel=1e-5)
+    others = set(psutil.Process().children())  # such as a server of other tests
+    source = OwnProcesses(lambda: LocalRing(3, None, 1, None, False, False), lambda ring: ring.cluster)
+    with source, Run(source, options_of(checkpoint, tmp_path, wait_s=120), 20, n_texts=1) as run:
+        training, found = training_of(run, kind, n_steps, 0.002), []
+        for k in range(n_steps):
+            found.append(training.step())
+            if k == n_steps // 2:
+                max(set(psutil.Process().children()) - others, key=psutil.Process.create_time).kill()
+        assert run.n_recoveries == 1 and len(run.names) == 2
+    assert found == pytest.approx(alone, rel=1e-5)
 
 
 def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Path) -> None:
@@ -452,6 +489,8 @@ def test_a_step_of_lora_takes_what_the_documents_say() -> None:
         ("prompt", 0),
     ):
         assert n_numbers(drawn(TuningKind(method), config).of_blocks().values()) == expected
+    lora = Lora(TuningKind("lora"), asdict(config), 1, lambda norm: np.ones(4096, dtype=np.float32))
+    assert n_numbers([one for name, one in lora.of_blocks().items() if name.endswith(".gain")]) == 131_072
 
 
 @pytest.mark.parametrize(
@@ -495,3 +534,45 @@ def test_classes_have_the_name_under_which_peft_looks_for_them(method: str, name
     assert [one for one in read_header(path).specs if "score" in one] == [name]
     read = read_tensors(tmp_path, config, lambda part: NoNorms())
     assert all(torch.equal(one, made.named[key]) for key, one in read.named.items())
+
+
+STRANGE: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
+    "a rank beyond memory": ({"rank": 1 << 40}, {}, "rank"),
+    "rows beyond memory": ({"length": 1 << 40}, {}, "length"),
+    "labels beyond memory": ({"labels": ["a"] * 100_000}, {}, "labels"),
+    "side": ({"method": "side"}, {}, "none of `mdi finetune`"),
+    "a path": ({"method": "../up"}, {}, "none of `mdi finetune`"),
+    "the head": ({"method": "lora", "targets": ["head"]}, {}, "none of `mdi finetune`"),
+    "a row that would be all rows": ({}, {"prompt_embeddings": (1, 48)}, "not those of its description"),
+    "another tensor": ({}, {"transformer.wte.weight": (1, 48)}, "not those of its description"),
+    "other weights": ({}, {}, "trained on other weights"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_what_a_stranger_has_learned_is_checked(case: str, tmp_path: Path) -> None:
+    """Before memory is taken: `--predict` reads a folder's classes."""
+    description, shapes, words = STRANGE[case]
+    config = asdict(tiny_config(n_layer=N))
+    path = drawn(TuningKind("prompt", length=4, labels=("a", "b")), tiny_config(n_layer=N)).write(
+        tmp_path, "it", "1" * 64
+    )
+    header, tensors = read_header(path), load_file(path)
+    told = {**json.loads(header.metadata[KEY]), **description}
+    tensors |= {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+    save_file(tensors, path, {**header.metadata, KEY: json.dumps(told)})
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=words):
+            read_tensors(tmp_path, config, lambda part: NoNorms(), "2" * 64 if case == "other weights" else "1" * 64)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_numbers_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
+    made = drawn(TuningKind("prompt", length=4, labels=("a", "b")), tiny_config(n_layer=N))
+    made.named["prompt_embeddings"].data[2, 3] = float("nan")
+    made.write(tmp_path, "it", None)
+    with pytest.raises(CheckpointError, match="not finite"):
+        read_tensors(tmp_path, asdict(tiny_config(n_layer=N)), lambda part: NoNorms())

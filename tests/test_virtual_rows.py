@@ -20,7 +20,7 @@ from kernel_models import tensors_of
 from litgpt.model import GPT
 from safetensors.torch import load_file, save_file
 
-from families import config_of
+from families import config_of, model_of
 from lying_nodes import LIARS, make_lie
 from mdi.checkpoint.adapters import AdapterName, AdapterSource, check_stored
 from mdi.checkpoint.packing import Packing
@@ -32,7 +32,7 @@ from mdi.cli import launch
 from mdi.engine.cohort import Beams
 from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.sequence import Request, SamplingParams
-from mdi.errors import CheckpointError, KernelError, UsageError
+from mdi.errors import CheckpointError, KernelError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.node.local import free_ports
@@ -40,7 +40,7 @@ from mdi.run.journal import Journal
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
-from mdi.spec.options import StarterOptions
+from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.text.texts import TextCodec
@@ -270,7 +270,11 @@ PENALTIES = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("params", [PENALTIES, replace(PENALTIES, temperature=0)], ids=["drawn", "greedy"])
+@pytest.mark.parametrize(
+    "params",
+    [PENALTIES, replace(PENALTIES, temperature=0), SamplingParams(N_TOKENS, 0, repetition_penalty=0.3, n_logprobs=3)],
+    ids=["drawn", "greedy", "the text's own tokens"],
+)
 def test_virtual_positions_are_no_tokens(params: SamplingParams, made: Tuned, tmp_path: Path) -> None:
     """Neither of a penalty nor of a seed; and log probabilities are those of the text alone."""
     prompt = encode(PROMPTS[1])
@@ -382,8 +386,9 @@ def test_a_run_that_was_interrupted_goes_on_with_its_adapter(
     capsys.readouterr()
     weights = begun / "mine" / "adapter_model.safetensors"
     right = weights.read_bytes()
-    weights.write_bytes((made.folders["prompt"] / "adapter_model.safetensors").read_bytes())
-    assert launch("starter", resumed) != 0
+    save_file({name: 1 + tensor for name, tensor in load_file(weights).items()}, weights)
+    assert launch("starter", resumed) == 2
+    assert "begun with another model or other options" in capsys.readouterr().err
     weights.write_bytes(right)
     capsys.readouterr()
     assert launch("starter", resumed) == 0
@@ -489,6 +494,111 @@ def test_a_block_s_outputs_for_a_side_network_are_those_behind_it(made: Tuned) -
             if end < 5:
                 assert y[90 + 6 * (end // 2 - 1) :][:6].tobytes() == x[-6:].tobytes()
         assert y[:90].tobytes() == x.tobytes()
+
+
+FAMILY: dict[tuple[str, str], str] = {
+    ("Mixtral-8x7B-v0.1", "lora"): "", ("Mixtral-8x7B-v0.1", "experts"): "experts, their router",
+    ("Mixtral-8x7B-v0.1", "prompt"): "", ("Mixtral-8x7B-v0.1", "deep"): "", ("Mixtral-8x7B-v0.1", "prefix"): "",
+    ("Mistral-7B-v0.1", "lora"): "", ("Mistral-7B-v0.1", "prompt"): "", ("Mistral-7B-v0.1", "deep"): "",
+    ("Mistral-7B-v0.1", "prefix"): "attention in windows", ("Gemma-3-1b-it", "lora"): "",
+    ("Gemma-3-1b-it", "prompt"): "multiplies its embeddings", ("Gemma-3-1b-it", "prefix"): "attention in windows",
+    ("deepseek-v3-shape", "lora"): "latent attention cannot", ("deepseek-v3-shape", "prompt"): "latent attention",
+    ("deepseek-v3-shape", "deep"): "latent attention", ("deepseek-v3-shape", "prefix"): "latent attention",
+    ("pythia-14m", "lora"): "", ("pythia-14m", "prefix"): "", ("falcon-7b", "deep"): "", ("Qwen3-0.6B", "prefix"): "",
+}  # fmt: skip
+OF_FAMILIES = {**KINDS, "experts": TuningKind("lora", targets=("mlp",))}
+
+
+@pytest.mark.filterwarnings("ignore:For Gemma3 models only the text component")  # litgpt
+@pytest.mark.parametrize("family, name", FAMILY)
+def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    """As the table of docs/training.md says: trained, and served from its folder in the kernels."""
+    gpt, why_not = model_of(family), FAMILY[family, name]
+    source = open_source(write_checkpoint(tmp_path / "ckpt", gpt=gpt))
+    config = source.config_dict
+    if why_not:
+        with pytest.raises(UsageError, match=why_not):
+            new_tensors(OF_FAMILIES[name], config, 1, lambda part: source)
+        return
+    tuned = new_tensors(OF_FAMILIES[name], config, 1, lambda part: source)
+    for parameter in tuned.named.values():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    folder = tuned.write(tmp_path / "own", family, None).parent
+    adapter = open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+    of, n, n_layer = AdapterSource([adapter], lambda part: source), adapter.n_virtual, config["n_layer"]
+    weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
+    stage = KernelStage(config, 0, n_layer, weights, adapters={p: of.weights(p) for p in of.part_names()})
+    stage.prepare(120)
+    rows = np.random.default_rng(4).standard_normal((n + 30, gpt.config.n_embd)).astype(np.float32)
+    found = stage(rows, [Slice(with_adapter(1, 0), 0, n + 30)])[n:]
+    plain = stage(rows, [Slice(1, 0, n + 30)])[n:]
+    before = tuned.before()
+    x = rows[n:] if before is None else np.concatenate([before.detach().numpy(), rows[n:]])
+    own = {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
+    expected = PlainBlocks(config, lambda i: named(gpt, i)).forward(x[None], 0, n_layer, own)[0, -30:]
+    size = np.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) / size < 1e-4 and np.linalg.norm(found - plain) / size > 0.01
+
+
+REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "all in a group": (1, {}, {"parallel": ParallelOptions(mode="tensor")}, "use --parallel ring"),
+    "a starter in torch": (1, {}, {"dtype": "bfloat16"}, "adapters need the kernels"),
+    "a node in torch": (
+        1,
+        {"dtype": "bfloat16"},
+        {},
+        "secondary0 computes .*, and adapters are for nodes with whole blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case in REFUSED for name in ("prompt", "deep", "prefix")][:-3]
+    + [("a node in torch", "deep"), ("a node in torch", "prefix")]
+)  # fmt: skip
+def test_nodes_that_cannot_have_learned_rows_are_named_before_weights_are_sent(
+    case: str, name: str, made: Tuned, tmp_path: Path
+) -> None:
+    n, of_node, changes, words = REFUSED[case]
+    fields = {"placement": "even", "prompt_style": "none", "device": "cpu", **changes}
+    options = StarterOptions(ckpt=made.checkpoint, cache_dir=tmp_path, adapter=(made.flag(name),), **fields)
+    with (
+        secondaries(n, tmp_path, **of_node) as nodes,
+        pytest.raises(MdiError, match=words),
+        Run(GivenNodes(cluster_of(nodes)), options, 60, n_texts=1),
+    ):
+        pass
+    assert not [*tmp_path.glob("cache*/*.safetensors")]
+
+
+def test_a_prompt_needs_the_kernels_for_block_0_only(made: Tuned, tmp_path: Path) -> None:
+    fields = {"placement": "even", "prompt_style": "none", "device": "cpu", "dtype": "float32", "cache_dir": tmp_path}
+    options = StarterOptions(ckpt=made.checkpoint, adapter=(made.flag("prompt"),), **fields)
+    with (
+        secondaries(1, tmp_path, dtype="bfloat16") as nodes,
+        Run(GivenNodes(cluster_of(nodes)), options, 120, n_texts=1) as run,
+    ):
+        found = texts(run, ("prompt", PROMPTS[0]), ("", PROMPTS[0]))
+    assert found[0][:2] == made.ids("prompt", PROMPTS[0])[:2] and found[0] != found[1], "rounded, so texts part"
+
+
+def test_a_group_in_the_nodes_file_is_refused_by_name(made: Tuned, tmp_path: Path) -> None:
+    """And where nodes may share blocks or not, they do not."""
+    fields = {"prompt_style": "none", "device": "cpu", "dtype": "float32", "placement": "even", "cache_dir": tmp_path}
+    for name in ("prefix", "lora"):
+        with secondaries(2, tmp_path) as nodes:
+            cluster = cluster_of(nodes, group="g")
+            options = StarterOptions(ckpt=made.checkpoint, adapter=(made.flag(name),), **fields)
+            with (
+                pytest.raises(MdiError, match="a model with adapters"),
+                Run(GivenNodes(cluster), options, 60, n_texts=1),
+            ):
+                pass
+            options = replace(options, parallel=ParallelOptions(mode="auto"))
+            with Run(GivenNodes(cluster_of(nodes)), options, 120, n_texts=1) as run:
+                assert texts(run, (name, PROMPTS[0])) == [made.ids(name, PROMPTS[0])]
 
 
 # What is refused

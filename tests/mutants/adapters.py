@@ -92,4 +92,29 @@ MUTANTS = [
         "a node takes learned rows of any width", "check_stored", "width == widths[match[3]]", "True",
         f"{ROWS}::test_a_node_checks_the_rows_that_it_gets",
     ),
+    Mutant(
+        "numbers that are not finite are served", "Adapter.__init__", "not np.isfinite(values).all()", "False",
+        f"{ROWS}::test_a_strangers_folder_is_refused_in_one_line_before_a_node_is_asked",
+    ),
+    Mutant(
+        "virtual positions are tokens of a penalty", "StarterEngine._sequence", "prompt[:1] * n_virtual", "(7,) * n_virtual",
+        f"{ROWS}::test_virtual_positions_are_no_tokens",
+    ),
+    Mutant(
+        "a chat leaves no place for learned rows", "_fit",
+        "session.max_length - max((one.n_virtual for one in session.model.weights.adapters), default=0)", "session.max_length",
+        f"{ROWS}::test_a_chat_goes_on_behind_learned_rows",
+    ),
+    Mutant(
+        "a run that is resumed looks for its adapter in another folder", "_saved", "{name}{sign}{_whole(folder)}",
+        "{name}{sign}{folder}", f"{ROWS}::test_a_run_that_was_interrupted_goes_on_with_its_adapter",
+    ),
+    Mutant(
+        "a run is resumed with another adapter", "identity_of", "*(one.sha256 for one in weights.adapters),", "",
+        f"{ROWS}::test_a_run_that_was_interrupted_goes_on_with_its_adapter",
+    ),
+    Mutant(
+        "a page of a prefix has its first rows", "CacheRows._write", "_slots(self._keys, first, end)",
+        "_slots(self._keys, 0, end - first)", "tests/kernels/test_cache_rows.py",
+    ),
 ]  # fmt: skip

@@ -110,6 +110,20 @@ MUTANTS = [
         "tests/test_ring_training.py::test_classes_have_the_name_under_which_peft_looks_for_them",
     ),
     Mutant(
+        "what a stranger has learned is copied to all rows",
+        "read_tensors",
+        "file.specs != wanted",
+        "False",
+        f"{THROUGH}::test_what_a_stranger_has_learned_is_checked",
+    ),
+    Mutant(
+        "classes of other weights are used",
+        "read_tensors",
+        "file.metadata.get(BASE_KEY, base) != base",
+        "False",
+        f"{THROUGH}::test_what_a_stranger_has_learned_is_checked",
+    ),
+    Mutant(
         "damaged logits are used",
         "SideTraining.keep_logits",
         "logits.missing()",

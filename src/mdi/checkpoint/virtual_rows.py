@@ -40,7 +40,9 @@ def why_no_rows(is_prefix: bool, config: Mapping[str, Any]) -> str | None:
     """What a model has that such rows cannot stand before, behind the model's name; None: they can."""
     if not is_prefix and config.get("scale_embeddings"):
         return "multiplies its embeddings, so that rows before them have no one form in other programs"
-    if is_prefix and (config.get("latent_attention") or any(config.get("sliding_window_indices") or ())):
-        return "has latent attention, or attention in windows, which see no prefix"
+    if config.get("latent_attention"):
+        return "has latent attention, which the kernels do not compute"
+    if is_prefix and any(config.get("sliding_window_indices") or ()):
+        return "has attention in windows, which see no prefix"
     lacking = why_not_litgpt(config)
     return None if lacking is None else f"has {lacking}, and such rows are for models that torch computes, too"
