@@ -38,14 +38,14 @@ int main() {
     uint8_t* data = (uint8_t*)std::aligned_alloc(64, n_bytes + 8192);
     for (size_t i = 0; i < n_bytes / 4; i++) ((uint32_t*)data)[i] = form.format >= kInt8 ? 0x11213141 : 0x3c003c00;
     MdiMatrix w = {data, nullptr, form.format, n_out, n_in, 0};
-    for (int n = 1; n <= kTileRows; n++) {
+    for (int n = 1; n <= tile_rows(form.format); n++) {
       std::vector<float> x((size_t)n * n_in), rows_of_floats(x.size()), y((size_t)n * n_out);
       for (auto& a : x) a = (float)std::rand() / (float)RAND_MAX - 0.5f;
       ByteRows bytes;
-      bytes.reserve(n, n_in);
+      bytes.reserve(n, n_in, tile_rows(form.format));
       for (int m = 0; m < n; m++) {
         quantize_row(&x[(size_t)m * n_in], m, bytes);
-        interleave_row(&x[(size_t)m * n_in], m, n, n_in, rows_of_floats.data());
+        interleave_row(&x[(size_t)m * n_in], m, n, n_in, tile_rows(form.format), rows_of_floats.data());
       }
       Rows rows{n, rows_of_floats.data(), &bytes};
       double products = (double)n * n_in * n_out, best = 1e9;

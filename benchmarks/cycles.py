@@ -2,14 +2,18 @@
 """Cycles of the kernels' inner loops on processors that are not here, as llvm-mca's models of their ports predict them.
 
     benchmarks/cycles.py                       # a Raspberry Pi 4 and 5
+    benchmarks/cycles.py --cpu neoverse-n2      # a core with the matrix instructions of i8mm
     benchmarks/cycles.py --cpu znver3 --set avx2
     benchmarks/cycles.py --measure --cpu znver4  # this x86-64 processor: measured beside a model of its kind
     benchmarks/cycles.py --csrc OTHER/csrc     # of other sources
 
 It compiles the kernels of an instruction set, finds the innermost loop of each tile, and asks llvm-mca (19 or newer; Debian:
-llvm-19) for its cycles. A table has, for each loop: products per cycle, those that the busiest ports would allow, and loads and
-stores of the stack, for which registers did not suffice. A model knows no memory and no caches: tokens per second are the
-smaller of two bounds, what memory can bring and what the loop can multiply. Everything for a board is predicted, not measured.
+llvm-19) for its cycles. A table has, for each loop: cycles per line of 64 bytes of weights, products per cycle, those that the
+ports allow, the share of these that is reached, and which ports are in the way. The ports' bound is of every set of ports: the
+work that only these can do, divided by their number. llvm-mca's own bound, which is printed beside it, is larger: it counts
+what one port can do apart from what any can. `stack` is how many loads and stores of the stack there are, for which registers
+did not suffice. A model knows no memory and no caches: tokens per second are the smaller of two bounds, what memory can bring
+and what the loop can multiply. Everything for a board is predicted, not measured.
 
 ARM code needs a compiler for it, such as Debian's g++-aarch64-linux-gnu.
 """
@@ -17,6 +21,7 @@ ARM code needs a compiler for it, such as Debian's g++-aarch64-linux-gnu.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shutil
@@ -36,14 +41,15 @@ PROGRAM = Path(__file__).with_name("cycles.cpp")
 # What the names of a model's ports begin with. LLVM gives many cores the ports of another one: cortex-a72 and cortex-a76 have
 # those of the A57, and are refused.
 MODELS = {
-    "cortex-a57": ("aarch64", "A57"), "neoverse-n1": ("aarch64", "N1"), "znver3": ("x86_64", "Zn3"),
+    "cortex-a57": ("aarch64", "A57"), "neoverse-n1": ("aarch64", "N1"), "neoverse-n2": ("aarch64", "N2"),
+    "neoverse-v1": ("aarch64", "V1"), "znver3": ("x86_64", "Zn3"),
     "znver4": ("x86_64", "Zn4"), "haswell": ("x86_64", "HW"), "skylake": ("x86_64", "SKL"),
     "sapphirerapids": ("x86_64", "SPR"),
 }  # fmt: skip
-SETS = {"cortex-a57": "neon", "neoverse-n1": "neon_dot"}
+SETS = {"cortex-a57": "neon", "neoverse-n1": "neon_dot", "neoverse-n2": "neon_i8mm", "neoverse-v1": "neon_i8mm"}
 # Products of one instruction.
 PRODUCTS = {
-    "smull": 8, "smull2": 8, "smlal": 8, "smlal2": 8, "sdot": 16, "fmla": 4,
+    "smull": 8, "smull2": 8, "smlal": 8, "smlal2": 8, "sdot": 16, "usdot": 16, "smmla": 32, "usmmla": 32, "fmla": 4,
     "vpmaddubsw": 32, "vfmadd132ps": 8, "vfmadd213ps": 8, "vfmadd231ps": 8, "vpdpbusd": 32,
 }  # fmt: skip
 BRANCH = re.compile(r"^\t(?:b\.?\w*|cbn?z|tbn?z|j\w+)\t(?:.*, *)?(\.L\w+)$")
@@ -80,32 +86,44 @@ class Board:
 
 BOARDS = [
     Board(
-        "Raspberry Pi 4 (Cortex-A72)", "cortex-a57", 1.8, 4, 6.0, "5 to 7 GB/s while llama.cpp decodes: specpicks.com, 2026",
-        "llama.cpp: Llama 3.2 3B Q4_K_M 3.4 tokens/s (specpicks.com, 2026)",
+        "Raspberry Pi 4 (Cortex-A72)", "cortex-a57", 1.8, 4, 5.56, "5.56 GB/s (STREAM, one core: sci-pi.org.uk/bench/stream.html)",
+        "llama.cpp of 2024-03: TinyLlama Q8_0 3 tokens/s, prompts 10 (justine.lol/matmul); distributed-llama: Llama 2 7B "
+        "Q40 (4.2 GB) 0.8 tokens/s (its issue 8)",
     ),
     Board(
         "Raspberry Pi 5 (Cortex-A76)", "neoverse-n1", 2.4, 4, 11.4,
-        "11.4 GB/s while distributed-llama decodes: hellomatik.com, 2026",
-        "llama.cpp: TinyLlama Q4 8 to 12 tokens/s (specpicks.com, 2026)",
+        "11.4 GB/s (while distributed-llama decodes: hellomatik.com/research, 2026)",
+        "llama.cpp of 2024-03: TinyLlama Q8_0 9 tokens/s, prompts 35 (justine.lol/matmul); distributed-llama 0.7: TinyLlama Q40 "
+        "on two boards 15.2 to 16.9 tokens/s (its pull request 64); Llama 2 7B Q40 (4.2 GB) on one 2.3 (its issue 8)",
     ),
 ]  # fmt: skip
 # TinyLlama's shape: weights of its matrices, each read and multiplied once per token; bytes of each with its scales.
 N_WEIGHTS = 1_034_000_000
 FORMATS = {"int8": (1.03125, "int8"), "int4": (0.5625, "half 4"), "bf16": (2.0, "float 1"), "float32": (4.0, "float 0")}
 READ_SHARE = 0.8  # of the published speed, that decoding is expected to reach
-FORMAT_NAMES = {"0": "float32", "1": "bf16", "2": "fp16", "4": "int4", "5": "mxfp4"}
+LINE_WEIGHTS = {"float32": 16, "bf16": 32, "fp16": 32, "int8": 64, "int4": 128, "mxfp4": 128}
+FORMAT_NAMES = {"0": "float32", "1": "bf16", "2": "fp16", "3": "int8", "4": "int4", "5": "mxfp4"}
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The innermost loop of a tile, per iteration."""
+    """The innermost loop of a tile, per iteration.
+
+    Attributes:
+        lines: of 64 bytes of weights.
+        bound: cycles that the ports need at least.
+        mca_bound: the same as llvm-mca counts it.
+        in_the_way: the ports that set the bound.
+    """
 
     tile: str
-    products: int
+    products: float
+    lines: float
     cycles: float
     bound: float
+    mca_bound: float
     n_stack: int
-    busiest: str
+    in_the_way: str
 
 
 def fail(words: str) -> None:
@@ -130,7 +148,7 @@ def ask(mca: str, cpu: str, lines: list[str], n: int = 100) -> dict[str, Any]:
     """What llvm-mca says of `n` iterations of some instructions."""
     command = [mca, f"-mtriple={MODELS[cpu][0]}-linux-gnu", f"-mcpu={cpu}", "-json", f"-iterations={n}"]
     if MODELS[cpu][0] == "aarch64":
-        command.append("-mattr=+dotprod")
+        command.append("-mattr=+dotprod,+i8mm")
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
     if done.returncode:
         fail(done.stderr.strip().splitlines()[-1])
@@ -216,41 +234,88 @@ def innermost(lines: list[str]) -> list[str]:
 
 def tile_name(function: str) -> str:
     """`int8, 4 rows` of a mangled name."""
-    kind, numbers = re.search(r"(float|int8|half)_tileI((?:Li\d+E)+)", function).groups()  # type: ignore[union-attr]
-    n = re.findall(r"Li(\d+)E", numbers)
-    form = "int8" if kind == "int8" else FORMAT_NAMES[n[-1]]
-    panels = {"int8": n[1], "float": n[1], "half": n[2] if len(n) == 4 else n[1]}[kind]
-    return f"{form}, {n[0]} row{'s' * (n[0] != '1')}" + (f", {panels} panels" if panels != "1" else "")
+    numbers = re.search(r"_tileI((?:Li\d+E)+)", function)[1]  # type: ignore[index]
+    rows, panels, *form = re.findall(r"Li(\d+)E", numbers)
+    name = FORMAT_NAMES[form[0]] if form else "int8"
+    return f"{name}, {rows} row{'s' * (rows != '1')}" + (f", {panels} panels" if panels != "1" else "")
+
+
+def groups_of(mca: str, cpu: str, lines: set[str]) -> dict[str, list[tuple[frozenset[str], float]]]:
+    """For each instruction: sets of ports any of which can do a part of it, and the cycles that this part takes."""
+    each = sorted(lines)
+    begin, end = "# LLVM-MCA-BEGIN\n", "\n# LLVM-MCA-END"
+    answer = ask(mca, cpu, [begin + line + end for line in each])
+    ports = answer["TargetInfo"]["Resources"]
+    found = {}
+    for line, region in zip(each, answer["CodeRegions"], strict=True):
+        used: dict[str, dict[str, float]] = {}
+        for one in region["ResourcePressureView"]["ResourcePressureInfo"]:
+            if one["InstructionIndex"] == 0:
+                port = ports[one["ResourceIndex"]]
+                used.setdefault(kind_of(port), {})[port] = one["ResourceUsage"]
+        found[line] = [(frozenset(of_kind), sum(of_kind.values())) for of_kind in used.values()]
+    return found
+
+
+def kind_of(port: str) -> str:
+    """V of the ports for vectors, which the A57's model calls W and X; L, S and so on of the others."""
+    letter = port.split("Unit")[1][0]
+    return {"W": "V", "X": "V"}.get(letter, letter)
+
+
+def port_bound(groups: list[tuple[frozenset[str], float]]) -> tuple[float, str]:
+    """The fewest cycles that ports allow: of every set of ports, the work that only these can do, divided by their number."""
+    work: dict[frozenset[str], float] = {}
+    for ports, cycles in groups:
+        work[ports] = work.get(ports, 0.0) + cycles
+    best = (0.0, "-")
+    for n in range(1, len(work) + 1):
+        for chosen in itertools.combinations(work, n):
+            together = frozenset().union(*chosen)
+            if len({kind_of(port) for port in together}) == 1:
+                cycles = sum(c for ports, c in work.items() if ports <= together) / len(together)
+                names = sorted({port.split("Unit")[1].split(".")[0] for port in together})
+                best = max(best, (cycles, "+".join(names)))
+    return best
 
 
 def loops_of(mca: str, cpu: str, path: Path) -> dict[str, Loop]:
-    found: dict[str, Loop] = {}
+    bodies = {}
     for name, lines in functions(path).items():
-        if not re.search(r"(float|int8|half)_tileI", name) or not (body := innermost(lines)):
-            continue
-        answer = ask(mca, cpu, body)
-        summary = answer["CodeRegions"][0]["SummaryView"]
-        used = {}
-        for one in answer["CodeRegions"][0]["ResourcePressureView"]["ResourcePressureInfo"]:
-            if one["InstructionIndex"] == len(body):
-                used[answer["TargetInfo"]["Resources"][one["ResourceIndex"]]] = one["ResourceUsage"]
-        products = sum(PRODUCTS.get(mnemonic(one), 0) for one in body)
-        stack = sum(bool(re.search(r"(\[sp|\(%rsp|\(%rbp).*", one)) and mnemonic(one)[0] in "lsv" for one in body)
-        busiest = max(used, key=lambda port: used[port]).split(".")[0] if used else "-"
-        cycles = summary["TotalCycles"] / 100
+        if re.search(r"(float|int8|half|byte)_tileI", name) and (body := innermost(lines)):
+            bodies[name] = body
+    is_arm = MODELS[cpu][0] == "aarch64"  # the names of x86-64's ports do not say which are alike
+    groups = groups_of(mca, cpu, {line for body in bodies.values() for line in body}) if is_arm else {}
+    found: dict[str, Loop] = {}
+    for name, body in bodies.items():
         tile = tile_name(name)
-        loop = Loop(tile, products, cycles, summary["BlockRThroughput"], stack, busiest)
+        form, n_rows = tile.split(", ")[0], int(tile.split(", ")[1].split()[0])
+        summary = ask(mca, cpu, body)["CodeRegions"][0]["SummaryView"]
+        products = sum(PRODUCTS.get(mnemonic(one), 0) for one in body) * 1.0
+        if any(mnemonic(one) in ("smmla", "usmmla") for one in body):
+            products *= n_rows / (n_rows + n_rows % 2)  # they multiply two rows; an odd one is multiplied twice
+        stack = sum(bool(re.search(r"(\[sp|\(%rsp|\(%rbp).*", one)) and mnemonic(one)[0] in "lsv" for one in body)
+        cycles, mca_bound = summary["TotalCycles"] / 100, summary["BlockRThroughput"]
+        bound, ports = port_bound([one for line in body for one in groups[line]]) if is_arm else (mca_bound, "-")
+        dispatch = summary["TotaluOps"] / 100 / summary["DispatchWidth"]
+        if dispatch > bound:
+            bound, ports = dispatch, "dispatch"
+        loop = Loop(tile, products, products / n_rows / LINE_WEIGHTS[form], cycles, bound, mca_bound, stack, ports)
         if tile not in found or loop.products / loop.cycles > found[tile].products / found[tile].cycles:
             found[tile] = loop
     return found
 
 
 def show(loops: dict[str, Loop]) -> None:
-    print(f"  {'tile':24} {'products/cycle':>14} {'ports allow':>12} {'share':>6} {'stack':>6}  busiest port")
+    print(
+        f"  {'tile':24} {'cycles/line':>11} {'products/cycle':>14} {'ports allow':>11} {'share':>5} {'llvm-mca':>8} {'stack':>5}  ports"
+    )
     for tile in sorted(loops):
         one = loops[tile]
-        reached, allowed = one.products / one.cycles, one.products / one.bound
-        print(f"  {tile:24} {reached:14.2f} {allowed:12.2f} {reached / allowed:6.2f} {one.n_stack:6}  {one.busiest}")
+        print(
+            f"  {tile:24} {one.cycles / one.lines:11.2f} {one.products / one.cycles:14.2f} {one.products / one.bound:11.2f} "
+            f"{one.bound / one.cycles:5.2f} {one.products / one.mca_bound:8.2f} {one.n_stack:5}  {one.in_the_way}"
+        )
 
 
 def predict(board: Board, loops: dict[str, Loop]) -> None:
@@ -300,7 +365,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for cpu in cpus:
             check_model(mca, cpu)
-            if cpu in SETS:
+            if cpu in ("cortex-a57", "neoverse-n1"):
                 check_guides(mca, cpu)
             name = args.set or SETS.get(cpu, "avx2")
             loops = loops_of(mca, cpu, compiled(args.csrc, name, Path(folder)))

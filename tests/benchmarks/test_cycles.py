@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cycles import MODELS, innermost, tile_name
+from cycles import MODELS, innermost, port_bound, tile_name
 
 NESTED = """
 \tmov\tx0, 0
@@ -35,13 +35,23 @@ def test_the_innermost_loop_is_found() -> None:
 @pytest.mark.parametrize(
     ("function", "tile"),
     [
-        ("_ZN8mdi_neon9int8_tileILi4ELi1EEEvRK9MdiMatrix", "int8, 4 rows"),
+        ("_ZN8mdi_avx29int8_tileILi4ELi1EEEvRK9MdiMatrix", "int8, 4 rows"),
         ("_ZN8mdi_neon10float_tileILi1ELi4ELi1EEEvRK9MdiMatrix", "bf16, 1 row, 4 panels"),
-        ("_ZN8mdi_neon9half_tileILi2ELi4ELi1ELi5EEEvRK9MdiMatrix", "mxfp4, 2 rows"),
+        ("_ZN8mdi_avx29half_tileILi2ELi1ELi5EEEvRK9MdiMatrix", "mxfp4, 2 rows"),
+        ("_ZN8mdi_neon9byte_tileILi2ELi1ELi4EEEvRK9MdiMatrix", "int4, 2 rows"),
     ],
 )
 def test_tiles_are_named(function: str, tile: str) -> None:
     assert tile_name(function) == tile
+
+
+def test_the_bound_counts_what_only_some_ports_can_do() -> None:
+    """Three of four cycles go to one of two ports: neither the most loaded group nor the sum of all sets the bound."""
+    one, other = frozenset({"N1UnitV0"}), frozenset({"N1UnitV1"})
+    either, load = one | other, frozenset({"N1UnitL"})
+    assert port_bound([(one, 3.0), (either, 1.0), (load, 2.5)]) == (3.0, "V0")
+    assert port_bound([(one, 2.0), (other, 1.0), (either, 2.0), (load, 2.25)]) == (2.5, "V0+V1")
+    assert port_bound([(one, 1.0), (other, 1.0), (load, 2.25)]) == (2.25, "L")
 
 
 @pytest.mark.skipif(shutil.which("llvm-mca-19") is None, reason="llvm-mca 19 is not installed (Debian: llvm-19)")

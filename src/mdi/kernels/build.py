@@ -56,6 +56,7 @@ INSTRUCTION_SETS = (
     InstructionSet("avx512", "x86_64", _AVX512),
     InstructionSet("avx2vnni", "x86_64", (*_AVX2, "-mavxvnni")),
     InstructionSet("avx2", "x86_64", _AVX2),
+    InstructionSet("neon_i8mm", "aarch64", ("-march=armv8.2-a+dotprod+i8mm", *_AARCH64)),
     InstructionSet("neon_dot", "aarch64", ("-march=armv8.2-a+dotprod", *_AARCH64)),
     InstructionSet("neon", "aarch64", _AARCH64),
     InstructionSet("plain", ""),

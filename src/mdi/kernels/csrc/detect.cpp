@@ -55,10 +55,29 @@ std::vector<const InstructionSet*> instruction_sets() {
 #elif defined(__aarch64__)
 #if defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+#ifdef MDI_HAS_NEON_I8MM
+static bool has_matrix_products() {  // of bytes: i8mm
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) & 1ul << 13;  // HWCAP2_I8MM
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
 #endif
 
 std::vector<const InstructionSet*> instruction_sets() {
   std::vector<const InstructionSet*> found;
+#ifdef MDI_HAS_NEON_I8MM
+  if (has_matrix_products()) found.push_back(kNeonI8mm);
+#endif
 #ifdef MDI_HAS_NEON_DOT
 #if defined(__linux__)
   const unsigned long has_dot_product = 1ul << 20;  // HWCAP_ASIMDDP

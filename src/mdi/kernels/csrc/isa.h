@@ -26,4 +26,4 @@ struct InstructionSet {
 };
 
 // Those that were compiled: the build defines MDI_HAS_... for each.
-extern const InstructionSet *const kAmx, *const kAvx512, *const kAvx2Vnni, *const kAvx2, *const kNeonDot, *const kNeon, *const kPlain;
+extern const InstructionSet *const kAmx, *const kAvx512, *const kAvx2Vnni, *const kAvx2, *const kNeonI8mm, *const kNeonDot, *const kNeon, *const kPlain;

@@ -92,10 +92,11 @@ inline void float_rest(const MdiMatrix& w, int panel, const float* x, int m0, in
 
 template <int kPanels, int kFormat>
 void float_rows(const MdiMatrix& w, int panel, const float* x, int n_rows, const Out& out) {
-  for (int m = 0; m < n_rows; m += kTileRows) {
+  constexpr int kTile = tile_rows(kFormat);
+  for (int m = 0; m < n_rows; m += kTile) {
     const float* block = x + (int64_t)m * w.n_in;
-    if (m + kTileRows <= n_rows) float_tile<kTileRows, kPanels, kFormat>(w, panel, block, m, out);
-    else float_rest<kTileRows - 1, kPanels, kFormat>(w, panel, block, m, n_rows - m, out);
+    if (m + kTile <= n_rows) float_tile<kTile, kPanels, kFormat>(w, panel, block, m, out);
+    else float_rest<kTile - 1, kPanels, kFormat>(w, panel, block, m, n_rows - m, out);
   }
 }
 
@@ -116,25 +117,21 @@ void float_panels(const MdiMatrix& w, int first, int last, const float* x, int n
 
 // ---- int8, int4 and mxfp4: bytes times bytes in whole numbers, a scale per group on both sides
 
-// Halves of bytes: int4 and mxfp4. Both lie in steps of 64 inputs, eight lines in two groups of 32; a record has one step of int4
-// with scales in half precision, or two of mxfp4 with a byte for a power of two.
-template <int kFormat> constexpr int kRecordSteps = kFormat == kMxfp4 ? 2 : 1;
-template <int kFormat> constexpr int kRecordBytes = 64 * (1 + 8 * kRecordSteps<kFormat>);
+// All lie in steps of 64 inputs: of int8 sixteen lines in one group, of the halves of bytes, int4 and mxfp4, eight lines in two
+// groups of 32. A record has one step of int4 or two of the others. Scales are in half precision, or of mxfp4 a byte for a power
+// of two.
+template <int kFormat> constexpr int kStepLines = kFormat == kInt8 ? 16 : 8;
+template <int kFormat> constexpr int kRecordSteps = kFormat == kInt4 ? 1 : 2;
+template <int kFormat> constexpr int kRecordBytes = 64 * (1 + kStepLines<kFormat> * kRecordSteps<kFormat>);
 template <int kFormat> constexpr int kHalfOffset = kFormat == kMxfp4 ? 12 : 8;  // how much too large the bytes of weights are
 
 // Bits of a number of mxfp4 (E2M1) -> twice the number, plus 12. Sums are halved when they are whole.
 alignas(16) static const uint8_t kTwiceE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <int kFormat>
-inline W half_weights(W halves) {
-  if constexpr (kFormat == kMxfp4) return looked_up(halves, kTwiceE2m1);
-  return halves;
-}
-
-template <int kFormat>
 inline const uint8_t* step_lines(const uint8_t* panel, int step) {
   constexpr int n = kRecordSteps<kFormat>;
-  return panel + (int64_t)(step / n) * kRecordBytes<kFormat> + 64 + step % n * 512;
+  return panel + (int64_t)(step / n) * kRecordBytes<kFormat> + 64 + step % n * kStepLines<kFormat> * 64;
 }
 
 // Scales of group 0 or 1 of a step.
@@ -184,6 +181,18 @@ inline F add_large(F total, const uint8_t* panel, const ByteRows& x, int m) {
     total = fma(mul(q, scale), splat(large[i].value), total);
   }
   return total;
+}
+
+#ifdef MDI_NEON
+}  // namespace MDI_NS
+#include "neon.h"
+namespace MDI_NS {
+#else
+
+template <int kFormat>
+inline W half_weights(W halves) {
+  if constexpr (kFormat == kMxfp4) return looked_up(halves, kTwiceE2m1);
+  return halves;
 }
 
 // Copies the sums of a tile, which stay in registers only where every index is a constant, so that a loop can finish them. Where
@@ -247,15 +256,14 @@ void int8_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
       finish(add_large<kInt8>(sum_of[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
-// Rows `at` to at + kRows of the block of kBlock rows that begins at m0.
-template <int kRows, int kBlock, int kPanels, int kFormat>
-void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, int at, const Out& out) {
+template <int kRows, int kPanels, int kFormat>
+void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
   constexpr int kLines = kFormat == kMxfp4 ? kMxfp4Lines : 4;  // whose products a sum holds
   int64_t panel_bytes = (int64_t)n_steps<kFormat>(w) / kRecordSteps<kFormat> * kRecordBytes<kFormat>;
   const uint8_t* start = w.data + panel * panel_bytes;
-  const int8_t* q = x.bytes(m0) + 4 * at;
-  const float* scale = x.scales(m0) + at;
-  const int32_t* sums = x.sums(m0) + at;
+  const int8_t* q = x.bytes(m0);
+  const float* scale = x.scales(m0);
+  const int32_t* sums = x.sums(m0);
   F total[kRows][kPanels];
   #pragma GCC unroll 8
   for (int m = 0; m < kRows; m++)
@@ -286,8 +294,8 @@ void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, int at,
           for (int m = 0; m < kRows; m++)
             #pragma GCC unroll 8
             for (int p = 0; p < kPanels; p++) {
-              sum[m][p] = dot_halves(sum[m][p], low[p], q + 4 * (2 * i * kBlock + m));
-              sum[m][p] = dot_halves(sum[m][p], high[p], q + 4 * ((2 * i + 1) * kBlock + m));
+              sum[m][p] = dot_halves(sum[m][p], low[p], q + 4 * (2 * i * kRows + m));
+              sum[m][p] = dot_halves(sum[m][p], high[p], q + 4 * ((2 * i + 1) * kRows + m));
             }
         }
         #pragma GCC unroll 8
@@ -305,41 +313,32 @@ void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, int at,
           part[m][p] = g ? fma(a, s, part[m][p]) : mul(a, s);
         }
       }
-      q += 32 * kBlock, sums += kBlock;
+      q += 32 * kRows, sums += kRows;
     }
     #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++)
       #pragma GCC unroll 8
       for (int p = 0; p < kPanels; p++) total[m][p] = fma(part[m][p], splat(scale[m]), total[m][p]);
-    scale += kBlock;
+    scale += kRows;
   }
   F sum_of[kRows][kPanels];
   in_memory(total, sum_of);
   for (int m = 0; m < kRows; m++)
     for (int p = 0; p < kPanels; p++)
-      finish(add_large<kFormat>(whole_sum<kFormat>(sum_of[m][p]), start + p * panel_bytes, x, m0 + at + m), w, panel + p, out,
-             m0 + at + m);
+      finish(add_large<kFormat>(whole_sum<kFormat>(sum_of[m][p]), start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
 }
 
-// All rows of a block, as many at a time as leave the sums in registers.
-template <int kBlock, int kPanels, int kFormat, int kAt = 0>
-inline void half_block(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
-  constexpr int kRows = kBlock - kAt < kHalfRows ? kBlock - kAt : kHalfRows;
-  half_tile<kRows, kBlock, kPanels, kFormat>(w, panel, x, m0, kAt, out);
-  if constexpr (kAt + kRows < kBlock) half_block<kBlock, kPanels, kFormat, kAt + kRows>(w, panel, x, m0, out);
-}
-
-template <int kRows, int kPanels>
+template <int kRows, int kPanels, int kFormat>
 inline void byte_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const Out& out) {
-  if (w.format == kInt8) int8_tile<kRows, kPanels>(w, panel, x, m0, out);
-  else if (w.format == kInt4) half_block<kRows, kPanels, kInt4>(w, panel, x, m0, out);
-  else half_block<kRows, kPanels, kMxfp4>(w, panel, x, m0, out);
+  if constexpr (kFormat == kInt8) int8_tile<kRows, kPanels>(w, panel, x, m0, out);
+  else half_tile<kRows, kPanels, kFormat>(w, panel, x, m0, out);
 }
+#endif
 
-template <int kRows>
+template <int kRows, int kFormat>
 inline void byte_rest(const MdiMatrix& w, int panel, const ByteRows& x, int m0, int n, const Out& out) {
-  if (n == kRows) return byte_tile<kRows, 1>(w, panel, x, m0, out);
-  if constexpr (kRows > 1) byte_rest<kRows - 1>(w, panel, x, m0, n, out);
+  if (n == kRows) return byte_tile<kRows, 1, kFormat>(w, panel, x, m0, out);
+  if constexpr (kRows > 1) byte_rest<kRows - 1, kFormat>(w, panel, x, m0, n, out);
 }
 
 #ifdef MDI_AMX
@@ -348,24 +347,30 @@ inline void byte_rest(const MdiMatrix& w, int panel, const ByteRows& x, int m0, 
 namespace MDI_NS {
 #endif
 
-inline void byte_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
+template <int kFormat>
+void byte_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
 #ifdef MDI_AMX
   if (x.for_matrix_unit) return matrix_unit_panels(w, first, last, x, n_rows, out);
 #endif
-  int p = first, whole = n_rows / kTileRows * kTileRows;
+  constexpr int kTile = tile_rows(kFormat);
+  int p = first, whole = n_rows / kTile * kTile;
   for (; p + kBytePanels <= last; p += kBytePanels) {
-    for (int m = 0; m < whole; m += kTileRows) byte_tile<kTileRows, kBytePanels>(w, p, x, m, out);
+    for (int m = 0; m < whole; m += kTile) byte_tile<kTile, kBytePanels, kFormat>(w, p, x, m, out);
     if (whole < n_rows)
-      for (int i = 0; i < kBytePanels; i++) byte_rest<kTileRows - 1>(w, p + i, x, whole, n_rows - whole, out);
+      for (int i = 0; i < kBytePanels; i++) byte_rest<kTile - 1, kFormat>(w, p + i, x, whole, n_rows - whole, out);
   }
   for (; p < last; p++)
-    for (int m = 0; m < n_rows; m += kTileRows)
-      byte_rest<kTileRows>(w, p, x, m, n_rows - m < kTileRows ? n_rows - m : kTileRows, out);
+    for (int m = 0; m < n_rows; m += kTile) byte_rest<kTile, kFormat>(w, p, x, m, n_rows - m < kTile ? n_rows - m : kTile, out);
 }
 
 // ---- any format
 
 inline bool wants_bytes(const MdiMatrix& w) { return w.format >= kInt8; }
+
+// Whether the same prepared rows do for both.
+inline bool read_the_same(const MdiMatrix& w, const MdiMatrix& v) {
+  return wants_bytes(w) == wants_bytes(v) && tile_rows(w.format) == tile_rows(v.format);
+}
 
 // Rows in the form that a matrix wants, made once for all matrices that read them.
 struct Rows {
@@ -379,7 +384,9 @@ inline void multiply_panels(const MdiMatrix& w, int first, int last, const Rows&
     case kFloat32: return float_panels<kFloat32>(w, first, last, rows.floats, rows.n, out);
     case kBf16: return float_panels<kBf16>(w, first, last, rows.floats, rows.n, out);
     case kFp16: return float_panels<kFp16>(w, first, last, rows.floats, rows.n, out);
-    default: return byte_panels(w, first, last, *rows.bytes, rows.n, out);
+    case kInt8: return byte_panels<kInt8>(w, first, last, *rows.bytes, rows.n, out);
+    case kInt4: return byte_panels<kInt4>(w, first, last, *rows.bytes, rows.n, out);
+    default: return byte_panels<kMxfp4>(w, first, last, *rows.bytes, rows.n, out);
   }
 }
 

@@ -32,11 +32,11 @@ struct Large {
   float value;
 };
 
-// Rows lie in blocks of kTileRows, which a tile multiplies at once: the same four numbers of all rows of a block, then the next
-// four, so that a tile reads one stream. The last block has as many rows as are left.
+// Rows lie in blocks of as many as a tile multiplies at once, tile_rows(format): the same few numbers of all rows of a block, of
+// bytes kPiece, then the next few, so that a tile reads one stream. The last block has as many rows as are left.
 struct RowBlock {
   int first, n;
-  RowBlock(int row, int n_rows, int most = kTileRows)
+  RowBlock(int row, int n_rows, int most)
       : first(row / most * most), n(n_rows - first < most ? n_rows - first : most) {}
 };
 
@@ -53,17 +53,19 @@ constexpr int kMatrixBlock = 16;
 // a number that is not finite is NaN, and so is every product with the row: maxima and bytes would hide it.
 struct ByteRows {
   int n_rows = 0, n_in = 0, width = 0;  // width: inputs in whole records of any format
+  int tile = 0;                         // rows of a block
   bool for_matrix_unit = false;
-  Buffer<int8_t> q;                     // per block (width / 4, rows, 4), or (width / 64, 16, 64)
+  Buffer<int8_t> q;                     // per block (width / kPiece, rows, kPiece), or (width / 64, 16, 64)
   Buffer<float> scale;                  // per block (width / 64, rows)
   Buffer<int32_t> sum;                  // per block (width / 32, rows): sums of q
   Buffer<int32_t> offset;               // per block (width / 64, rows): 128 times the sums, for the matrix unit
   Buffer<Large> large;                  // (n_rows, kMostLarge * width / 64)
   Buffer<int32_t> n_large;              // (n_rows)
 
-  void reserve(int rows, int inputs) {
+  void reserve(int rows, int inputs, int rows_of_tile) {
     n_rows = rows, n_in = inputs, width = padded(inputs, 128);
     for_matrix_unit = rows >= kMatrixRows;
+    tile = for_matrix_unit ? kMatrixBlock : rows_of_tile;
     if (for_matrix_unit) rows = padded(rows, kMatrixBlock);
     int rest = rows - n_rows;  // of the last block: rows that nobody wants, but that are computed
     q.of((size_t)rows * width);
@@ -85,7 +87,7 @@ struct ByteRows {
   int32_t* sums(int block_row) const { return sum.data() + (size_t)block_row * (width / 32); }
   int32_t* offsets(int block_row) const { return offset.data() + (size_t)block_row * (width / 64); }
   RowBlock block_of(int m) const {
-    return for_matrix_unit ? RowBlock(m, padded(n_rows, kMatrixBlock), kMatrixBlock) : RowBlock(m, n_rows);
+    return RowBlock(m, for_matrix_unit ? padded(n_rows, kMatrixBlock) : n_rows, tile);
   }
   Large* large_of(int m) const { return large.data() + (size_t)m * kMostLarge * (width / 64); }
 };
@@ -146,14 +148,14 @@ inline void quantize_row(const float* row, int m, const ByteRows& to) {
       std::memcpy(q + (int64_t)first * n + at * kGroup, bytes, kGroup);
       continue;
     }
-    for (int i = 0; i < kGroup; i += 4) std::memcpy(q + ((int64_t)first + i) * n + 4 * at, bytes + i, 4);
+    for (int i = 0; i < kGroup; i += kPiece) std::memcpy(q + ((int64_t)first + i) * n + kPiece * at, bytes + i, kPiece);
   }
   to.n_large.data()[m] = n_large;
 }
 
 // Row m of floats (n_in) to its place in its block: (n_in, rows).
-inline void interleave_row(const float* row, int m, int n_rows, int n_in, float* to) {
-  RowBlock block(m, n_rows);
+inline void interleave_row(const float* row, int m, int n_rows, int n_in, int rows_of_tile, float* to) {
+  RowBlock block(m, n_rows, rows_of_tile);
   float* at = to + (int64_t)block.first * n_in + (m - block.first);
   for (int k = 0; k < n_in; k++) at[(int64_t)k * block.n] = row[k];
 }

@@ -159,13 +159,14 @@ class Runner {
     if (w.skip) x = shifted(w, x, n);
     if (wants_bytes(w)) {
       ByteRows& bytes = scratch_.bytes;
-      bytes.reserve(n, w.n_in);
+      bytes.reserve(n, w.n_in, tile_rows(w.format));
       team_.run_rows(n, [&](int m, int) { quantize_row(x + (int64_t)m * w.n_in, m, bytes); });
       return {n, nullptr, &bytes};
     }
     if (n == 1) return {n, x, nullptr};
+    int tile = tile_rows(w.format);
     float* floats = scratch_.floats.of((size_t)n * w.n_in);
-    team_.run_rows(n, [&](int m, int) { interleave_row(x + (int64_t)m * w.n_in, m, n, w.n_in, floats); });
+    team_.run_rows(n, [&](int m, int) { interleave_row(x + (int64_t)m * w.n_in, m, n, w.n_in, tile, floats); });
     return {n, floats, nullptr};
   }
 
@@ -330,7 +331,7 @@ class Runner {
     float* gate = scratch_.gate.of((size_t)n * width);
     Rows rows = prepared(mlp.fc_1, x, n);
     float* up = mlp.fc_2.data ? scratch_.up.of((size_t)n * width) : nullptr;
-    if (up && wants_bytes(mlp.fc_2) == wants_bytes(mlp.fc_1)) {  // in one round of the team
+    if (up && read_the_same(mlp.fc_1, mlp.fc_2)) {  // in one round of the team
       int n_first = n_pieces(mlp.fc_1);
       team_.run(n_first + n_pieces(mlp.fc_2), [&](int piece, int) {
         if (piece < n_first) return multiply_piece(mlp.fc_1, piece, rows, gate);

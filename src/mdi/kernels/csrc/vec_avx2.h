@@ -10,10 +10,10 @@ struct F { __m256 a, b; };
 struct I { __m256i a, b; };
 struct W { __m256i a, b; };
 
-constexpr int kTileRows = 6;
-constexpr int kHalfRows = kTileRows;  // of them at a time where weights are halves of bytes
+constexpr int tile_rows(int) { return 6; }  // of any format
 constexpr int kFloatPanels = 1;
 constexpr int kBytePanels = 1;   // the same where weights are bytes
+constexpr int kPiece = 4;        // inputs of a row that lie together in its block
 constexpr int kSums = 4;         // sums of attention that stay in registers
 #ifdef MDI_VNNI
 constexpr bool kDotIsUnsigned = true;

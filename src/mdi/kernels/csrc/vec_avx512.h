@@ -10,10 +10,11 @@ struct F { __m512 v; };   // sixteen floats
 struct I { __m512i v; };  // sixteen int32
 struct W { __m512i v; };  // a line of 64 bytes: four unsigned weights for each lane
 
-constexpr int kTileRows = 8;        // rows that share the weights of a line while these are in registers
-constexpr int kHalfRows = kTileRows;  // of them at a time where weights are halves of bytes
+// Rows of activations that share the weights of a line while these are in registers.
+constexpr int tile_rows(int) { return 8; }  // of any format
 constexpr int kFloatPanels = 2;     // panels side by side in such a tile
 constexpr int kBytePanels = 2;   // the same where weights are bytes
+constexpr int kPiece = 4;        // inputs of a row that lie together in its block
 constexpr int kSums = 16;        // sums of attention that stay in registers
 constexpr bool kDotIsUnsigned = true;  // dot() takes bytes of int8 weights with their offset of 128
 

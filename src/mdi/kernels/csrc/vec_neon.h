@@ -1,8 +1,12 @@
-// Sixteen lanes in four NEON registers; with MDI_DOT, products of bytes by the dot product instructions of ARMv8.2.
+// Sixteen lanes in four NEON registers; neon.h has products of bytes, with MDI_DOT by the dot product instructions of ARMv8.2.
 #pragma once
 #include <arm_neon.h>
 
 #include <cstdint>
+
+#include "model.h"
+
+#define MDI_NEON
 
 namespace MDI_NS {
 
@@ -11,12 +15,17 @@ struct F { float32x4_t a, b, c, d; };
 struct I { int32x4_t a, b, c, d; };
 struct W { uint8x16_t a, b, c, d; };
 
-constexpr int kTileRows = 4;
-constexpr int kHalfRows = 2;     // of them at a time where weights are halves of bytes
+#if defined(MDI_I8MM)
+constexpr int tile_rows(int format) { return format == kInt8 || format == kInt4 ? 8 : 4; }
+#elif defined(MDI_DOT)
+constexpr int tile_rows(int) { return 4; }
+#else
+constexpr int tile_rows(int format) { return format >= kInt8 ? 2 : 4; }  // sums of pairs of bytes take twice the registers
+#endif
 constexpr int kFloatPanels = 1;
 constexpr int kBytePanels = 1;   // the same where weights are bytes
+constexpr int kPiece = 8;        // inputs of a row that lie together in its block
 constexpr int kSums = 4;         // sums of attention that stay in registers
-constexpr bool kDotIsUnsigned = false;
 
 // A vector of what `f` makes of the registers of each of `x`.
 template <typename R, typename Function, typename... T>
@@ -74,57 +83,6 @@ inline F load_bytes(const int8_t* p) {
 inline int32_t sum_int(I x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.a, x.b), vaddq_s32(x.c, x.d))); }
 
 inline W load_line(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }
-inline W int8_line(const uint8_t* p) { MDI_EACH(W, (B q), veorq_u8(q, vdupq_n_u8(0x80)), load_line(p)); }
-inline W low_halves(W x) { MDI_EACH(W, (B p), vandq_u8(p, vdupq_n_u8(15)), x); }
-inline W high_halves(W x) { MDI_EACH(W, (B p), vshrq_n_u8(p, 4), x); }
-inline W looked_up(W x, const uint8_t* table) { B t = vld1q_u8(table); MDI_EACH(W, (B p), vqtbl1q_u8(t, p), x); }
-inline int8x16_t four_bytes(const int8_t* x) {
-  int32_t four;
-  __builtin_memcpy(&four, x, 4);
-  return vreinterpretq_s8_s32(vdupq_n_s32(four));
-}
-#ifdef MDI_DOT
-inline I dot(I sum, W w, const int8_t* x) {
-  int8x16_t bytes = four_bytes(x);
-  MDI_EACH(I, (N s, B p), vdotq_s32(s, vreinterpretq_s8_u8(p), bytes), sum, w);
-}
-// Sums of a group of halves of bytes begin with a whole number.
-using H = I;
-inline H begin_halves(int32_t start) { return splat_int(start); }
-inline H dot_halves(H sum, W w, const int8_t* x) { return dot(sum, w, x); }
-inline I end_halves(H sum, I) { return sum; }
-constexpr int kMxfp4Lines = 4;  // of a group whose products such a sum holds
-#else
-// Sums of two products in 16 bits: at most 2 * 128 * 127.
-inline int16x8_t pairs(uint8x16_t w, int8x16_t x) {
-  int8x16_t v = vreinterpretq_s8_u8(w);
-  return vpaddq_s16(vmull_s8(vget_low_s8(v), vget_low_s8(x)), vmull_high_s8(v, x));
-}
-inline I dot(I sum, W w, const int8_t* x) {
-  int8x16_t bytes = four_bytes(x);
-  MDI_EACH(I, (N s, B p), vpadalq_s16(s, pairs(p, bytes)), sum, w);
-}
-// Sums of a group in 16 bits, of the first and the second eight bytes of each register: of int4, 8 products of at most
-// 15 * 127; of mxfp4, of at most 24 * 127.
-struct Halves { int16x8_t low, high; };
-struct H { Halves a, b, c, d; };
-inline H begin_halves(int32_t) {
-  int16x8_t v = vdupq_n_s16(0);
-  return {{v, v}, {v, v}, {v, v}, {v, v}};
-}
-inline H dot_halves(H sum, W w, const int8_t* x) {
-  int8x16_t bytes = four_bytes(x);
-  auto both = [=](Halves s, B p) {
-    int8x16_t v = vreinterpretq_s8_u8(p);
-    return Halves{vmlal_s8(s.low, vget_low_s8(v), vget_low_s8(bytes)), vmlal_high_s8(s.high, v, bytes)};
-  };
-  return each<H>(both, sum, w);
-}
-inline I end_halves(H sum, I before) {
-  MDI_EACH(I, (N s, Halves p), vaddq_s32(s, vpaddq_s32(vpaddlq_s16(p.low), vpaddlq_s16(p.high))), before, sum);
-}
-constexpr int kMxfp4Lines = 4;
-#endif
 inline F byte_of_lane(const uint8_t* line, int shift, int mask) {
   MDI_EACH(F, (B p), vcvtq_f32_u32(vandq_u32(vshlq_u32(vreinterpretq_u32_u8(p), vdupq_n_s32(-shift)), vdupq_n_u32((uint32_t)mask))),
            load_line(line));
@@ -138,9 +96,9 @@ inline void store_half(uint16_t* p, F x) {
 }
 inline F load_exponents(const uint8_t* p) {
   uint8x16_t e = vld1q_u8(p);
-  uint16x8_t low = vmovl_u8(vget_low_u8(e)), high = vmovl_u8(vget_high_u8(e));
+  uint16x8_t low = vshll_n_u8(vget_low_u8(e), 7), high = vshll_n_u8(vget_high_u8(e), 7);
   struct { uint16x4_t a, b, c, d; } parts = {vget_low_u16(low), vget_high_u16(low), vget_low_u16(high), vget_high_u16(high)};
-  MDI_EACH(F, (uint16x4_t q), vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(q), 23)), parts);
+  MDI_EACH(F, (uint16x4_t q), vreinterpretq_f32_u32(vshll_n_u16(q, 16)), parts);
 }
 inline V bf16_register(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 inline F load_bf16(const uint16_t* p) { return {bf16_register(p), bf16_register(p + 4), bf16_register(p + 8), bf16_register(p + 12)}; }
@@ -158,7 +116,8 @@ inline float sum(F x) {
 }
 inline float largest(F x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.b), vmaxq_f32(x.c, x.d))); }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// gcc 12 may take a call that it has not inlined at once for one that does nothing.
+inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #undef MDI_EACH
 }  // namespace MDI_NS

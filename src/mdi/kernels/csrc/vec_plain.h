@@ -9,10 +9,10 @@ struct F { float v[16]; };
 struct I { int32_t v[16]; };
 struct W { uint8_t v[64]; };
 
-constexpr int kTileRows = 2;
-constexpr int kHalfRows = kTileRows;  // of them at a time where weights are halves of bytes
+constexpr int tile_rows(int) { return 2; }  // of any format
 constexpr int kFloatPanels = 1;
 constexpr int kBytePanels = 1;   // the same where weights are bytes
+constexpr int kPiece = 4;        // inputs of a row that lie together in its block
 constexpr int kSums = 4;         // sums of attention that stay in registers
 constexpr bool kDotIsUnsigned = false;
 
