@@ -86,20 +86,21 @@ class Board:
 
 BOARDS = [
     Board(
-        "Raspberry Pi 4 (Cortex-A72)", "cortex-a57", 1.8, 4, 5.56, "5.56 GB/s (STREAM, one core: sci-pi.org.uk/bench/stream.html)",
+        "Raspberry Pi 4 (Cortex-A72)", "cortex-a57", 1.8, 4, 5.56,
+        "5.56 GB/s (STREAM, one core: sci-pi.org.uk/bench/stream.html)",
         "llama.cpp of 2024-03: TinyLlama Q8_0 3 tokens/s, prompts 10 (justine.lol/matmul); distributed-llama: Llama 2 7B "
         "Q40 (4.2 GB) 0.8 tokens/s (its issue 8)",
     ),
     Board(
         "Raspberry Pi 5 (Cortex-A76)", "neoverse-n1", 2.4, 4, 11.4,
         "11.4 GB/s (while distributed-llama decodes: hellomatik.com/research, 2026)",
-        "llama.cpp of 2024-03: TinyLlama Q8_0 9 tokens/s, prompts 35 (justine.lol/matmul); distributed-llama 0.7: TinyLlama Q40 "
-        "on two boards 15.2 to 16.9 tokens/s (its pull request 64); Llama 2 7B Q40 (4.2 GB) on one 2.3 (its issue 8)",
+        "llama.cpp of 2024-03: TinyLlama Q8_0 9 tokens/s, prompts 35 (justine.lol/matmul); distributed-llama 0.7: TinyLlama "
+        "Q40 on two boards 15.2 to 16.9 tokens/s (its pull request 64); Llama 2 7B Q40 (4.2 GB) on one 2.3 (its issue 8)",
     ),
 ]  # fmt: skip
 # TinyLlama's shape: weights of its matrices, each read and multiplied once per token; bytes of each with its scales.
 N_WEIGHTS = 1_034_000_000
-FORMATS = {"int8": (1.03125, "int8"), "int4": (0.5625, "half 4"), "bf16": (2.0, "float 1"), "float32": (4.0, "float 0")}
+FORMATS = {"int8": 1.03125, "int4": 0.5625, "bf16": 2.0, "float32": 4.0}
 READ_SHARE = 0.8  # of the published speed, that decoding is expected to reach
 LINE_WEIGHTS = {"float32": 16, "bf16": 32, "fp16": 32, "int8": 64, "int4": 128, "mxfp4": 128}
 FORMAT_NAMES = {"0": "float32", "1": "bf16", "2": "fp16", "3": "int8", "4": "int4", "5": "mxfp4"}
@@ -307,9 +308,8 @@ def loops_of(mca: str, cpu: str, path: Path) -> dict[str, Loop]:
 
 
 def show(loops: dict[str, Loop]) -> None:
-    print(
-        f"  {'tile':24} {'cycles/line':>11} {'products/cycle':>14} {'ports allow':>11} {'share':>5} {'llvm-mca':>8} {'stack':>5}  ports"
-    )
+    heads = f"{'cycles/line':>11} {'products/cycle':>14} {'ports allow':>11} {'share':>5} {'llvm-mca':>8} {'stack':>5}  ports"
+    print(f"  {'tile':24} {heads}")
     for tile in sorted(loops):
         one = loops[tile]
         print(
@@ -321,7 +321,7 @@ def show(loops: dict[str, Loop]) -> None:
 def predict(board: Board, loops: dict[str, Loop]) -> None:
     print(f"{board.name}: {board.n_cores} cores of {board.ghz} GHz; reads {board.source}")
     print("  TinyLlama's shape, *predicted* tokens/s: one text, then a prompt or many texts")
-    for form, (n_bytes, _) in FORMATS.items():
+    for form, n_bytes in FORMATS.items():
         one = max(
             (loop.products / loop.cycles for t, loop in loops.items() if t.startswith(f"{form}, 1 row")), default=0.0
         )
