@@ -94,7 +94,7 @@ def test_chunks_that_win_over_the_plan_are_told(
 
 
 def test_what_does_not_fit_ends_with_what_is_missing(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
-    flags = ["--profiles", profiles, "--config", "Llama-2-7b-hf", "--sequence-length", "512"]
+    flags = ["--profiles", profiles, "--config", "Llama-2-13b-hf", "--sequence-length", "512"]
     assert launch("plan", flags) == 1
     assert "of that do not fit" in capsys.readouterr().err
     assert launch("plan", [*flags, "--json"]) == 1

@@ -126,10 +126,10 @@ def test_a_published_model_is_what_its_own_config_json_says(name: str, form: str
 
 
 def test_a_node_of_eight_gigabytes_holds_blocks_of_gpt_oss() -> None:
-    """A block of experts is loaded tensor by tensor: its 3.3 GB in float32 are never there at once."""
+    """A block of experts is loaded in rows: its 3.3 GB in float32 are never there at once."""
     shape = model_shape(derive_config(OWN["gpt-oss 20B"][1], "my-model", Path("config.json")), "mxfp4")
     block = shape.reference
-    assert block.load_bytes < 0.3e9 < 0.4e9 < block.weight_bytes < 0.5e9
+    assert block.load_bytes < 0.02e9 < 0.4e9 < block.weight_bytes < 0.5e9
     assert sum(b.weight_bytes for b in shape.blocks[:12]) + block.load_bytes < 6e9
 
 

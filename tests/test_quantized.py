@@ -17,13 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from caches import own_cache
 from families import prompt
-from mdi.checkpoint.chunks import ChunkFile
+from gguf_files import write_gguf
+from mdi.checkpoint.chunks import ChunkFile, PartFile
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.packing import Packing, plain
-from mdi.checkpoint.quantized import decoded
+from mdi.checkpoint.quantized import Decoded, decoded
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weightfile import SafetensorsFile
+from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, pack_halves, unpack
@@ -37,7 +39,7 @@ from mdi.tensor.shares import Share, share_out
 from quantized_files import FP8, FP8_ROWS, INT4, MXFP4, Made, fp8, fp8_rows, int4, mxfp4, quantized_folder
 from secondaries import cluster_of, secondaries
 from test_hffolder import generated
-from tiny_models import State
+from tiny_models import State, hf_config, hf_state, tiny_state, write_hf, write_lit
 
 SIZES: dict[str, Any] = {"n_embd": 192, "n_head": 6, "head_size": 32, "intermediate_size": 288, "n_layer": 4}
 Edit = Callable[[State], Any]
@@ -82,6 +84,12 @@ def one(tmp_path: Path, tensors: State, settings: dict[str, Any]) -> Any:
     return decoded(tmp_path, dict.fromkeys(file.specs, file), settings)["x.weight"]
 
 
+def carried(form: str, found: Decoded) -> Matrix:
+    assert found.has_halves
+    n_out, n_in = found.specs["x.weight"].shape
+    return pack_halves(form, n_out, n_in, found.halves)
+
+
 @pytest.mark.parametrize("shape", [(576, 192), (192, 576), (2880, 192), (192, 2880), (128, 256), (5, 130)])
 def test_the_last_blocks_of_fp8_may_be_short(tmp_path: Path, shape: tuple[int, int]) -> None:
     tensors, numbers = fp8(np.random.default_rng(1), *shape)
@@ -103,7 +111,7 @@ def test_half_bytes_decode_to_their_numbers_and_are_packed_as_they_are(tmp_path:
         stored = found.array("x.weight")
         plain_numbers = (stored.astype(np.uint32) << 16).view(np.float32) if form == "mxfp4" else stored
         assert np.array_equal(plain_numbers, numbers)
-        assert np.array_equal(unpack(pack_halves(form, *found.halves())), numbers)
+        assert np.array_equal(unpack(carried(form, found)), numbers)
 
 
 @pytest.mark.parametrize("group", [32, 64, 96])
@@ -111,13 +119,13 @@ def test_larger_groups_of_int4_repeat_their_scale(tmp_path: Path, group: int) ->
     tensors, numbers = int4(np.random.default_rng(3), 40, 192, group)
     settings = json.loads(json.dumps(INT4))
     settings["config_groups"]["group_0"]["weights"]["group_size"] = group
-    assert np.array_equal(unpack(pack_halves("int4", *one(tmp_path, tensors, settings).halves())), numbers)
+    assert np.array_equal(unpack(carried("int4", one(tmp_path, tensors, settings))), numbers)
 
 
 def test_scales_that_half_precision_does_not_hold_are_not_carried_over(tmp_path: Path) -> None:
     tensors, numbers = int4(np.random.default_rng(3), 40, 192, scale=1e-6)
     found = one(tmp_path, tensors, INT4)
-    assert found.halves() is None and np.array_equal(found.array("x.weight"), numbers)
+    assert not found.has_halves and np.array_equal(found.array("x.weight"), numbers)
 
 
 def test_a_folder_is_the_model_of_its_numbers(tmp_path: Path, kind: str) -> None:
@@ -244,20 +252,49 @@ def test_packing_never_has_the_whole_model_in_memory(tmp_path: Path, kind: str) 
     assert n_bytes > whole / 9 and peak < whole / 8
 
 
-@pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
-def test_loading_takes_what_plans_count_for_the_largest_tensor(tmp_path: Path, kind: str, form: str) -> None:
-    """Not a whole block in float32: one of experts could not be loaded where it fits."""
-    folder, _ = folders(tmp_path, kind, n_layer=1, n_embd=512, head_size=64, n_head=8, intermediate_size=1024)
-    source, part = open_source(folder), "block.0"
-    source.weights(part, Packing(form, form))  # what is made once
-    largest = max(int(np.prod(shape)) for shape in source.shapes(part).values())
+def taken_to_load(source: WeightSource, part: str, packing: Packing) -> int:
+    """Bytes that are allocated for a while, besides the packed part."""
+    source.weights(part, packing)  # what is made once
     tracemalloc.start()
     try:
-        weights = source.weights(part, Packing(form, form))
+        weights = source.weights(part, packing)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert weights and 0.1 < (peak - held) / weight_format(form).load_bytes(largest) < 1
+    assert weights
+    return peak - held
+
+
+@pytest.mark.parametrize("form", ["fp16", "int8", "int4", "mxfp4"])
+def test_loading_takes_what_plans_count(tmp_path: Path, kind: str, form: str) -> None:
+    """A few rows of the widest tensor, and not all of one in plain numbers."""
+    folder, _ = folders(tmp_path, kind, n_layer=1, n_embd=512, head_size=64, n_head=8, intermediate_size=1024)
+    taken = taken_to_load(open_source(folder), "block.0", Packing(form, form))
+    assert 0.05 < taken / weight_format(form).load_bytes(1024) < 1
+
+
+@pytest.mark.parametrize("part", ["head", "embedding"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("stored", ["litgpt", "safetensors", "hf", "part", "int8", "gguf"])
+def test_a_head_is_never_whole_in_plain_numbers(tmp_path: Path, stored: str, form: str, part: str) -> None:
+    """Gains of the norm are multiplied into it; in the embedding each row has a scale."""
+    config, state = tiny_state(n_layer=1, n_embd=128, n_head=4, head_size=32, vocab_size=9000, padded_vocab_size=9000)
+    source: WeightSource
+    if stored == "gguf":
+        source = open_source(write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, "Q8_0"))
+    elif stored == "hf":
+        source = open_source(write_hf(tmp_path / "hf", hf_config("Llama-3.1-8B", config), hf_state(config, state)))
+    else:
+        source = open_source(write_lit(tmp_path / "m", config, state, safetensors=stored == "safetensors"))
+    if stored in ("part", "int8"):
+        packed = PackedSource(source, Packing("int8", "int8")) if stored == "int8" else source
+        path = tmp_path / part
+        path.write_bytes(b"".join(packed.pieces(part)))
+        source = PartFile(path, packed.info(part), source.config_dict, source.config_hash)
+    most = weight_format(form).load_bytes(128)
+    assert most < 4 * 128 * 9000 / 10
+    if (stored, form) != ("int8", "int8"):
+        assert most / 10 < taken_to_load(source, part, Packing(form, form)) < most
 
 
 def damaged(folder: Path, edit: Edit) -> Path:

@@ -68,38 +68,46 @@ MUTANTS = [
     Mutant(
         "attention is in mxfp4, too", "format_within", '".mlp." not in name', "False", "tests/test_weight_formats.py"
     ),
-    Mutant("FP8 that is no number is read", "Fp8Tensor.array", "(rows & _NAN) == _NAN", "(rows & _NAN) == 0xFF", FILES),
+    Mutant(
+        "FP8 that is no number is read", "Fp8Tensor._numbers", "(rows & _NAN) == _NAN", "(rows & _NAN) == 0xFF", FILES
+    ),
     Mutant(
         "blocks of FP8 are as wide as high",
-        "Fp8Tensor.array",
-        "scales[i : i + at_once], width, axis=1",
-        "scales[i : i + at_once], width - 1, axis=1",
+        "Fp8Tensor._numbers",
+        "np.repeat(scales, width, axis=1)",
+        "np.repeat(scales, width - 1, axis=1)",
         FILES,
     ),
     Mutant(
         "all rows of FP8 have the scale of one",
-        "Fp8Tensor.array",
-        "np.repeat(factors, height, axis=0)[: len(rows)]",
+        "Fp8Tensor._numbers",
+        "factors[np.arange(first, last) // height - start]",
         "factors[:1]",
         FILES,
     ),
-    Mutant("all experts are the first one", "Mxfp4Tensor.halves", "blocks[self._expert]", "blocks[0]", FILES),
+    Mutant(
+        "all experts are the first one",
+        "Mxfp4Tensor._rows",
+        "slice(self._expert, self._expert + 1)",
+        "slice(0, 1)",
+        FILES,
+    ),
     Mutant("a scale of MXFP4 that is no number is read", "Mxfp4Tensor.halves", "> LARGEST_SCALE", "> 255", FILES),
     Mutant(
         "a scale of a GGUF file's MXFP4 that is no number is read", "_check_powers", "> LARGEST_SCALE", "> 255", GGUF
     ),
     Mutant(
         "scales of int4 are carried over rounded",
-        "PackedInt4.halves",
-        "not np.array_equal(half.astype(np.float32), scales)",
+        "PackedInt4.has_halves",
+        "not np.array_equal(scales.astype(np.float16).astype(np.float32), scales)",
         "False",
         FILES,
     ),
     Mutant(
         "rows of a scale do not follow their weights",
-        "HfFolder.carried_over",
-        "self._rows(piece, stored.scales)",
-        "stored.scales[::-1]",
+        "Mxfp4Tensor.halves",
+        "Halves(scales, blocks",
+        "Halves(scales[::-1], blocks",
         FILES,
     ),
     Mutant(
@@ -115,17 +123,31 @@ MUTANTS = [
         "zero points are as good as none", "_check_compressed", "symmetric=(True,)", "symmetric=(True, False)", FILES
     ),
     Mutant(
-        "a decoded tensor is copied when gains are folded into it",
+        "a head is whole in plain numbers when gains are multiplied into it",
         "checkpoint.packing:folded",
-        "is_new or not",
-        "not",
-        f"{FILES}::test_loading_takes_what_plans_count_for_the_largest_tensor",
+        "changed(rows(name), ",
+        "changed(rows(name)[:] + 0, ",
+        f"{FILES}::test_a_head_is_never_whole_in_plain_numbers",
     ),
     Mutant(
-        "plans count a whole block in plain numbers while it loads",
+        "a decoded tensor is whole while it is packed",
+        "HfFolder._rows",
+        "read(slice(first, last))",
+        "read(slice(0, piece.rows[1] if piece.rows else self._files[piece.tensor].specs[piece.tensor].shape[0]))[first:last]",
+        f"{FILES}::test_loading_takes_what_plans_count",
+    ),
+    Mutant(
+        "rows of a matrix that is put together of several come from its first one",
+        "kernels.lazy_rows:spans",
+        "start += count",
+        "start += 0",
+        "tests/test_hffolder.py",
+    ),
+    Mutant(
+        "plans count a whole tensor in plain numbers while it loads",
         "placement.model:_block",
+        "widest(own.values())",
         "max(map(math.prod, own.values()))",
-        "sum(map(math.prod, own.values()))",
         "tests/test_shape.py tests/test_hfconfig.py",
     ),
 ]

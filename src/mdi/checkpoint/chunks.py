@@ -29,6 +29,7 @@ from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.files import replacing
+from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.spec.cluster import nearest_existing
 
@@ -44,6 +45,9 @@ class FileSource(WeightSource):
 
     def array(self, name: str) -> np.ndarray:
         return self._file.view(name) if self.packing else self._file.array(name)
+
+    def rows(self, name: str) -> Rows:
+        return LazyRows(self.specs[name].shape, functools.partial(self._file.array, name))
 
     def extent(self, name: str) -> tuple[Path, int, int] | None:
         return (self.path, *self._file.extent(name))
@@ -304,7 +308,7 @@ def _write(source: WeightSource, path: Path, plan: Manifest, tally: _Tally) -> t
     with replacing(path) as file:
         file.write(head)
         for name in order:
-            for piece in array_bytes(source.array(name)):
+            for piece in array_bytes(source.begun(name), specs[name].n_bytes):
                 digests[part_of(name)].update(piece)
                 file.write(piece)
                 tally.add(len(piece))

@@ -4,14 +4,16 @@ memory."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, stored_bytes
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, flat_numbers, with_zeros
 from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import MOST, bf16_from_float32, check_range, float32_from_bf16, largest_of
+from mdi.kernels.lazy_rows import Rows, changed
 
 
 class CastSource(DerivedSource):
@@ -35,7 +37,13 @@ class CastSource(DerivedSource):
 
     def array(self, name: str) -> np.ndarray:
         """Raises CheckpointError: a number is not finite, or too large for the type."""
-        stored, spec, code = self._source.array(name), self._source.specs[name], self.specs[name].dtype
+        return self._cast(name, self._source.array(name))
+
+    def rows(self, name: str) -> Rows:
+        return changed(self._source.rows(name), partial(self._cast, name))
+
+    def _cast(self, name: str, stored: np.ndarray) -> np.ndarray:
+        spec, code = self._source.specs[name], self.specs[name].dtype
         if spec.dtype == code:
             return stored
         return cast(*fitted(stored, spec, self.dtype, name, self._clips), code)
@@ -107,16 +115,18 @@ class PackedSource(DerivedSource):
         return f"{self._source} in {self.packing.blocks}"
 
     def array(self, name: str) -> np.ndarray:
+        return with_zeros(self.begun(name), self.specs[name])
+
+    def begun(self, name: str) -> np.ndarray:
         if name == EMBEDDING_SCALE and self._scale is not None:
-            return stored_bytes(self._scale, self.specs[name])
-        owner = self._owner[name]
-        weights = self._source.packed(owner, self.packing)
+            return self._scale
+        weights = self._source.packed(self._owner[name], self.packing)
         if EMBEDDING_SCALE in weights:
             # A file holds wide types first, so that scales are asked for long before or after their embedding.
             scale = weights[EMBEDDING_SCALE]
             assert isinstance(scale, np.ndarray)
             self._scale = scale
-        return stored_bytes(weights[name], self.specs[name])
+        return flat_numbers(weights[name])
 
     def read_bytes(self, name: str) -> int:
         return self._source.read_bytes(self._owner[name])

@@ -21,7 +21,7 @@ import numpy as np
 
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import LARGEST_SCALE, Matrix, bf16_from_float32, check_range, largest_of, pack_halves
+from mdi.kernels.layout import LARGEST_SCALE, Halves, bf16_from_float32, check_range, largest_of
 from mdi.spec.cluster import nearest_existing
 from mdi.spec.decode import shown
 
@@ -268,8 +268,8 @@ CARRIED_OVER = {"Q4_0": "int4", "MXFP4": "mxfp4"}  # ggml's name -> the kernels'
 _BLOCK = 32  # weights of a block: a scale, then 16 bytes, whose low halves are the first 16 weights, the high ones the others
 
 
-def carry_over(type_name: str, rows: np.ndarray, name: str) -> Matrix:
-    """A weight in Q4_0 or MXFP4 as a packed one of the same numbers.
+def halves_of(type_name: str, rows: np.ndarray, name: str) -> Halves:
+    """Rows of a weight in Q4_0 or MXFP4, for packing it with the same numbers.
 
     Args:
         type_name: a key of `CARRIED_OVER`.
@@ -291,7 +291,7 @@ def carry_over(type_name: str, rows: np.ndarray, name: str) -> Matrix:
     halves = np.concatenate(
         (first[..., ::2] | first[..., 1::2] << 4, second[..., ::2] | second[..., 1::2] << 4), axis=2
     )
-    return pack_halves(CARRIED_OVER[type_name], scales[..., 0], halves.reshape(len(rows), -1))
+    return Halves(scales[..., 0], halves.reshape(len(rows), -1))
 
 
 def _check_powers(scales: np.ndarray, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mdi.checkpoint.gguf import (
     CARRIED_OVER,
     PLAIN,
     GgufTensor,
-    carry_over,
+    halves_of,
     read_gguf,
     read_rows,
     read_tensor,
@@ -34,12 +34,14 @@ from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
-from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
+from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.kernels.layout import Matrix
+from mdi.kernels.layout import Halves, Matrix, pack_halves
+from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
+from mdi.kernels.weight_formats import PACKED_ROWS
 from mdi.spec.cluster import nearest_existing
 
 _TOP = {
@@ -176,29 +178,57 @@ class GgufSource(WeightSource):
         return str(self.path)
 
     def array(self, name: str) -> np.ndarray:
-        made, code = self._recipes[name], self.specs[name].dtype
-        pieces = []
-        for piece in made.pieces:
-            part = self._part(piece)
-            pieces.append(self._ordered(piece, cast(read_tensor(part, piece.tensor), spec_of(part), code)))
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return whole - np.float32(made.minus) if made.minus else whole
+        rows, spec = self.rows(name), self.specs[name]
+        if len(spec.shape) < 2:
+            return rows[:]
+        whole = np.empty(spec.shape, dtype=TYPES[spec.dtype].numpy)
+        for first in range(0, len(whole), PACKED_ROWS):
+            whole[first : first + PACKED_ROWS] = rows[first : first + PACKED_ROWS]
+        return whole
+
+    def rows(self, name: str) -> Rows:
+        made, spec = self._recipes[name], self.specs[name]
+
+        def read(piece: GgufPiece, part: GgufTensor) -> np.ndarray:
+            return cast(read_tensor(part, piece.tensor), spec_of(part), spec.dtype)
+
+        minus = np.float32(made.minus)
+        found = LazyRows(spec.shape, lambda at: joined(self._some(made, at, read)))
+        return changed(found, lambda some: some - minus) if made.minus else found
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
-        blocks = self._stored_blocks(name)
-        if blocks is None or CARRIED_OVER.get(blocks[0]) != form:
-            return None
-        return carry_over(*blocks, f"{self.path}: {name}")
-
-    def _stored_blocks(self, name: str) -> tuple[str, np.ndarray] | None:
-        """The format of a weight, and its rows as uint8 (out, bytes of a row); None if it is put together of several."""
         made = self._recipes[name]
-        parts = [self._part(piece) for piece in made.pieces]
-        kinds = {part.type_name for part in parts}
-        if len(kinds) > 1 or kinds <= set(PLAIN) or made.minus:
+        kinds = {self._part(piece).type_name for piece in made.pieces}
+        kind = kinds.pop()
+        if kinds or CARRIED_OVER.get(kind) != form or made.minus:
             return None
-        rows = [self._ordered(piece, read_rows(part)) for piece, part in zip(made.pieces, parts, strict=True)]
-        return parts[0].type_name, np.concatenate(rows)
+
+        def read(at: slice) -> Halves:
+            rows = joined(self._some(made, at, lambda piece, part: read_rows(part)))
+            return halves_of(kind, rows, f"{self.path}: {name}")
+
+        n_out, n_in = self.specs[name].shape
+        return pack_halves(form, n_out, n_in, read)
+
+    def _some(self, made: Recipe, at: slice, read: Callable[[GgufPiece, GgufTensor], np.ndarray]) -> list[np.ndarray]:
+        """Some rows of a tensor; a vector is given whole.
+
+        Args:
+            read: gives what a tensor of the file, or some rows of it, has.
+        """
+        parts = [self._part(piece) for piece in made.pieces]
+        if len(parts[0].shape) < 2:
+            whole = zip(made.pieces, parts, strict=True)
+            return [read(piece, part)[self._places(piece, part.shape[0], slice(None))] for piece, part in whole]
+        found = []
+        for i, own in spans([part.shape[0] for part in parts], at):
+            piece, part = made.pieces[i], parts[i]
+            first, last, places = own.start, own.stop, self._places(piece, part.shape[0], own)
+            if not isinstance(places, slice) and len(places):
+                first, last = int(places.min()), int(places.max()) + 1
+            rows = read(piece, slice_tensor(part, first, last, (last - first, *part.shape[1:])))
+            found.append(rows if isinstance(places, slice) else rows[places - first])
+        return found
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
@@ -235,12 +265,11 @@ class GgufSource(WeightSource):
         return found
 
     @staticmethod
-    def _ordered(piece: GgufPiece, rows: np.ndarray) -> np.ndarray:
-        """The rows in litgpt's order: it rotates element i with i + head_size / 2, llama.cpp's Llama 2 i with 2 i + 1."""
+    def _places(piece: GgufPiece, n_rows: int, at: slice) -> np.ndarray | slice:
+        """Where litgpt's rows are: it rotates element i with i + head_size / 2, llama.cpp's Llama 2 i with 2 i + 1."""
         if not piece.paired_heads:
-            return rows
-        order = np.arange(rows.shape[0]).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)
-        return rows[order]
+            return at
+        return np.arange(n_rows).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)[at]
 
 
 _HASHES = "parts.json"

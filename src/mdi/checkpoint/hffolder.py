@@ -5,10 +5,13 @@ Nothing is converted, and nothing is written into the folder. Needs neither torc
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir
-from mdi.kernels.layout import Matrix, pack_halves
+from mdi.kernels.layout import Halves, Matrix, pack_halves
+from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
 
 # Names of modules in litgpt's model -> in transformers' one. Of several, the first one that the file has.
 _TOP = {
@@ -127,8 +131,6 @@ class HfFolder(WeightSource):
         tensor_pieces: of what each tensor of the model is made, by its name.
     """
 
-    gives_own = True
-
     def __init__(
         self, path: str | Path, model_name: str | None = None, cache: Path | None = None, takes_pickles: bool = False
     ) -> None:
@@ -158,20 +160,43 @@ class HfFolder(WeightSource):
         return str(self.path)
 
     def array(self, name: str) -> np.ndarray:
-        code = self.specs[name].dtype
-        arrays = [self._read(piece, code) for piece in self.tensor_pieces[name]]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return np.ascontiguousarray(self.rows(name)[:])
+
+    def rows(self, name: str) -> Rows:
+        pieces, code = self.tensor_pieces[name], self.specs[name].dtype
+        counts = [self._piece_spec(piece).shape[0] for piece in pieces]
+        readers = [self._reader(piece) for piece in pieces]
+
+        def read(at: slice) -> np.ndarray:
+            found = []
+            for i, own in spans(counts, at):
+                file = self._files[pieces[i].tensor]
+                found.append(cast(self._rows(pieces[i], own, readers[i]), file.specs[pieces[i].tensor], code))
+            return joined(found)
+
+        return LazyRows(self.specs[name].shape, read)
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
-        scales, halves = [], []
-        for piece in self.tensor_pieces[name]:
-            file = self._files[piece.tensor]
-            stored = file.halves() if isinstance(file, Decoded) and file.form == form else None
-            if stored is None or piece.is_transposed:
-                return None
-            scales.append(self._rows(piece, stored.scales))
-            halves.append(self._rows(piece, stored.halves))
-        return pack_halves(form, np.concatenate(scales), np.concatenate(halves))
+        pieces = self.tensor_pieces[name]
+        files = [self._files[piece.tensor] for piece in pieces]
+        stored = [file for file in files if isinstance(file, Decoded) and file.form == form and file.has_halves]
+        if len(stored) < len(files) or any(piece.is_transposed for piece in pieces):
+            return None
+        counts = [self._piece_spec(piece).shape[0] for piece in pieces]
+
+        def read(at: slice) -> Halves:
+            found = [self._rows(pieces[i], own, stored[i].halves) for i, own in spans(counts, at)]
+            return Halves(*map(joined, zip(*found, strict=True)))
+
+        n_out, n_in = self.specs[name].shape
+        return pack_halves(form, n_out, n_in, read)
+
+    @functools.cached_property
+    def _interleaved(self) -> np.ndarray:
+        return interleaved_rows(self.config_dict)
+
+    def read_bytes(self, name: str) -> int:
+        return self.specs[name].n_bytes if any(file.stays_mapped for file in self._opened) else 0
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
@@ -180,18 +205,38 @@ class HfFolder(WeightSource):
         for file in self._opened:
             file.release()
 
-    def _read(self, piece: Piece, code: str) -> np.ndarray:
-        file = self._files[piece.tensor]
-        return cast(self._rows(piece, file.array(piece.tensor)), file.specs[piece.tensor], code)
+    def _reader(self, piece: Piece) -> Callable[[slice], np.ndarray]:
+        """What gives rows of a tensor, or of a matrix in it, as a piece has them but for their order."""
+        file, tensor = self._files[piece.tensor], piece.tensor
+        one = None if piece.expert is None else slice(piece.expert, piece.expert + 1)
+        if piece.is_transposed:  # all of it is read for each row: it stays mapped
+            whole = file.array(tensor, one)
+            columns = (whole if one is None else whole[0]).T
+            return lambda rows: columns[rows]
+        if one is None:
+            return partial(file.array, tensor)
+        return lambda rows: file.array(tensor, one)[0][rows]
 
-    def _rows(self, piece: Piece, array: np.ndarray) -> np.ndarray:
-        if piece.expert is not None:
-            array = array[piece.expert]
-        if piece.is_transposed:
-            array = array.T
-        if piece.rows is not None or piece.is_transposed:
-            array = np.ascontiguousarray(array[slice(*(piece.rows or (None,)))])
-        return array[interleaved_rows(self.config_dict)] if piece.is_interleaved else array
+    def _rows(self, piece: Piece, at: slice, read: Callable[[slice], Any]) -> Any:
+        """Some rows of a piece: as few as possible are read, and put into order.
+
+        Args:
+            read: gives rows of the tensor, in one array or several.
+        """
+        if piece.is_interleaved:
+            places = self._interleaved[at]
+        else:
+            start, _, step = piece.rows or (0, 0, 1)
+            places = np.arange(start + at.start * step, start + at.stop * step, step)
+        if not len(places):
+            return read(slice(0, 0))
+        first, last = int(places.min()), int(places.max()) + 1
+        found = read(slice(first, last))
+        if not piece.is_interleaved and places.size == last - first:
+            return found
+        if isinstance(found, tuple):
+            return [array[places - first] for array in found]
+        return found[places - first]
 
     def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         stem, ending = name.rsplit(".", 1)
@@ -293,17 +338,18 @@ class HfFolder(WeightSource):
                     f"{self.config_dict['name']} does not have"
                 )
 
+    def _piece_spec(self, piece: Piece) -> TensorSpec:
+        spec = self._files[piece.tensor].specs[piece.tensor]
+        if piece.expert is not None:
+            spec = TensorSpec(spec.dtype, spec.shape[1:])
+        if piece.is_transposed:
+            spec = TensorSpec(spec.dtype, spec.shape[::-1])
+        if piece.rows is not None:
+            spec = TensorSpec(spec.dtype, (len(range(*piece.rows)), *spec.shape[1:]))
+        return spec
+
     def _spec(self, pieces: tuple[Piece, ...]) -> TensorSpec:
-        specs = []
-        for piece in pieces:
-            spec = self._files[piece.tensor].specs[piece.tensor]
-            if piece.expert is not None:
-                spec = TensorSpec(spec.dtype, spec.shape[1:])
-            if piece.is_transposed:
-                spec = TensorSpec(spec.dtype, spec.shape[::-1])
-            if piece.rows is not None:
-                spec = TensorSpec(spec.dtype, (len(range(*piece.rows)), *spec.shape[1:]))
-            specs.append(spec)
+        specs = [self._piece_spec(piece) for piece in pieces]
         if len(specs) == 1:
             return specs[0]
         if any(not spec.shape or spec.shape[1:] != specs[0].shape[1:] for spec in specs):

@@ -25,15 +25,25 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import ALIGN_BYTES, Matrix, check_range, floats, largest_of, matrix_bytes, pack, unpack
-from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, ROUNDED, format_within, is_packable
+from mdi.kernels.layout import (
+    ALIGN_BYTES,
+    Matrix,
+    check_range,
+    floats,
+    largest_of,
+    matrix_bytes,
+    pack,
+    unpack,
+    unpacked_rows,
+)
+from mdi.kernels.lazy_rows import LazyRows, Rows, changed
+from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
 
 _TABLE_TYPES = ("F32", "BF16", "F16")
 _FORMAT_KEY, _VERSION_KEY = "format", "layout_version"
-_ROWS_AT_ONCE = 1024  # rows of an embedding at a time, so that temporary memory stays small
 _TINY = 1e-12  # the smallest scale
 
 # A packed weight; else float32 in its own shape; of the embedding (vocabulary, n_embd) float32, float16, uint16 (the bits of
@@ -85,26 +95,27 @@ class Packing:
         """One row of an embedding is read per token: 8 bits are as fast as 4, and 4 would only cost precision."""
         return self.head in ROUNDED
 
-    def pack(self, name: str, array: np.ndarray, spec: TensorSpec) -> PartWeights:
+    def pack(self, name: str, rows: Rows, spec: TensorSpec) -> PartWeights:
         """A plain tensor in the form that it takes here.
 
         Args:
-            array: as it is stored, see layout.TYPES.
+            rows: as they are stored, see layout.TYPES; of what is packed, a few are asked for at a time, else all.
 
         Raises:
             CheckpointError: a number is not finite, or too large for the format. An embedding that stays as it is is not looked
                 at, because it is not read here.
         """
-        values = _numbers(array, spec)
+        values = _numbers(rows, spec)
         if form := self.format_of(name, spec.shape):
             return {name: pack(form, values, name, self.clips)}
-        if name != EMBEDDING:
-            check_range("float32", largest_of(values), name, self.clips)
-            return {name: floats(values)}
-        if self._table_is_int8:
+        if name == EMBEDDING and self._table_is_int8:
             table, scale = int8_rows(values, name)
             return {name: table, EMBEDDING_SCALE: scale}
-        return {name: values}
+        whole = values[:]
+        if name == EMBEDDING:
+            return {name: whole}
+        check_range("float32", largest_of(whole), name, self.clips)
+        return {name: floats(whole)}
 
     def check(self, name: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec], where: str) -> set[str]:
         """Compare a file's entries for a tensor of the model with the expected ones, and return their names.
@@ -160,7 +171,15 @@ def packing_of(metadata: Mapping[str, str], where: str) -> Packing | None:
 
 def stored_bytes(weight: Matrix | np.ndarray, spec: TensorSpec) -> np.ndarray:
     """A weight as stored in a file: (spec.shape) of the spec's type, with zeros behind the numbers."""
-    values = (weight.data if isinstance(weight, Matrix) else weight).reshape(-1)
+    return with_zeros(flat_numbers(weight), spec)
+
+
+def flat_numbers(weight: Matrix | np.ndarray) -> np.ndarray:
+    """The same without the zeros."""
+    return (weight.data if isinstance(weight, Matrix) else weight).reshape(-1)
+
+
+def with_zeros(values: np.ndarray, spec: TensorSpec) -> np.ndarray:
     if values.size == spec.shape[0]:
         return values
     padded = np.zeros(spec.shape, dtype=values.dtype)
@@ -174,7 +193,7 @@ def arrays_of(weights: PartWeights) -> list[np.ndarray]:
 
 
 def plain(weights: PartWeights) -> dict[str, np.ndarray]:
-    """The weights as float32 tensors in their own shapes; for torch, and for packing them again."""
+    """The weights as float32 tensors in their own shapes; for torch."""
     found = {}
     for name, weight in weights.items():
         if isinstance(weight, Matrix):
@@ -188,15 +207,27 @@ def plain(weights: PartWeights) -> dict[str, np.ndarray]:
     return found
 
 
-def int8_rows(table: np.ndarray, name: str = EMBEDDING) -> tuple[np.ndarray, np.ndarray]:
+def plain_rows(weights: PartWeights, name: str) -> Rows:
+    """The same of one tensor, a few rows at a time; for packing it again."""
+    weight = weights[name]
+    if isinstance(weight, Matrix):
+        return unpacked_rows(weight)
+    if name != EMBEDDING or EMBEDDING_SCALE not in weights:
+        return changed(weight, floats)
+    table, scale = weight, weights[EMBEDDING_SCALE]
+    assert isinstance(scale, np.ndarray)
+    return LazyRows(table.shape, lambda at: table[at].astype(np.float32) * scale[at, None])
+
+
+def int8_rows(table: Rows, name: str = EMBEDDING) -> tuple[np.ndarray, np.ndarray]:
     """(n, width), as `kernels.layout.pack` takes it -> int8 (n, width) within +-127, and a scale per row, float32 (n)
 
     Raises:
         CheckpointError: a number is not finite.
     """
-    q, scale = np.empty(table.shape, dtype=np.int8), np.empty(len(table), dtype=np.float32)
-    for first in range(0, len(table), _ROWS_AT_ONCE):
-        rows = floats(table[first : first + _ROWS_AT_ONCE])
+    q, scale = np.empty(table.shape, dtype=np.int8), np.empty(table.shape[0], dtype=np.float32)
+    for first in range(0, table.shape[0], PACKED_ROWS):
+        rows = floats(table[first : first + PACKED_ROWS])
         largest = np.maximum(np.abs(rows).max(axis=1), _TINY * 127) / 127
         check_range("float32", largest_of(largest), name, clips=False)
         scale[first : first + len(rows)] = largest
@@ -211,13 +242,13 @@ def _padded(code: str, n_values: int) -> TensorSpec:
     return TensorSpec(code, (-(-n_bytes // to) * to // itemsize,))
 
 
-def _numbers(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+def _numbers(rows: Rows, spec: TensorSpec) -> Rows:
     """float32, float16 or the bits of bfloat16: what `kernels.layout.pack` takes."""
     if spec.dtype in _TABLE_TYPES:
-        return array
+        return rows
     if spec.dtype.startswith("F8"):
         raise CheckpointError(f"weights of type {spec.name} cannot be packed: convert the model with --dtype bfloat16")
-    return array.astype(np.float32)
+    return changed(rows, lambda some: some.astype(np.float32))
 
 
 FOLDED_FORMATS = (
@@ -231,33 +262,27 @@ _MLP = re.compile(r"mlp\.(gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
 
 def folded(
-    name: str, packing: Packing, config: Mapping[str, Any], array: Callable[[str], np.ndarray],
-    specs: Mapping[str, TensorSpec], is_own: bool = False,
-) -> tuple[np.ndarray, TensorSpec]:  # fmt: skip
+    name: str, packing: Packing, config: Mapping[str, Any], rows: Callable[[str], Rows], specs: Mapping[str, TensorSpec]
+) -> tuple[Rows, TensorSpec]:  # fmt: skip
     """A plain tensor in the form for packing.
 
     Args:
-        array: gives tensors of the same part; specs are theirs.
-        is_own: whether nobody else has the memory that an array owns.
+        rows: gives those of tensors of the same part; specs are theirs.
     """
     if packing.of_part(part_of(name)) in FOLDED_FORMATS:
         offset = np.float32(
             config["norm_class_name"] == "RMSNorm" and "Gemma" in config["name"]
         )  # the gain is 1 + weight
+        spec = TensorSpec("F32", specs[name].shape)
         if _is_folded(name, specs):
-            return np.full(specs[name].shape, 1 - offset, dtype=np.float32), TensorSpec("F32", specs[name].shape)
+            return np.full(spec.shape, 1 - offset, dtype=np.float32), spec
         norm = norm_before(name, config)
         if norm is not None and _is_folded(norm, specs):
-            gain = _floats(array(norm), specs[norm]) + offset
+            gain = _floats(rows(norm)[:], specs[norm]) + offset
             check_range("float32", largest_of(gain), norm, packing.clips)
-            stored = array(name)
-            weight = _floats(stored, specs[name])
-            is_new = is_own and stored.flags.owndata and stored.flags.writeable
-            own = (
-                weight if is_new or not np.may_share_memory(weight, stored) else None
-            )  # a large one is not copied twice
-            return np.multiply(weight, gain, out=own), TensorSpec("F32", specs[name].shape)
-    return array(name), specs[name]
+            dtype = specs[name]
+            return changed(rows(name), lambda some: np.multiply(_floats(some, dtype), gain)), spec
+    return rows(name), specs[name]
 
 
 def norm_before(name: str, config: Mapping[str, Any]) -> str | None:

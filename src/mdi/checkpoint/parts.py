@@ -69,11 +69,15 @@ def stage_parts(start: int, stop: int, *, starter: bool) -> list[str]:
 def serialize(
     specs: Mapping[str, TensorSpec], array: Callable[[str], np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The canonical bytes, in pieces of at most 4 MiB. Tensors are asked for by name, one after the other."""
+    """The canonical bytes, in pieces of at most 4 MiB.
+
+    Args:
+        array: gives tensors by their names, one after the other; zeros at their ends may be missing.
+    """
     order = ordered(specs, bool(metadata))
     yield from _cut(memoryview(header_bytes(specs, order, metadata)))
     for name in order:
-        yield from array_bytes(array(name))
+        yield from array_bytes(array(name), specs[name].n_bytes)
 
 
 def spec_bytes(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> int:
@@ -92,10 +96,11 @@ def sha256_of(
     return digest.hexdigest()
 
 
-def array_bytes(array: np.ndarray) -> Iterator[memoryview]:
-    """The raw data of one tensor, in pieces of at most 4 MiB."""
+def array_bytes(array: np.ndarray, n_bytes: int) -> Iterator[memoryview]:
+    """The raw data of one tensor, and zeros up to so many bytes, in pieces of at most 4 MiB."""
     if array.size:
         yield from _cut(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    yield from _cut(memoryview(bytes(n_bytes - array.nbytes)))
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:

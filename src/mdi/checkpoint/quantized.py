@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mdi.checkpoint.hfconfig import read_hf_config
-from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import (
     LARGEST_SCALE,
+    Halves,
     bf16_from_float32,
     check_range,
     e2m1,
@@ -25,6 +26,7 @@ from mdi.kernels.layout import (
     largest_of,
     power_scale,
 )
+from mdi.kernels.weight_formats import PACKED_ROWS
 from mdi.spec.decode import shown
 
 _FLOATS = ("F32", "BF16", "F16")
@@ -40,17 +42,11 @@ class TensorFile(Protocol):
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
-    def array(self, name: str) -> np.ndarray: ...
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """See `WeightFile.array`."""
 
 
 Files = Mapping[str, TensorFile]  # by the names of tensors
-
-
-class Halves(NamedTuple):
-    """A weight in half bytes, as `kernels.layout.pack_halves` takes it; rows may be chosen."""
-
-    scales: np.ndarray
-    halves: np.ndarray
 
 
 class Stored(NamedTuple):
@@ -63,12 +59,12 @@ class Stored(NamedTuple):
     def spec(self) -> TensorSpec:
         return self.file.specs[self.name]
 
-    def array(self) -> np.ndarray:
-        return self.file.array(self.name)
+    def array(self, rows: slice | None = None) -> np.ndarray:
+        return self.file.array(self.name, rows)
 
-    def numbers(self) -> np.ndarray:
+    def numbers(self, rows: slice | None = None) -> np.ndarray:
         """float32; raises CheckpointError if one is not finite."""
-        array = self.array()
+        array = self.array(rows)
         check_range("float32", largest_of(array), f"{self.file.path}: {self.name}", clips=False)
         return floats(array)
 
@@ -87,13 +83,30 @@ class Decoded(ABC):
         self.specs = {name: TensorSpec(dtype, shape)}
         self._shape = shape
 
-    @abstractmethod
-    def array(self, name: str) -> np.ndarray:
-        """Raises CheckpointError: a number is not finite."""
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """As `WeightFile.array`. Raises CheckpointError: a number is not finite."""
+        spec = self.specs[name]
+        first, last, _ = (rows or slice(None)).indices(self._shape[0])
+        if last - first <= PACKED_ROWS:
+            return self._numbers(first, last)
+        found = np.empty((last - first, self._shape[1]), dtype=TYPES[spec.dtype].numpy)
+        for start in range(first, last, PACKED_ROWS):
+            stop = min(start + PACKED_ROWS, last)
+            found[start - first : stop - first] = self._numbers(start, stop)
+        return found
 
-    def halves(self) -> Halves | None:
-        """As it is stored; None if the kernels' format cannot hold its scales. Raises CheckpointError as `array`."""
-        return None
+    @abstractmethod
+    def _numbers(self, first: int, last: int) -> np.ndarray:
+        """Of the rows [first, last)."""
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether `form` can hold it with the very numbers. Raises CheckpointError: a scale is not finite."""
+        return False
+
+    def halves(self, rows: slice) -> Halves:
+        """Rows as they are stored, where it `has_halves`. Raises CheckpointError as `array`."""
+        raise NotImplementedError
 
 
 def read_quantization(folder: Path) -> Mapping[str, Any] | None:
@@ -163,20 +176,18 @@ class Fp8Tensor(Decoded):
             raise _odd(scale, f"{list(blocks)} numbers, for blocks of {' x '.join(map(str, self._block))}")
         super().__init__(name, weight.file.path, "F32", (shape[0], shape[1]))
 
-    def array(self, name: str) -> np.ndarray:
-        codes, scales = self._weight.array(), self._scale.numbers()
+    def _numbers(self, first: int, last: int) -> np.ndarray:
+        rows = self._weight.array(slice(first, last))
+        if ((rows & _NAN) == _NAN).any():
+            raise _not_finite(self._weight)
         height, width = self._block
-        at_once = max(1, _ROWS // height)  # blocks
-        numbers = np.empty(self._shape, dtype=np.float32)
-        for i in range(0, len(scales), at_once):
-            first, last = i * height, (i + at_once) * height
-            rows = codes[first:last]
-            if ((rows & _NAN) == _NAN).any():
-                raise _not_finite(self._weight)
-            factors = np.repeat(scales[i : i + at_once], width, axis=1)[:, : self._shape[1]]
-            factors = np.repeat(factors, height, axis=0)[: len(rows)] if len(factors) > 1 else factors
-            np.multiply(_E4M3[rows], factors, out=numbers[first:last])
-        return numbers
+        start = first // height
+        scales = self._scale.numbers(slice(start, -(-last // height)))
+        factors = np.repeat(scales, width, axis=1)[:, : self._shape[1]]
+        if len(factors) > 1:
+            factors = factors[np.arange(first, last) // height - start]
+        numbers = _E4M3[rows]
+        return np.multiply(numbers, factors, out=numbers)
 
 
 class Mxfp4Tensor(Decoded):
@@ -193,23 +204,26 @@ class Mxfp4Tensor(Decoded):
         n_out, n_groups = scales.spec.shape[-2:]
         super().__init__(name, blocks.file.path, "BF16", (n_out, 32 * n_groups))
 
-    def array(self, name: str) -> np.ndarray:
-        scales, halves = self.halves()
-        found = np.empty(self._shape, dtype=np.uint16)
-        for first in range(0, len(halves), _HALVES):
-            rows, own = halves[first : first + _HALVES], scales[first : first + _HALVES]
-            numbers = e2m1(np.stack((rows & 15, rows >> 4), axis=2)).reshape(*own.shape, 32)
-            numbers *= power_scale(own)[..., None]
-            found[first : first + _HALVES] = bf16_from_float32(numbers).reshape(len(rows), -1)
-        return found
+    def _numbers(self, first: int, last: int) -> np.ndarray:
+        scales, halves = self.halves(slice(first, last))
+        numbers = e2m1(np.stack((halves & 15, halves >> 4), axis=2)).reshape(*scales.shape, 32)
+        numbers *= power_scale(scales)[..., None]
+        return bf16_from_float32(numbers).reshape(len(halves), -1)
 
-    def halves(self) -> Halves:
-        scales, blocks = self._scales.array(), self._blocks.array()
-        if self._expert is not None:
-            scales, blocks = scales[self._expert], blocks[self._expert]
+    @property
+    def has_halves(self) -> bool:
+        return True
+
+    def halves(self, rows: slice) -> Halves:
+        scales, blocks = (self._rows(stored, rows) for stored in (self._scales, self._blocks))
         if scales.max(initial=0) > LARGEST_SCALE:
             raise _not_finite(self._scales)
         return Halves(scales, blocks.reshape(len(blocks), -1))
+
+    def _rows(self, stored: Stored, rows: slice) -> np.ndarray:
+        if self._expert is None:
+            return stored.array(rows)
+        return stored.array(slice(self._expert, self._expert + 1))[0, rows]
 
 
 class PackedInt4(Decoded):
@@ -230,28 +244,31 @@ class PackedInt4(Decoded):
             raise _odd(scale, f"{n_out} rows of scales for groups of {' or '.join(map(str, sorted(sizes_said)))}")
         super().__init__(f"{stem}.weight", packed.file.path, "F32", (n_out, n_in))
 
-    def array(self, name: str) -> np.ndarray:
-        codes, scales, width = self._bytes(), self._scale.numbers(), self._shape[1]
-        found = np.empty(self._shape, dtype=np.float32)
-        for first in range(0, len(codes), _HALVES):
-            rows = codes[first : first + _HALVES]
-            numbers = np.stack((rows & 15, rows >> 4), axis=2).reshape(len(rows), -1)[:, :width]
-            factors = np.repeat(scales[first : first + _HALVES], self._group, axis=1)[:, :width]
-            np.multiply(numbers.astype(np.float32) - 8, factors, out=found[first : first + _HALVES])
-        return found
+    def _numbers(self, first: int, last: int) -> np.ndarray:
+        rows, width = slice(first, last), self._shape[1]
+        codes, scales = self._bytes(rows), self._scale.numbers(rows)
+        numbers = np.stack((codes & 15, codes >> 4), axis=2).reshape(len(codes), -1)[:, :width]
+        factors = np.repeat(scales, self._group, axis=1)[:, :width]
+        return np.multiply(numbers.astype(np.float32) - 8, factors)
 
-    def halves(self) -> Halves | None:
+    @property
+    def has_halves(self) -> bool:
         if self._group % 32 or self._shape[1] % 32:
-            return None
-        scales = self._scale.numbers()
+            return False
         with np.errstate(over="ignore"):
-            half = scales.astype(np.float16)
-        if not np.array_equal(half.astype(np.float32), scales):
-            return None
-        return Halves(np.repeat(half, self._group // 32, axis=1)[:, : self._shape[1] // 32], self._bytes())
+            for first in range(0, self._shape[0], PACKED_ROWS):
+                scales = self._scale.numbers(slice(first, min(first + PACKED_ROWS, self._shape[0])))
+                if not np.array_equal(scales.astype(np.float16).astype(np.float32), scales):
+                    return False
+        return True
 
-    def _bytes(self) -> np.ndarray:
-        return np.ascontiguousarray(self._packed.array()).view(np.uint8)
+    def halves(self, rows: slice) -> Halves:
+        scales = self._scale.numbers(rows).astype(np.float16)
+        scales = np.repeat(scales, self._group // 32, axis=1)[:, : self._shape[1] // 32]
+        return Halves(scales, self._bytes(rows))
+
+    def _bytes(self, rows: slice) -> np.ndarray:
+        return np.ascontiguousarray(self._packed.array(rows)).view(np.uint8)
 
 
 def _mxfp4_tensors(stem: str, blocks: Stored, scales: Stored, settings: Mapping[str, Any]) -> list[Mxfp4Tensor]:
@@ -335,7 +352,6 @@ def _e4m3() -> np.ndarray:
 
 
 _E4M3 = _e4m3()
-_ROWS, _HALVES = 128, 32  # about so many rows are decoded at a time, of FP8 and of half bytes
 
 
 class _Method(NamedTuple):

@@ -233,11 +233,16 @@ def part_shapes(config: dict[str, Any], where: str, part: str) -> dict[str, Shap
 
 
 def packed_bytes(config: dict[str, Any], where: str, parts: Iterable[str], form: str) -> int:
-    """Memory of plain parts when they are packed in a format, and while their largest tensor is packed beside them."""
+    """Memory of plain parts when they are packed in a format, and while rows of their widest tensor are packed."""
     found = weight_format(form)
     shapes = {name: shape for part in parts for name, shape in part_shapes(config, where, part).items()}
     whole = sum(found.tensor_bytes(name, shape) for name, shape in shapes.items())
-    return round(whole) + found.load_bytes(max(map(math.prod, shapes.values()), default=0))
+    return round(whole) + found.load_bytes(widest(shapes.values()))
+
+
+def widest(shapes: Iterable[Shape]) -> int:
+    """Numbers in a row of the widest matrix."""
+    return max((shape[1] for shape in shapes if len(shape) == 2), default=0)
 
 
 _Known = tuple[dict[str, Shape], dict[str, dict[str, Shape]]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mdi.checkpoint.shapes import check_tensors, interleaved_rows, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
+from mdi.kernels.lazy_rows import LazyRows, Rows
 
 
 class LitCheckpoint(WeightSource):
@@ -56,6 +58,15 @@ class LitCheckpoint(WeightSource):
         array = self._file.array(stored)
         # LitGPT before 0.5 interleaved query, key and value by group
         return array[interleaved_rows(self.config_dict)] if ".attn.attn." in stored else array
+
+    def rows(self, name: str) -> Rows:
+        stored, shape = self._stored[name], self.specs[name].shape
+        if ".attn.attn." in stored:
+            return self.array(name)
+        return LazyRows(shape, partial(self._file.array, stored))
+
+    def read_bytes(self, name: str) -> int:
+        return self.specs[name].n_bytes if self._file.stays_mapped else 0
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)

@@ -64,13 +64,20 @@ class WeightFile(Protocol):
     """Attributes:
     path: of the file.
     specs: type and shape of each tensor in it.
+    stays_mapped: whether a tensor that was asked for is mapped until `release`; else until nobody has it.
     """
+
+    stays_mapped: bool
 
     path: Path
     specs: dict[str, TensorSpec]
 
-    def array(self, name: str) -> np.ndarray:
-        """A tensor as it is stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks."""
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A tensor as it is stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks.
+
+        Args:
+            rows: only these, along the first dimension; with bounds within it, and without a step.
+        """
 
     def release(self) -> None:
         """Unmap the file, so that its pages do not count as ours; `array` maps it again."""
@@ -92,6 +99,8 @@ class SafetensorsFile:
         limit_bytes: that its head may have.
     """
 
+    stays_mapped = False
+
     def __init__(self, path: Path, limit_bytes: int = HEADER_LIMIT_BYTES) -> None:
         self.path = path
         header = read_header(path, limit_bytes)
@@ -100,11 +109,16 @@ class SafetensorsFile:
         self._offsets = header.offsets
         self._whole: weakref.ref[np.ndarray] | None = None
 
-    def array(self, name: str) -> np.ndarray:
-        """A tensor in a mapping of its own, which is freed with it."""
-        spec = self.specs[name]
-        data = map_bytes(self.path, *self._offsets[name], is_writable=True)
-        return data.view(TYPES[spec.dtype].numpy).reshape(spec.shape)
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A tensor, or some rows of it, in a mapping of its own, which is freed with it."""
+        spec, (start, stop) = self.specs[name], self._offsets[name]
+        shape = spec.shape
+        if rows is not None:
+            row_bytes = (stop - start) // max(1, shape[0])
+            shape = (rows.stop - rows.start, *shape[1:])
+            start, stop = start + rows.start * row_bytes, start + rows.stop * row_bytes
+        data = map_bytes(self.path, start, stop, is_writable=True)
+        return data.view(TYPES[spec.dtype].numpy).reshape(shape)
 
     def view(self, name: str) -> np.ndarray:
         """A tensor in a read-only mapping of the whole file, which is freed with the last view."""
@@ -154,6 +168,8 @@ class PickledFile:
     It maps tensors without a look at their checksums: here each is compared when the tensor is read for the first time.
     """
 
+    stays_mapped = True
+
     def __init__(self, path: Path) -> None:
         try:
             from mdi.checkpoint.torch_tensors import spec_of
@@ -169,7 +185,7 @@ class PickledFile:
         self._checksums = _checksums(path)
         self._checked: set[str] = set()
 
-    def array(self, name: str) -> np.ndarray:
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
         """As `WeightFile.array`. Raises CheckpointError if bits of the tensor have changed since the file was written."""
         from mdi.checkpoint.torch_tensors import as_array, storage_bytes
 
@@ -181,7 +197,7 @@ class PickledFile:
                     f"{self.path} is damaged: {name} does not have its checksum; convert or download the model again"
                 )
             self._checked.add(name)
-        return as_array(tensor)
+        return as_array(tensor if rows is None else tensor[rows])
 
     def release(self) -> None:
         self._tensors = None

@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, plain
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, plain, plain_rows
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
 from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
+from mdi.kernels.lazy_rows import Rows
 from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ class WeightSource(ABC):
         form: names the form that parts have here, among those hashes.
         native: the packed format that weights have already, whose numbers `packed` keeps as they are; None if they have none.
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
-        gives_own: whether nobody else has an array that `array` gives, if it owns its memory.
     """
 
     model: str
@@ -54,11 +55,18 @@ class WeightSource(ABC):
     form: str = "stored"
     native: str | None = None
     folds_gains: bool = True
-    gives_own: bool = False
 
     @abstractmethod
     def array(self, name: str) -> np.ndarray:
         """One tensor as stored, mapped from the file where possible; see layout.TYPES for types that numpy lacks."""
+
+    def begun(self, name: str) -> np.ndarray:
+        """As `array`, but zeros at its end may be missing, for which it need not be copied."""
+        return self.array(name)
+
+    def rows(self, name: str) -> Rows:
+        """As `array`, but so that the rows of a matrix may be read a few at a time; what reads them does not change them."""
+        return self.array(name)
 
     @abstractmethod
     def part_names(self) -> list[str]:
@@ -83,7 +91,7 @@ class WeightSource(ABC):
 
     def read_bytes(self, name: str) -> int:
         """Bytes of the file that are read, and stay mapped until `release`, when a tensor is asked for."""
-        return self.specs[name].n_bytes
+        return 0
 
     def info(self, part: str) -> PartInfo:
         """The part's hash; computed at the first call if the source does not know it yet.
@@ -109,7 +117,7 @@ class WeightSource(ABC):
 
     def pieces(self, part: str) -> Iterator[bytes | memoryview]:
         """The canonical bytes of a part, in pieces of at most 4 MiB."""
-        return serialize(self.part_specs(part), self.array, self.metadata(part))
+        return serialize(self.part_specs(part), self.begun, self.metadata(part))
 
     def metadata(self, part: str) -> dict[str, str]:
         """Metadata of the part's file; empty if its weights are plain."""
@@ -144,11 +152,11 @@ class WeightSource(ABC):
         """A weight in its `native` format, with the very numbers of the file; None if it is stored in another way."""
         return None
 
-    def for_packing(self, name: str, packing: Packing) -> tuple[np.ndarray, TensorSpec]:
+    def for_packing(self, name: str, packing: Packing) -> tuple[Rows, TensorSpec]:
         """A plain tensor in the form for packing, see checkpoint.packing.folded."""
         if not self.folds_gains:
-            return self.array(name), self.specs[name]
-        return folded(name, packing, self.config_dict, self.array, self.specs, self.gives_own)
+            return self.rows(name), self.specs[name]
+        return folded(name, packing, self.config_dict, self.rows, self.specs)
 
     @property
     def has_single_tensors(self) -> bool:
@@ -224,7 +232,7 @@ def warn_of_rounding(model: str, native: str | None, form: str | None) -> None:
 
 def compute_info(source: WeightSource, part: str) -> PartInfo:
     """Read a part and hash it."""
-    sha256 = sha256_of(source.part_specs(part), source.array, source.metadata(part))
+    sha256 = sha256_of(source.part_specs(part), source.begun, source.metadata(part))
     source.release()
     return PartInfo(part, sha256, source.n_bytes(part))
 
@@ -236,12 +244,10 @@ def _joined(weights: Iterable[PartWeights]) -> PartWeights:
 def repacked(stored: PartWeights, packing: Packing, config: Mapping[str, Any]) -> PartWeights:
     """Packed weights in another form."""
 
-    def array(name: str) -> np.ndarray:
-        return plain({key: stored[key] for key in (name, f"{name}_scale") if key in stored})[name]
-
     names = [name for name in stored if name != EMBEDDING_SCALE]
     specs = {name: TensorSpec("F32", _shape(stored[name])) for name in names}
-    return _joined(packing.pack(name, *folded(name, packing, config, array, specs)) for name in names)
+    rows = partial(plain_rows, stored)
+    return _joined(packing.pack(name, *folded(name, packing, config, rows, specs)) for name in names)
 
 
 def _shape(weight: Matrix | np.ndarray) -> tuple[int, ...]:

@@ -37,8 +37,9 @@ import numpy as np
 
 from mdi.errors import CheckpointError
 from mdi.kernels import library
+from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.weight_formats import LAYOUTS, PANEL, Layout
+from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, PANEL, Layout
 
 _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
 
@@ -103,7 +104,6 @@ _LEAST_SHARED, _SHARED_BYTES = 1 << 18, 32 << 20  # of an array that lies beside
 # Scales that are tried for a group of int4, over its largest weight: the one that just holds that, and some for which a few
 # weights that are cut off are worth finer steps for the others.
 _FACTORS = np.array((1.0, 0.93, 0.86, 0.79, 0.72), dtype=np.float32) / np.float32(-8)
-_ROWS_AT_ONCE = 64  # rows of a weight that are packed at a time, so that temporary memory stays small
 
 Bytes = np.ndarray  # of uint8
 Floats = np.ndarray  # of float32
@@ -189,8 +189,8 @@ def float32_from_bf16(bits: np.ndarray) -> Floats:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def pack(form: str, weight: np.ndarray, name: str = "a weight", clips: bool = False) -> Matrix:
-    """A weight (n_out, n_in) in a format.
+def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -> Matrix:
+    """A weight (n_out, n_in) in a format, `PACKED_ROWS` at a time, so that temporary memory stays small.
 
     Args:
         weight: float32, float16, or uint16 that holds the bits of bfloat16.
@@ -205,13 +205,15 @@ def pack(form: str, weight: np.ndarray, name: str = "a weight", clips: bool = Fa
     data = aligned_bytes(matrix_bytes(form, n_out, n_in))
     panels = data.reshape(padded(n_out, PANEL) // PANEL, -1)
     width = padded(n_in, layout.record_inputs)
-    for first in range(0, n_out, _ROWS_AT_ONCE):
-        rows = weight[first : first + _ROWS_AT_ONCE]
+    for first in range(0, n_out, PACKED_ROWS):
+        rows = weight[first : first + PACKED_ROWS]
         n_rows = padded(len(rows), PANEL)
-        block = np.zeros((n_rows, width), dtype=weight.dtype)
+        block = np.zeros((n_rows, width), dtype=rows.dtype)
         block[: len(rows), :n_in] = rows
+        del rows  # which may have memory of their own
         if not largest_of(block) <= MOST[form]:
-            block = _clipped(form, block, max(map(largest_of, weight)), name, clips)
+            most = max(largest_of(weight[i : i + PACKED_ROWS]) for i in range(0, n_out, PACKED_ROWS))
+            block = _clipped(form, block, most, name, clips)
         panels[first // PANEL : (first + n_rows) // PANEL] = _PACKERS[form](block).reshape(n_rows // PANEL, -1)
     return Matrix(form, n_out, n_in, data)
 
@@ -229,6 +231,19 @@ def unpack(matrix: Matrix) -> Floats:
     width = padded(matrix.n_in, layout.record_inputs)
     whole = _UNPACKERS[matrix.format](matrix.data, padded(matrix.n_out, PANEL), width)
     return np.ascontiguousarray(whole[: matrix.n_out, : matrix.n_in])
+
+
+def unpacked_rows(matrix: Matrix) -> LazyRows:
+    """A packed weight as float32 (n_out, n_in), whose rows are unpacked when they are asked for."""
+    panels = matrix.data.reshape(padded(matrix.n_out, PANEL) // PANEL, -1)
+
+    def read(at: slice) -> Floats:
+        first, last = at.start // PANEL, -(-at.stop // PANEL)
+        n_rows = min(last * PANEL, matrix.n_out) - first * PANEL
+        some = unpack(Matrix(matrix.format, n_rows, matrix.n_in, panels[first:last].reshape(-1)))
+        return some[at.start - first * PANEL : at.stop - first * PANEL]
+
+    return LazyRows((matrix.n_out, matrix.n_in), read)
 
 
 def floats(weight: np.ndarray) -> Floats:
@@ -345,25 +360,36 @@ def bytes_of_halves(form: str, scale: np.ndarray, halves: np.ndarray) -> Bytes:
     return records_of(scale, lines, LAYOUTS[form].record_bytes // LINE_BYTES - 1)
 
 
-def pack_halves(form: str, scales: np.ndarray, halves: np.ndarray) -> Matrix:
+class Halves(NamedTuple):
+    """Rows of a weight in half bytes.
+
+    Attributes:
+        scales: (n, n_in / 32), float16 of int4, uint8 of mxfp4.
+        halves: uint8 (n, n_in / 2): a byte has input 2i in its low half, and 2i + 1 in its high one.
+    """
+
+    scales: np.ndarray
+    halves: np.ndarray
+
+
+def pack_halves(form: str, n_out: int, n_in: int, read: Callable[[slice], Halves]) -> Matrix:
     """A weight of halves of bytes and scales that come from a file, as they are, without rounding.
 
     Args:
         form: int4 or mxfp4.
-        scales: (n_out, n_in / 32), float16 of int4, uint8 of mxfp4.
-        halves: uint8 (n_out, n_in / 2): a byte has input 2i in its low half, and 2i + 1 in its high one.
+        n_in: a multiple of 32.
+        read: gives rows of the weight.
     """
-    n_out, n_groups = scales.shape
-    layout, n_in = LAYOUTS[form], 32 * n_groups
+    layout, n_groups = LAYOUTS[form], n_in // 32
     data = aligned_bytes(matrix_bytes(form, n_out, n_in))
     panels, width = data.reshape(padded(n_out, PANEL) // PANEL, -1), padded(n_in, layout.record_inputs)
-    for first in range(0, n_out, _ROWS_AT_ONCE):
-        some = halves[first : first + _ROWS_AT_ONCE]
+    for first in range(0, n_out, PACKED_ROWS):
+        scales, some = read(slice(first, min(first + PACKED_ROWS, n_out)))
         n_rows = padded(len(some), PANEL)
         numbers = np.full((n_rows, width), _ZERO[form], dtype=np.uint8)
         numbers[: len(some), 0:n_in:2], numbers[: len(some), 1:n_in:2] = some & 15, some >> 4
         own = np.zeros((n_rows, width // 32), dtype=_SCALES[form])
-        own[: len(some), :n_groups] = scales[first : first + _ROWS_AT_ONCE]
+        own[: len(some), :n_groups] = scales
         made = bytes_of_halves(form, own, numbers)
         panels[first // PANEL : (first + n_rows) // PANEL] = made.reshape(n_rows // PANEL, -1)
     return Matrix(form, n_out, n_in, data)

@@ -18,7 +18,8 @@ EMBEDDING = "transformer.wte.weight"
 POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
 PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
-PACKING_SHARE = 0.75  # what packing a tensor takes at most besides its plain numbers, of their bytes
+PACKED_ROWS = 64  # of a tensor that are read, decoded and packed at a time: whole panels
+PACKING_BYTES = 48  # that this takes at most for each number of these rows, besides what is packed
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class WeightFormat:
 
     @property
     def is_packed_smaller(self) -> bool:
-        """Whether plain weights are in memory beside the packed ones during packing."""
+        """Whether some plain weights are in memory beside the packed ones during packing."""
         return self.bits < 8 * self.value_bytes
 
     def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
@@ -88,16 +89,16 @@ class WeightFormat:
             bits = FORMATS[format_within(self.name, name)].bits
         return math.prod(shape) * bits / 8
 
-    def load_bytes(self, n_values: int) -> int:
+    def load_bytes(self, n_in: int) -> int:
         """Additional memory while a part is loaded, besides its final weights.
 
-        A plain part is mapped from its file, and stays there or can be read again. Of a part that will be packed, one tensor
-        after the other is in memory in plain numbers, for it may have to be decoded, and is packed beside them.
+        A plain part is mapped from its file, and stays there or can be read again. Of a part that will be packed, a few rows of
+        one tensor after the other are in memory in plain numbers.
 
         Args:
-            n_values: of the largest tensor.
+            n_in: numbers in a row of the widest tensor.
         """
-        return round((1 + PACKING_SHARE) * n_values * self.value_bytes) if self.is_packed_smaller else 0
+        return PACKED_ROWS * PACKING_BYTES * n_in if self.is_packed_smaller else 0
 
 
 # Types that torch computes in, and packed formats, whose kernels compute in float32.

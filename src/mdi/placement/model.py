@@ -15,7 +15,7 @@ from typing import Any
 
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import part_of
-from mdi.checkpoint.shapes import Shape, model_shapes
+from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
 from mdi.host.device import why_not_kernels
 from mdi.kernels.page_sizes import PAGE, cache_shape, n_pages, windows_of
@@ -190,7 +190,7 @@ def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
         blocks=tuple(_block(config, i, of_block[f"block.{i}"], form, kv_dtype) for i in range(config.n_layer)),
         embedding_bytes=_bytes({n: s for n, s in tensors.items() if part_of(n) == "embedding"}, form),
         head_bytes=head,
-        head_load_bytes=form.load_bytes(math.prod(tensors["lm_head.weight"])),
+        head_load_bytes=form.load_bytes(widest([tensors["lm_head.weight"]])),
         head_macs=math.prod(tensors["lm_head.weight"]),
         n_head=config.n_head,
         vocab_size=config.padded_vocab_size,
@@ -205,7 +205,7 @@ def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
 def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
     return BlockShape(
         weight_bytes=_bytes(own, form),
-        load_bytes=form.load_bytes(max(map(math.prod, own.values()))),
+        load_bytes=form.load_bytes(widest(own.values())),
         macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
         page_bytes=cache_shape(vars(config)).block_bytes(kv_dtype),
         window=windows_of(vars(config), i, i + 1)[0],

@@ -25,12 +25,13 @@ import numpy as np
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights
-from mdi.checkpoint.safetensors_layout import TYPES
+from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
+from mdi.checkpoint.shapes import widest
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
 from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
-from mdi.kernels.weight_formats import EMBEDDING
+from mdi.kernels.weight_formats import EMBEDDING, weight_format
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
@@ -226,9 +227,6 @@ def _timed(file: WeightBytes, start: int, n_bytes: int, is_direct: bool, memory:
     return time.perf_counter() - begin
 
 
-PACKING_COPIES = 3  # of a tensor in float32, that there are while it is packed
-
-
 @dataclass
 class StoredPart:
     """A part of a model.
@@ -319,12 +317,13 @@ class StoredParts:
         if self._spill is None:
             self._spill = _Spill(self._folder)
         found = StoredPart()
+        shapes = source.shapes(part)
         if not source.has_single_tensors:
-            self._check_memory(part, source.n_bytes(part))
+            self._check_memory(part, part, shapes, 0)
             self._add(found, source.weights(part, self._packing))
             return found
-        for name, shape in source.shapes(part).items():
-            self._check_memory(name, 4 * math.prod(shape))
+        for name, shape in shapes.items():
+            self._check_memory(part, name, {name: shape}, source.read_bytes(name))
             self._add(found, source.packed(name, self._packing))
             source.release()
         return found
@@ -344,9 +343,15 @@ class StoredParts:
                 found.arrays[name] = weight.copy()
         self.packed_bytes = spill.n_bytes
 
-    def _check_memory(self, name: str, n_bytes: int) -> None:
-        """Packing takes memory, too. Raises LimitError."""
-        needed = taken_bytes() + PACKING_COPIES * n_bytes
+    def _check_memory(self, part: str, name: str, shapes: Mapping[str, tuple[int, ...]], mapped_bytes: int) -> None:
+        """Packing takes memory, too: what is packed, rows of it in plain numbers, and what is mapped meanwhile.
+
+        Raises LimitError.
+        """
+        specs = [self._packing.stored(key, TensorSpec("F32", shape)) for key, shape in shapes.items()]
+        packed = sum(spec.n_bytes for stored in specs for spec in stored.values())
+        rows = weight_format(self._packing.of_part(part)).load_bytes(widest(shapes.values()))
+        needed = taken_bytes() + packed + rows + mapped_bytes
         if self._limit is not None and needed > self._limit:
             raise LimitError(
                 f"packing {name} takes {size(needed)}, more than the {size(self._limit)} of --memory: store the weights packed "

@@ -20,6 +20,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
+from mdi.kernels.lazy_rows import LazyRows, joined, spans
 from mdi.kernels.weight_formats import LAYOUTS, format_within
 from mdi.tensor.shares import Piece, Share, piece_of
 
@@ -110,14 +111,21 @@ class ShardSource(DerivedSource):
     def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
         """Packs only the needed part of a plain tensor, with the result of packing all of it first."""
         source = self._source
-        array, spec = source.for_packing(name, self.packing)
+        whole, spec = source.for_packing(name, self.packing)
         rows = piece.rows or ((0, shape[0]),)
         first, last = piece.columns or (0, shape[1])
         group = LAYOUTS[form].group or 1
         start, end = first // group * group, min(-(-last // group) * group, shape[1]) if last > first else last
-        numbers = np.concatenate([array[a:b, start:end] for a, b in rows])
-        if not numbers.size:
-            return Matrix(form, numbers.shape[0], numbers.shape[1], aligned_bytes(0))
+        counts = [b - a for a, b in rows]
+        n_out, n_in = sum(counts), end - start
+        if not n_out or not n_in:
+            return Matrix(form, n_out, n_in, aligned_bytes(0))
+
+        def read(at: slice) -> np.ndarray:
+            found = ((rows[i][0], own) for i, own in spans(counts, at))
+            return joined([whole[a + own.start : a + own.stop][:, start:end] for a, own in found])
+
+        numbers = LazyRows((n_out, n_in), read)
         packed = self.packing.pack(name, numbers, TensorSpec(spec.dtype, numbers.shape))[name]
         assert isinstance(packed, Matrix)
         return cut(packed, None, (first - start, last - start)) if piece.columns else packed
