@@ -6,7 +6,6 @@ from mutants.mutant import Mutant
 
 OWN = "tests/test_adapters.py"
 TEXTS = f"{OWN}::test_each_text_has_the_tokens_of_its_merged_weights"
-BITS = f"{OWN}::test_a_batch_has_the_bits_of_each_row_alone"
 ROWS = "tests/test_virtual_rows.py"
 TRAINED = f"{ROWS}::test_each_text_has_the_tokens_of_the_forward_that_was_trained"
 CUT = f"{ROWS}::test_rows_have_the_same_bits_however_they_are_cut_and_in_any_company"
@@ -19,7 +18,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first row of a text with an adapter is left out", "csrc:adapt", "adapter[m] = adapter_of(frame_.slices[s])",
-        "adapter[m] = r ? adapter_of(frame_.slices[s]) : 0", BITS,
+        "adapter[m] = r ? adapter_of(frame_.slices[s]) : 0", TEXTS,
     ),
     Mutant(
         "A is not multiplied by the gains that are in rounded weights", "low_rank", "a * factor", "a",
@@ -97,7 +96,8 @@ MUTANTS = [
         f"{ROWS}::test_a_strangers_folder_is_refused_in_one_line_before_a_node_is_asked",
     ),
     Mutant(
-        "virtual positions are tokens of a penalty", "StarterEngine._sequence", "prompt[:1] * n_virtual", "(7,) * n_virtual",
+        "virtual positions are tokens of a penalty", "StarterEngine._sequence", "prompt[:1] * n_virtual",
+        "tuple(range(n_virtual))",
         f"{ROWS}::test_virtual_positions_are_no_tokens",
     ),
     Mutant(
