@@ -386,14 +386,14 @@ def test_packing_lets_go_of_the_file_by_what_it_reads_of_it(tmp_path: Path, monk
     source = LitCheckpoint(write_checkpoint(tmp_path / "tiny"))
     largest = max(spec.n_bytes for spec in source.specs.values())
     monkeypatch.setattr(chunks, "RELEASE_BYTES", 2 * largest)
-    held, read = [0], source._file.array
+    held, read = [0], source.file.array
 
     def array(name: str, rows: slice | None = None) -> np.ndarray:
         found = read(name, rows)
         held[-1] += found.nbytes
         return found
 
-    monkeypatch.setattr(source._file, "array", array)
+    monkeypatch.setattr(source.file, "array", array)
     monkeypatch.setattr(source, "release", lambda: held.append(0))
     write_chunks(PackedSource(source, Packing("int4", "int4")), tmp_path / "out", (5,))
     assert sum(held) >= sum(spec.n_bytes for spec in source.specs.values())

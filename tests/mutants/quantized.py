@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "a record of mxfp4 repeats the lines of its first half",
         "csrc:step_lines",
-        "step % n * 512",
+        "step % n * kStepLines<kFormat> * 64",
         "step % n * 0",
         RAGGED,
     ),

@@ -43,9 +43,9 @@ class LitCheckpoint(WeightSource):
         self.config_dict = read_config(self.path / CONFIG_FILE)
         self.config_hash = config_hash(self.config_dict)
         self.model = self.config_dict["name"] or self.path.absolute().name
-        self._file: WeightFile = open_weight_file(weights)
-        self._stored = _litgpt_names(self._file.specs)  # name -> name in the file
-        self.specs = {name: self._file.specs[stored] for name, stored in self._stored.items()}
+        self.file: WeightFile = open_weight_file(weights)
+        self._stored = _litgpt_names(self.file.specs)  # name -> name in the file
+        self.specs = {name: self.file.specs[stored] for name, stored in self._stored.items()}
         check_tensors(self.config_dict, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
         self.hashes = HashRecord(self.path / "parts.json", weights_stamp([weights], self.config_hash))
@@ -55,7 +55,7 @@ class LitCheckpoint(WeightSource):
 
     def array(self, name: str) -> np.ndarray:
         stored = self._stored[name]
-        array = self._file.array(stored)
+        array = self.file.array(stored)
         # LitGPT before 0.5 interleaved query, key and value by group
         return array[interleaved_rows(self.config_dict)] if ".attn.attn." in stored else array
 
@@ -63,16 +63,16 @@ class LitCheckpoint(WeightSource):
         stored, shape = self._stored[name], self.specs[name].shape
         if ".attn.attn." in stored:
             return self.array(name)
-        return LazyRows(shape, partial(self._file.array, stored))
+        return LazyRows(shape, partial(self.file.array, stored))
 
     def read_bytes(self, name: str) -> int:
-        return self.specs[name].n_bytes if self._file.stays_mapped else 0
+        return self.specs[name].n_bytes if self.file.stays_mapped else 0
 
     def part_names(self) -> list[str]:
         return stage_parts(0, self.config_dict["n_layer"], starter=True)
 
     def release(self) -> None:
-        self._file.release()
+        self.file.release()
 
 
 def open_source(path: str | Path) -> WeightSource:
