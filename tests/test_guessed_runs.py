@@ -137,19 +137,29 @@ def test_a_mixture_of_experts_guesses_one_row_a_frame(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_nodes", "has_window", "is_shared"), [(1, False, False), (1, True, False), (2, False, True)]
+    ("n_nodes", "has_window", "is_others", "is_shared"),
+    [
+        (1, False, False, False),
+        (2, False, False, False),
+        (1, True, False, False),
+        (2, False, True, False),
+        (2, False, False, True),
+    ],
 )
 def test_a_text_has_one_frame_where_nodes_share_cores_or_read_weights_from_the_disk(
-    n_nodes: int, has_window: bool, is_shared: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    n_nodes: int, has_window: bool, is_others: bool, is_shared: bool, checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The starter, or another node by flags of its own (`is_others`)."""
     monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: is_shared)
-    memory = {"weight_memory": WindowMemory(window=WindowOptions(2))} if has_window else {}
-    with secondaries(n_nodes - 1, tmp_path) as nodes:
+    window = WindowMemory(window=WindowOptions(2))
+    memory = {"weight_memory": window} if has_window else {}
+    with secondaries(n_nodes - 1, tmp_path, **({"weight_memory": window} if is_others else {})) as nodes:
         made = options_of(checkpoint, tmp_path, draft="auto", dtype="float32", placement="even", wait_s=5, **memory)
         with Run(GivenNodes(cluster_of(nodes) if nodes else standalone()), made, 20) as run:
             speculation = run.engine.speculation
             assert speculation is not None and speculation.most_rows == (WINDOW_ROWS if has_window else MOST_ROWS)
-            assert run.engine.is_deep is not (has_window or is_shared)
+            assert run.engine.is_deep is not (has_window or is_others or is_shared)
 
 
 def test_nothing_is_guessed_where_torch_computes_unless_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def _known_status(worker: RingWorker | None, store: BlockStore, in_time: InTime)
         "sent_rows": _sent_rows(worker) if worker is not None else None,
         "caches_kept": worker.held.has_caches if worker is not None else None,
         "numerics": worker.held.numerics if worker is not None else None,
+        "window": worker.held.spec.window is not None if worker is not None else None,
         "missing": missing_of(worker, store, in_time) if worker is not None and not worker.has_ended.is_set() else None,
         "metrics": worker.metrics if worker is not None else None,
         "measured": measure() if measure is not None else None,

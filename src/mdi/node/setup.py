@@ -240,6 +240,11 @@ class SecondarySetup:
         """See stages.store.HeldStage; "" before it is ready."""
         return str(self._answer.get("numerics") or "")
 
+    @property
+    def has_window(self) -> bool:
+        """Whether the node reads its weights from the disk for each frame; False before it is ready."""
+        return self._answer.get("window") is True
+
     def _loading_status(self) -> dict[str, Any]:
         """Status of a node that is getting ready; RingError if it has given up."""
         self._cancel.check()

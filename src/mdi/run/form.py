@@ -53,7 +53,6 @@ from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterSupply, StarterWeights
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
 from mdi.stages.window_budget import extensions_of as window_extensions
-from mdi.stages.window_budget import window_of
 from mdi.tensor.group import SharingOut
 from mdi.units import duration
 
@@ -199,6 +198,7 @@ class Ring:
         processes: of its secondaries, the numbers that their processes drew.
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
+        has_window: whether a node reads weights from its disk for each frame.
         numbers: see `numbers_of`.
         is_exact: whether it gives texts the tokens that the ring before would have given them.
         may_guess: whether a row has the same bits in any company of others, or need not.
@@ -221,6 +221,7 @@ class Ring:
     ring_ports: Mapping[str, Any]
     placement: str
     sent_rows: Mapping[str, Counts]
+    has_window: bool
     numbers: str = ""
     is_exact: bool = True
     may_guess: bool = True
@@ -417,7 +418,7 @@ class Former:
         ring.numbers = self._numbers(ring)
         ring.is_exact = before is None or before.numbers == ring.numbers
         ring.may_guess = basis.options.draft_inexact or self._has_fixed_rows(ring)
-        ring.is_deep = window_of(basis.options.weight_memory) is None and not share_cores(cluster.nodes)
+        ring.is_deep = not ring.has_window and not share_cores(cluster.nodes)
         self._has_caches = True
         return ring
 
@@ -487,7 +488,7 @@ class Former:
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         return Ring(
             self._n_rings, self.cluster, self.clients, work.stages, work.stage, memory, work.processes, work.ring_ports,
-            work.placement, work.sent_rows,
+            work.placement, work.sent_rows, work.has_window,
         )  # fmt: skip
 
     def _holders(self, outside: Sequence[ControlClient]) -> Holders:
@@ -627,6 +628,7 @@ class Preparation:
             sent on and can send again.
         parts: the parts that each secondary needs, by its name.
         arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
+        has_window: whether a node, once all are ready, reads weights from its disk for each frame.
         setups: of the secondaries. The first that fails ends the others, and what waits for them.
         has_begun: whether secondaries know the run, so that they must also hear of its end.
     """
@@ -650,6 +652,7 @@ class Preparation:
     arithmetic: dict[str, str] = field(default_factory=dict)
     sent_rows: dict[str, dict[int, int]] = field(default_factory=dict)
     ring_ports: dict[str, Any] = field(default_factory=dict)
+    has_window: bool = False
     has_begun: bool = False
 
     def run(self, cancel: Cancel) -> CacheMemory:
@@ -667,6 +670,7 @@ class Preparation:
                     self.stage.caches.clear()
                 memory = self._reckon_memory(self.stage is not had)  # last, when all weights are where they stay
                 self.sent_rows = {one.name: one.sent_rows for one in self.setups if one.sent_rows is not None}
+                self.has_window = self.held.spec.window is not None or any(one.has_window for one in self.setups)
             finally:
                 self.processes = {setup.name: setup.process for setup in self.setups if setup.process}
                 self.arithmetic = {one.name: one.arithmetic for one in self.setups if one.arithmetic is not None}
