@@ -25,6 +25,7 @@ N, WIDTH = 11, 5
 def head_of(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FrozenHead, torch.nn.Module, torch.nn.Module]:
     """The head, and litgpt's norm and head, in float64."""
     monkeypatch.setattr(frozen_head, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(frozen_head, "KEPT_ROWS", 3)
     gpt = random_gpt(config_of(family, padded_vocab_size=96, vocab_size=96), 3)
     with torch.no_grad():
         for weight in [*gpt.lm_head.parameters(), *gpt.transformer.ln_f.parameters()]:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 CHUNK_ROWS = 256  # whose logits are in memory at the same time
+KEPT_ROWS = 32  # the same where a product has few numbers a row: as many logits as stay in the processor's caches
 
 
 class Sum(NamedTuple):
@@ -123,8 +124,9 @@ class _Cross(torch.autograd.Function):
         total, n_right = a.new_zeros(()), 0
         da, dmatrix = torch.empty_like(a), torch.zeros_like(matrix) if wants_matrix else None
         dratio = None if ratio is None else torch.empty_like(ratio)
-        for begin in range(0, len(a), CHUNK_ROWS):
-            at = slice(begin, begin + CHUNK_ROWS)
+        n_rows = CHUNK_ROWS if kept is None else KEPT_ROWS
+        for begin in range(0, len(a), n_rows):
+            at = slice(begin, begin + n_rows)
             logits, base = a[at] @ matrix.T, None
             if kept is not None and ratio is not None:
                 base = kept[at].to(a.dtype) if bias is None else kept[at].to(a.dtype) - bias
