@@ -115,6 +115,11 @@ sanitize:
 	for names in address,undefined thread; do \
 	  PYTHONPATH=src $(PYTHON) -m mdi.kernels --selftest build/selftest --sanitize $$names && build/selftest || exit 1; \
 	done
+	@if command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null; then \
+	  echo "the kernels of ARM boards, emulated: some minutes"; \
+	  CXX=aarch64-linux-gnu-g++ PYTHONPATH=src $(PYTHON) -m mdi.kernels --selftest build/selftest-arm --sanitize address,undefined \
+	    && ASAN_OPTIONS=detect_leaks=0 qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max build/selftest-arm; \
+	else echo "aarch64-linux-gnu-g++ and qemu-aarch64 are not installed: the kernels of ARM boards are not tried"; fi
 
 wheels:
 	$(PYTHON) .ci/wheels

@@ -54,7 +54,8 @@ PRODUCTS = {
 }  # fmt: skip
 BRANCH = re.compile(r"^\t(?:b\.?\w*|cbn?z|tbn?z|j\w+)\t(?:.*, *)?(\.L\w+)$")
 # Instructions of the loops, and how many of each a core begins per cycle: of the A72 and of the N1, whose pipelines for
-# vectors are the A76's. From Arm's Software Optimization Guides (Cortex-A72: UAN 0016A).
+# vectors are the A76's. From Arm's Software Optimization Guides (Cortex-A72: UAN 0016A); some of the A72's were read in a
+# model that cites its guide, not in the guide itself.
 GUIDES = [
     ("smull v0.8h, v1.8b, v2.8b", 1, 1), ("smull2 v0.8h, v1.16b, v2.16b", 1, 1), ("smlal v0.8h, v1.8b, v2.8b", 1, 1),
     ("smlal2 v0.8h, v1.16b, v2.16b", 1, 1), ("addp v0.8h, v1.8h, v2.8h", 2, 2), ("saddlp v0.4s, v1.8h", 2, 2),
