@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tracemalloc
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ from mdi.spec.options import StarterOptions
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.trained_tensors import header_of, joined_bytes
 from mdi_training.examples import Example
-from mdi_training.frozen_head import FrozenHead
+from mdi_training.frozen_head import FrozenHead, Sum
 from mdi_training.ring_blocks import RingBlocks
 from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
 from mdi_training.tuned_tensors import KEY, Lora, TunedTensors, TuningKind, n_numbers, new_tensors, read_tensors
-from mdi_training.tuning import TuningSettings
+from mdi_training.tuning import Steps, Tuning, TuningSettings, train
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import tiny_config, tiny_gpt, write_checkpoint
 
@@ -415,6 +416,79 @@ def test_what_was_interrupted_goes_on_to_the_same_bits(
     for name in ("losses.csv", "adapter_model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert not (out / "work").exists()
+
+
+def test_the_rate_is_that_of_the_steps_alone(tmp_path: Path) -> None:
+    """By a clock that only work moves: a step takes 2 s, what else is done takes 100 s."""
+    now, seconds = [0.0], {"learn": 2.0, "other": 100.0}
+    rows = [Example(tuple(range(n)), 0, tuple(range(n))) for n in (1, 2, 4, 8)]
+
+    class Counted(Tuning):
+        def learn(self, indices: Sequence[int]) -> float:
+            now[0] += seconds["learn"]
+            return 1.0
+
+        def sums(self, indices: Sequence[int]) -> Iterator[Sum]:
+            raise AssertionError("train evaluates nothing")
+
+        def save(self, folder: Path) -> None:
+            now[0] += seconds["other"]
+            super().save(folder)
+
+    def made() -> Counted:
+        return Counted({"a": torch.nn.Parameter(torch.zeros(1))}, rows, 4, TuningSettings(3, 1, 0.1, 1), {})
+
+    def trained(one: Counted, n_stop: int) -> Steps:
+        found = train(
+            one, tmp_path, tmp_path / "losses.csv", lambda: one.n_steps == n_stop, lambda line: None,
+            clock=lambda: now[0],
+        )  # fmt: skip
+        assert found.seconds == 2.0 * (min(n_stop, 12) - begun) and found.is_done == (n_stop >= 12)
+        return found
+
+    begun = 0
+    first = trained(one := made(), 5)
+    assert first.n_tokens == one.n_tokens and 15 < first.n_tokens < 30 and first.tokens_per_s == first.n_tokens / 10
+    other = made()
+    assert other.restore(tmp_path) and other.n_steps == 5
+    begun = 5
+    assert trained(other, 99).n_tokens == 3 * 15 - first.n_tokens, "tokens of steps before are not counted"
+    begun = 12
+    assert trained(other, 12 + 99).tokens_per_s is None
+
+
+def test_the_command_prints_the_rate_of_its_own_steps(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also when it goes on after an interruption."""
+    found = list[Steps]()
+
+    def in_four_seconds(training: Tuning, *arguments: Any) -> Steps:
+        steps = train(training, *arguments)
+        found.append(Steps(steps.is_done, steps.n_tokens, 4.0))
+        return found[-1]
+
+    monkeypatch.setattr("mdi_training.tuning.train", in_four_seconds)
+    flags = ("--method", "prompt")
+    assert finetune(checkpoint, data, tmp_path / "whole", *flags) == 0
+    said = capsys.readouterr().out
+    n_all = found[-1].n_tokens
+    assert f"{n_all / 4:,.1f} tokens/s forward" in said and n_all % 4 == 0, "four passes"
+    step = RingTraining.step
+
+    def step_and_stop(self: RingTraining) -> float:
+        loss = step(self)
+        if self.n_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RingTraining, "step", step_and_stop)
+        assert finetune(checkpoint, data, tmp_path / "out", *flags) == 128 + signal.SIGTERM
+    n_first = found[-1].n_tokens
+    assert "tokens/s" not in capsys.readouterr().out and 0 < n_first < n_all
+    assert finetune(checkpoint, data, tmp_path / "out", *flags, "--resume") == 0
+    assert f"{(n_all - n_first) / 4:,.1f} tokens/s forward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["lora", "prefix"])

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mdi_training.ring_training import RingTraining, TunedModel
     from mdi_training.side_training import SideTraining
     from mdi_training.tuned_tensors import TuningKind
-    from mdi_training.tuning import Tuning, TuningSettings
+    from mdi_training.tuning import Steps, Tuning, TuningSettings
 
 WORK = "work"  # the folder in --out for what is needed until the end
 N_TEXTS = 8  # at the same time in the ring
@@ -193,7 +193,7 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
         head = model.head() if asked.task == LM else None
         training = SideTraining(SideModule(shape, settings.seed), head, features, examples, n_train, settings)
         ring_s += _keep_logits(training, sum(example.n_rows for example in examples))
-        if (number := _train(training, out, ring_s)) is not None:
+        if (number := _train(training, out, ring_s)[0]) is not None:
             return number
         path = write_side(out, shape, training.module.tensors())
     finally:
@@ -240,11 +240,14 @@ def _check_new(options: Options, work: Path, result: Path) -> None:
 
 def _train(
     training: Tuning, out: Path, ring_s: float = 0.0, say_before: Callable[[range], None] | None = None
-) -> int | None:
-    """All steps, with what is held out before and after; the exit status if it was stopped.
+) -> tuple[int | None, Steps]:
+    """All steps that are left, with what is held out before and after.
 
     Args:
         ring_s: see `train`; say_before: called with the numbers of the examples that are held out.
+
+    Returns:
+        the exit status if it was stopped, and what the steps were.
     """
     from mdi_training.interrupt import StopRequest
     from mdi_training.tuning import LOSSES_FILE, train
@@ -257,12 +260,12 @@ def _train(
     if training.restore(out / WORK):
         print(f"going on after step {training.n_steps} of {training.n_all}", flush=True)
     with StopRequest() as stop:
-        is_done = train(training, out / WORK, out / LOSSES_FILE, lambda: bool(stop), partial(print, flush=True), ring_s)
-    if not is_done:
+        steps = train(training, out / WORK, out / LOSSES_FILE, lambda: bool(stop), partial(print, flush=True), ring_s)
+    if not steps.is_done:
         print(f"stopped after step {training.n_steps} of {training.n_all}; --resume goes on", flush=True)
-        return 128 + (stop.number or 0)
+        return 128 + (stop.number or 0), steps
     print(f"{what} after: {training.score(held)}", flush=True)
-    return None
+    return None, steps
 
 
 def _taps(asked: tuple[int, ...] | int, n_layer: int) -> tuple[int, ...]:
@@ -424,12 +427,11 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
             training = RingTraining(TunedModel(run, tuned, head), examples, n_train, settings, asked.micro_batches)
             training.check()
             print(f"{n_numbers(tuned.named.values()):,} numbers are learned; {training.bytes_told}", flush=True)
-            begin = time.perf_counter()
             say = None if labels else partial(_say_kernels, run, examples, head, TunedModel(run, tuned, head), "")
-            number = _train(training, out, say_before=say)
+            number, steps = _train(training, out, say_before=say)
             if number is not None:
                 return number
-            _say_rate(training, time.perf_counter() - begin)
+            _say_rate(training, steps)
             known = weights_hash(model.weights.sources[0])
             path = tuned.write(out, str(config["name"]), known)
             shutil.rmtree(out / WORK, ignore_errors=True)
@@ -503,9 +505,9 @@ def _say_kernels(
     )  # fmt: skip
 
 
-def _say_rate(training: RingTraining, seconds: float) -> None:
-    n_tokens = training.settings.epochs * sum(len(one.ids) for one in training.examples[: training.n_train])
-    print(f"{n_tokens / seconds:,.1f} tokens/s forward and backward; {training.bytes_told}", flush=True)
+def _say_rate(training: RingTraining, steps: Steps) -> None:
+    if (rate := steps.tokens_per_s) is not None:
+        print(f"{rate:,.1f} tokens/s forward and backward; {training.bytes_told}", flush=True)
 
 
 def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:

@@ -58,7 +58,8 @@ class Tuning(ABC):
         facts: of what is learned; a state of others is not gone on with.
 
     Attributes:
-        n_steps: done so far.
+        n_steps: done so far, also before `restore`.
+        n_tokens: of the texts of the steps that were made here; a text counts as often as it was learned from.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Tuning(ABC):
         self.named, self.examples, self._facts = dict(named), examples, facts
         self._optimizer = torch.optim.AdamW(self.named.values(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
         self.steps_per_epoch = -(-n_train // settings.batch_size)
-        self.n_steps = 0
+        self.n_steps = self.n_tokens = 0
 
     @abstractmethod
     def learn(self, indices: Sequence[int]) -> float:
@@ -101,6 +102,7 @@ class Tuning(ABC):
         torch.nn.utils.clip_grad_norm_(self.named.values(), CLIP)
         self._optimizer.step()
         self.n_steps += 1
+        self.n_tokens += sum(len(self.examples[index].ids) for index in indices)
         return total
 
     @torch.no_grad()
@@ -153,10 +155,29 @@ class Tuning(ABC):
         return True
 
 
+class Steps(NamedTuple):
+    """What `train` has done.
+
+    Attributes:
+        is_done: whether no step is left.
+        n_tokens: of the texts of its steps.
+        seconds: of these steps, without what is written between them.
+    """
+
+    is_done: bool
+    n_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None if there was no step."""
+        return self.n_tokens / self.seconds if self.seconds else None
+
+
 def train(
     training: Tuning, folder: Path, losses: Path, is_stopped: Callable[[], bool], say: Callable[[str], None],
-    first_s: float = 0.0,
-) -> bool:  # fmt: skip
+    first_s: float = 0.0, clock: Callable[[], float] = time.perf_counter,
+) -> Steps:  # fmt: skip
     """All steps that are left; the state is saved after each pass and each minute, and when it is stopped.
 
     Args:
@@ -164,33 +185,33 @@ def train(
         losses: a CSV file, to which a line per step is added.
         is_stopped: asked after each step.
         first_s: seconds that belong to the first pass besides: those of the ring.
-
-    Returns:
-        whether it has come to its end.
+        clock: gives seconds.
 
     Raises:
         MdiError: the loss is no number any more, or a file cannot be written.
     """
-    begin, total, count = time.perf_counter(), 0.0, 0
-    saved_s = begin
+    begin, total, count = clock(), 0.0, 0
+    saved_s, n_before, step_s = begin, training.n_tokens, 0.0
     kept = _lines(losses, training.n_steps)
     while training.n_steps < training.n_all:
+        step_begin = clock()
         loss = training.step()
+        step_s += clock() - step_begin
         total, count = total + loss, count + 1
         kept.append([training.n_steps, repr(loss)])
         is_over, is_full = is_stopped(), training.n_steps % training.steps_per_epoch == 0
-        if is_over or is_full or time.perf_counter() > saved_s + SAVE_S:
+        if is_over or is_full or clock() > saved_s + SAVE_S:
             training.save(folder)
-            saved_s = time.perf_counter()
+            saved_s = clock()
             _write_lines(losses, kept)
         if is_full:
-            epoch, now = training.n_steps // training.steps_per_epoch, time.perf_counter()
+            epoch, now = training.n_steps // training.steps_per_epoch, clock()
             ring = f" and {first_s:.1f} s of the ring" if epoch == 1 and first_s else ""
             say(f"epoch {epoch}: loss {total / count:.4f}, {now - begin:.1f} s{ring}")
             begin, total, count = now, 0.0, 0
         if is_over:
-            return training.n_steps == training.n_all
-    return True
+            break
+    return Steps(training.n_steps == training.n_all, training.n_tokens - n_before, step_s)
 
 
 def _lines(path: Path, n: int) -> list[list[Any]]:
