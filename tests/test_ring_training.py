@@ -30,7 +30,7 @@ from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
-from mdi.errors import CheckpointError, ControlError, UsageError
+from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import format_within
 from mdi.node.local import LocalRing
@@ -40,6 +40,7 @@ from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.trained_tensors import header_of, joined_bytes
+from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
 from mdi_training.ring_blocks import RingBlocks
@@ -354,6 +355,31 @@ def test_a_node_takes_no_other_tensors_than_its_blocks_have(checkpoint: Path, tm
         with pytest.raises(ControlError) as e:
             asked(prompt, cut=4)
         assert e.value.status == 400 and len(asked(prompt)) == x.nbytes, "and goes on"
+
+
+WINDOW = {"weight_memory": WindowMemory(window=WindowOptions(1))}
+NO_GRADIENTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "a node in torch": ({"dtype": "bfloat16"}, {}, {}, "secondary0 computes .*: gradients go"),
+    "a node with a window": (WINDOW, {}, {}, "secondary0 computes .*window.*: gradients go"),
+    "a group": ({}, {"group": "g"}, {}, "nodes compute blocks together: gradients go"),
+    "a starter in torch": ({}, {}, {"dtype": "bfloat16"}, "starter computes .*: gradients go"),
+    "a starter with a window": ({}, {}, WINDOW, "starter computes .*window.*: gradients go"),
+}
+
+
+@pytest.mark.parametrize("case", NO_GRADIENTS)
+def test_blocks_without_gradients_are_refused_before_weights_are_sent(
+    case: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    of_node, entry, options, words = NO_GRADIENTS[case]
+    with secondaries(2 if entry else 1, tmp_path, **of_node) as nodes:
+        source, asked = GivenNodes(cluster_of(nodes, **entry)), options_of(checkpoint, tmp_path, **options)
+        with pytest.raises(MdiError, match=words), Run(source, asked, 20, n_texts=1, gradients=True):
+            pass
+        assert not [*tmp_path.glob("cache*/*.safetensors")]
+        with Run(source, asked, 20, n_texts=1) as run, pytest.raises(MdiError, match="gradients go"):
+            RingBlocks(run)(torch.zeros(1, 1, tiny_config().n_embd))
+        assert [*tmp_path.glob("cache*/*.safetensors")], "texts are generated over such nodes"
 
 
 # The command

@@ -469,7 +469,7 @@ def _tuning_run(nodes: NodeSource, options: Options, length: int, cancel: Cancel
     from mdi.cli import heed_interrupts, ignore_interrupts
     from mdi.run.run import Run
 
-    with Run(nodes, options, length, n_texts=N_TEXTS, on_close=ignore_interrupts, cancel=cancel) as run:
+    with Run(nodes, options, length, n_texts=N_TEXTS, on_close=ignore_interrupts, cancel=cancel, gradients=True) as run:
         yield run
     heed_interrupts()
 

@@ -1,6 +1,6 @@
 """The blocks of a run's nodes as a module of torch, for programs of one's own: hidden states in, hidden states out, gradients.
 
-with Run(nodes, options, n_tokens=64, n_texts=1) as run:
+with Run(nodes, options, n_tokens=64, n_texts=1, gradients=True) as run:
     blocks = RingBlocks(run)
     loss = own_head(blocks(own_embedding(ids))).mean()
     loss.backward()
@@ -27,7 +27,8 @@ class RingBlocks(torch.nn.Module):
     threads are computed at the same time.
 
     Args:
-        run: open, over nodes with torch that have their blocks in the kernels' form.
+        run: open, over nodes with torch that have their blocks in the kernels' form; with `gradients=True` others are refused
+            before weights are sent to them.
     """
 
     def __init__(self, run: Run, start: int = 0, stop: int | None = None) -> None:

@@ -206,4 +206,11 @@ MUTANTS = [
         "False",
         f"{FILE}::test_blocks_that_the_model_does_not_have_are_refused_by_a_node",
     ),
+    Mutant(
+        "nodes without gradients get weights before they refuse",
+        "NodeWeights.spec",
+        "request.extensions.get(GRADIENTS) is True",
+        "False",
+        f"{THROUGH}::test_blocks_without_gradients_are_refused_before_weights_are_sent",
+    ),
 ]

@@ -64,6 +64,7 @@ HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 MOST_ROWS = 1 << 20  # in a question about rows
 ROWS_BYTES = 2 << 20  # of rows in an answer
 KEEPS_RECEIVED = "received"  # extension of `/init`: rows that come are kept, as those that are sent
+GRADIENTS = "gradients"  # extension of `/init`: refused where blocks have no gradients
 N_TEXTS = 8  # at the same time, of a run that does not say how many
 
 

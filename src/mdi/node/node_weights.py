@@ -17,14 +17,14 @@ from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.control.messages import GRADIENTS, InitRequest, PartSpec, ProfileRequest
 from mdi.errors import ControlError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels.weight_formats import ROUNDED
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import Requested
-from mdi.stages.building import StageSpec, check_spec
+from mdi.stages.building import StageSpec, check_gradients, check_spec
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.window_budget import window_of
 from mdi.tensor.group import group_of
@@ -111,6 +111,8 @@ class NodeWeights:
         )  # fmt: skip
         if spec.adapter_parts:  # before they are sent
             check_spec(spec)
+        if request.extensions.get(GRADIENTS) is True:
+            check_gradients(spec)
         return spec
 
     def refuse_misfit_chunk(self, request: InitRequest) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient, FanOut
-from mdi.control.messages import KEEPS_RECEIVED, InitRequest, PartSpec, tap_extensions
+from mdi.control.messages import GRADIENTS, KEEPS_RECEIVED, InitRequest, PartSpec, tap_extensions
 from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
 from mdi.engine.recorder import extensions_of
@@ -47,7 +47,7 @@ from mdi.run.policy import Form, Stage, computing
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import Requested, StarterOptions
-from mdi.stages.building import StageSpec
+from mdi.stages.building import StageSpec, check_gradients
 from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterSupply, StarterWeights
@@ -84,6 +84,7 @@ class Basis:
         caches: of all runs of this process.
         taps: blocks whose outputs come back with the rows that need logits.
         sharing: gives the nodes of every ring their shares, where some of them compute blocks together.
+        gradients: whether nodes are asked for gradients.
         is_held: whether nodes hold the blocks already: then others can take the place of one that refuses.
     """
 
@@ -101,6 +102,7 @@ class Basis:
     sharing: SharingOut | None = None
     taps: tuple[int, ...] = ()
     is_held: bool = False
+    gradients: bool = False
 
     @property
     def run_id(self) -> str:
@@ -344,7 +346,7 @@ class Former:
         weights, starter = copy.copy(basis.weights), self.cluster.starter
         weights.take_blocks([(0, 0), blocks])
         options = replace(basis.options, replay_memory=0, verify=0.0, n_frames=None)
-        alone = replace(basis, run=secrets.randbits(62), weights=weights, options=options, taps=())
+        alone = replace(basis, run=secrets.randbits(62), weights=weights, options=options, taps=(), gradients=False)
         cluster, client = replace(self.cluster, secondaries=(node,), spares=()), ControlClient(node, self.cluster.keys)
         work = Preparation(alone, cluster, [client], None, 1, REACH_S, frozenset(), Holders(), None)
         (setup,) = work.prepare_others(cancel)
@@ -725,9 +727,15 @@ class Preparation:
         return StarterSupply(self.cluster.starter.name, basis.weights, basis.family, basis.options)
 
     def _check_memory(self) -> StageSpec:
-        """The starter's stage. Raises NoMemoryError: weights that will not fit are not loaded in the first place."""
+        """The starter's stage.
+
+        Raises:
+            NoMemoryError: weights that will not fit are not loaded in the first place. UsageError: no gradients.
+        """
         basis = self.basis
         spec = self._supply.spec(basis.computing, basis.max_length, basis.n_sequences, self._kv_memory)
+        if basis.gradients:
+            check_gradients(spec)
         basis.caches.check_memory(spec, self.held)
         return spec
 
@@ -814,6 +822,7 @@ class Preparation:
                 **window_extensions(options.weight_memory),
                 **share_extensions(options.cache_share),
                 **tap_extensions(basis.taps),
+                **({GRADIENTS: True} if basis.gradients else {}),
                 **({KEEPS_RECEIVED: True} if options.verify else {}),
                 **(ahead_extension() if self.kept is not None else {}),
                 **share,

@@ -52,7 +52,7 @@ from mdi.run.trace import RunTrace, Trace
 from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
-from mdi.stages.building import prompt_rows
+from mdi.stages.building import NO_GRADIENTS, prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.side import LM, SideNetwork, check_base, read_side
 from mdi.stages.window_budget import window_of
@@ -83,6 +83,7 @@ class Run(StatusOnly):
         ports: that it shares with other runs of this process; None: its own.
         cancel: of the command; its end ends the run.
         taps: blocks, rising, whose outputs `submit_rows` gives besides those of the last one; a side network brings its own.
+        gradients: nodes whose blocks have no gradients (`passes`) are refused before they get weights.
 
     Attributes:
         model: what it generates with; from `open` on.
@@ -101,10 +102,10 @@ class Run(StatusOnly):
         self, nodes: NodeSource, options: StarterOptions, n_tokens: int, prompts: Sequence[str | Sequence[int]] = (),
         n_texts: int | None = None, family: Callable[[], ModelFamily] | None = None, leave: bool = False,
         on_close: Callable[[], None] = lambda: None, ports: StarterPorts | None = None,
-        cancel: Cancel | None = None, taps: Sequence[int] = (),
+        cancel: Cancel | None = None, taps: Sequence[int] = (), gradients: bool = False,
     ) -> None:  # fmt: skip
         self._nodes = nodes
-        self._taps = tuple(taps)
+        self._taps, self._gradients = tuple(taps), gradients
         self._side: SideNetwork | None = None
         self.options = options
         self._n_tokens = n_tokens
@@ -212,6 +213,8 @@ class Run(StatusOnly):
         with self._nodes.watched(losses):
             self._state = "PLANNING" if cluster.secondaries else "LOADING"
             model.place(self._n_texts, length, losses)
+            if self._gradients and model.sharing is not None:
+                raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code="kernels")
             if self._taps and model.sharing is not None:
                 raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code="flags")
             self.max_length = min(length, model.context_length)
@@ -244,7 +247,7 @@ class Run(StatusOnly):
         basis = Basis(
             self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
             self._process, self._ports.listener, self._ports.caches, model.sharing, self._taps,
-            model.held is not None,
+            model.held is not None, self._gradients,
         )  # fmt: skip
         nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
         self._former = former = Former(basis, cluster, nodes)

@@ -29,6 +29,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.worker import Backend
 from mdi.errors import CheckpointError, UsageError
 from mdi.host.computing import Computing
+from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels import library
 from mdi.kernels.blocks import Weights
@@ -167,6 +168,22 @@ def check_spec(spec: StageSpec) -> None:
         )
     if spec.is_torch and spec.group is not None:
         raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
+
+
+NO_GRADIENTS = "gradients go through whole blocks in the kernels' form only: no windows, groups or GPUs"
+
+
+def check_gradients(spec: StageSpec) -> None:
+    """Raises UsageError if no gradients go through the blocks of this stage, or torch, which computes them, is not here."""
+    if spec.is_torch:
+        where = spec.computing.why_torch or "in torch"
+    elif spec.window is not None:
+        where = "with its weights in a window (--window, --memory)"
+    elif spec.group is not None:
+        where = "in a group that shares blocks"
+    else:
+        return load_torch(f"{spec.name}: computing gradients")
+    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
 
 
 def build_stage(

@@ -30,7 +30,7 @@ from mdi.kernels.blocks import Weights
 from mdi.kernels.page_sizes import CacheClass
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
-from mdi.stages.building import StageSpec, build_stage
+from mdi.stages.building import NO_GRADIENTS, StageSpec, build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.units import size
@@ -105,9 +105,7 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
-        raise UsageError(
-            "gradients go through whole blocks in the kernels' form only: no windows, groups or GPUs", code="kernels"
-        )
+        raise UsageError(NO_GRADIENTS, code="kernels")
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
 
