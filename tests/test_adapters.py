@@ -372,13 +372,22 @@ def test_nothing_is_unpickled_and_no_head_is_believed(made: Made, tmp_path: Path
         opened(made, tmp_path / "a")
 
 
-def test_an_adapter_that_says_what_it_was_trained_on_is_compared(made: Made, tmp_path: Path) -> None:
+def test_an_adapter_that_says_what_it_was_trained_on_is_compared(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where that cannot be, there is a warning."""
     right = weights_hash(open_source(made.checkpoint))
+    caplog.set_level("WARNING", "mdi")
     other = weights_hash(open_source(write_checkpoint(tmp_path / "other", 9)))
     assert right is not None and right != other
     write_adapter(tmp_path / "a", made.gpt, 1, metadata={BASE_KEY: right})
     opened(made, tmp_path / "a", right)
+    assert not caplog.messages
     opened(made, tmp_path / "a", None)  # packed weights have other bytes
+    write_adapter(tmp_path / "b", made.gpt, 1)
+    opened(made, tmp_path / "b", right)
+    told = "warning: adapter x: not known whether it was trained on these weights: "
+    assert caplog.messages == [f"{told}this model's are packed", f"{told}its file does not name them"]
     with pytest.raises(CheckpointError, match="trained on other weights"):
         opened(made, tmp_path / "a", other)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 from abc import ABC, abstractmethod
@@ -51,6 +52,8 @@ BASE_KEY = (
 )
 CONFIG_LIMIT_BYTES = 1 << 20
 MOST_ALPHA = 1e9
+
+logger = logging.getLogger("mdi")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 _TENSOR = re.compile(
@@ -192,8 +195,12 @@ class Adapter(ABC):
             )
         self._file = SafetensorsFile(path, STRANGERS_LIMIT_BYTES)
         facts = self._checked()
-        trained_on, found = self._file.metadata.get(BASE_KEY), None
-        if trained_on is not None and (found := base()) is not None and found != trained_on:
+        trained_on = self._file.metadata.get(BASE_KEY)
+        found = None if trained_on is None else base()
+        if found is None:
+            why = "its file does not name them" if trained_on is None else "this model's are packed"
+            logger.warning("warning: adapter %s: not known whether it was trained on these weights: %s", self.name, why)
+        elif found != trained_on:
             raise CheckpointError(
                 f"adapter {self.name}: {self.folder} was trained on other weights than this model's", code="adapter"
             )
