@@ -14,6 +14,7 @@ import pytest
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from mdi.kernels import library
+from mdi.stages.side import SIDE_FILE
 from missing_libraries import without
 from processes import Cluster, Starter
 from tiny_checkpoint import reference, write_checkpoint
@@ -92,6 +93,28 @@ def test_what_needs_torch_is_refused_in_one_line(start: Start, checkpoint: Path,
     result = starter(checkpoint, cluster.path, *RUN, "--dtype", "bfloat16")
     assert result.status == 1 and "pip install -r requirements.txt" in result.err and "Traceback" not in result.err
     assert starter(checkpoint, cluster.path, *RUN).token_ids == [list(reference(PROMPT, N_TOKENS))], "it goes on"
+
+
+def test_fine_tuning_beside_the_blocks_is_the_same_and_through_them_is_refused_before_weights_are_sent(
+    start: Start, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, data = start(), tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": PROMPT}) + "\n", encoding="utf-8")
+
+    def finetune(out: str, *flags: str) -> int:
+        given = ["--ckpt", str(checkpoint), "--data", str(data), "--out", str(tmp_path / out), "--dtype", "float32"]
+        own = ["--device", "cpu", "--epochs", "2", "--taps", "1", "--width", "4", "--sequence-length", "64"]
+        return launch("finetune", [*given, *own, *flags])
+
+    nodes = ("--nodes-config", str(cluster.path))
+    assert finetune("lora", *nodes, "--method", "lora") == 1
+    said = capsys.readouterr().err
+    assert "computing gradients needs" in said and "not installed here" in said and "Traceback" not in said
+    assert not [*cluster.cache_dir(0).glob("*.safetensors"), *cluster.cache_dir(1).glob("*.safetensors")]
+    assert finetune("over", *nodes) == finetune("alone") == 0
+    assert [*cluster.cache_dir(0).glob("*.safetensors")]
+    for name in ("losses.csv", SIDE_FILE):
+        assert (tmp_path / "over" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
 
 def test_a_starter_whose_blocks_are_in_the_kernels_loads_no_torch(
