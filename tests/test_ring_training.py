@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,20 @@ def blocks_of(gpt: GPT) -> PlainBlocks:
 def drawn(kind: TuningKind, config: Config, seed: int = 1) -> TunedTensors:
     """Tensors that are all different from what they begin with."""
     made = new_tensors(kind, asdict(config), seed, lambda part: NoNorms())
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in made.named.values():
-        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    draw(made.named.values(), seed)
     return made
+
+
+def draw(parameters: Iterable[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+def behind_prompt(tuned: TunedTensors, x: torch.Tensor) -> torch.Tensor:
+    """Rows of texts behind the rows that are learned, if there are some: (texts, tokens, n_embd)"""
+    before = tuned.before()
+    return x if before is None else torch.cat([before.expand(len(x), -1, -1), x], dim=1)
 
 
 class NoNorms:
@@ -243,13 +253,15 @@ def test_a_curve_of_200_steps_is_the_same_over_any_nodes_and_when_one_is_killed(
     assert found == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Path) -> None:
-    """Texts of several lengths in several parts, with first and deep prompts, against litgpt's GPT text by text."""
-    gpt, kind = tiny_gpt(n_layer=N), TuningKind("deep-prompt", length=LENGTH)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_has_the_gradients_of_one_machine(method: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Texts of several lengths in several parts against litgpt's GPT text by text."""
+    gpt, kind = tiny_gpt(n_layer=N), TuningKind(method, 3, 7, EVERY, LENGTH)
     with secondaries(1, tmp_path) as nodes, Run(
         GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path), 20, n_texts=1
     ) as run:  # fmt: skip
         training = training_of(run, kind, 8)
+        draw(training.named.values(), 6)
         loss = training.learn(range(5))
         found = {name: one.grad for name, one in training.named.items()}
     tuned = drawn(kind, gpt.config)
@@ -257,10 +269,8 @@ def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Pat
         tuned.named[name] = torch.nn.Parameter(parameter.detach().clone())
     total, n_rows = torch.zeros(()), sum(one.n_rows for one in training.examples[:5])
     for one in training.examples[:5]:
-        before = tuned.before()
-        assert before is not None
-        x = torch.cat([before, gpt.transformer.wte(torch.tensor(one.ids)).detach()])[None]
-        rows = gpt.transformer.ln_f(reference(gpt, x, tuned)[0, LENGTH + one.read_from :])
+        x = behind_prompt(tuned, gpt.transformer.wte(torch.tensor(one.ids)).detach()[None])
+        rows = gpt.transformer.ln_f(reference(gpt, x, tuned)[0, one.read_from - len(one.ids) :])
         total = total + functional.cross_entropy(gpt.lm_head(rows), torch.tensor(one.targets), reduction="sum") / n_rows
     assert loss == pytest.approx(float(total.detach()), rel=1e-6)
     wanted = torch.autograd.grad(total, list(tuned.named.values()))
@@ -271,12 +281,13 @@ def test_a_step_has_the_gradients_of_one_machine(checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("method", METHODS)
 def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
-    form: str, checkpoint: Path, tmp_path: Path
+    method: str, form: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     """int8 and int4 weights have the gains of their norms in them; LoRA's A reads rows that have been multiplied by these."""
     gpt = random_gpt(tiny_config(n_layer=N), 4)
-    kind, gains = TuningKind("lora", 3, 7, ("query", "value", "mlp")), list[dict[str, torch.Tensor]]()
+    kind, gains = TuningKind(method, 3, 7, ("query", "value", "mlp"), LENGTH), list[dict[str, torch.Tensor]]()
     with torch.no_grad():
         for block in gpt.transformer.h:
             gains.append({"self_attn": torch.ones(()), "mlp": torch.ones(())})
@@ -295,11 +306,19 @@ def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
     ) as run:  # fmt: skip
         weights = run.model.weights
         tuned = new_tensors(kind, weights.config, 1, weights.source_of)
-        for parameter in tuned.named.values():
-            parameter.data = 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6))
+        draw(tuned.named.values(), 6)
+        x = behind_prompt(tuned, x)
         found = RingBlocks(run)(x, tuned.of_blocks())
         got = torch.autograd.grad(found.square().mean(), list(tuned.named.values()))
-    expected = x
+    expected = with_lora(gpt, x, tuned, gains) if method == "lora" else reference(gpt, x, tuned)
+    alike(found, expected, 1e-4)
+    wanted = torch.autograd.grad(expected.square().mean(), list(tuned.named.values()))
+    for one, other in zip(got, wanted, strict=True):
+        alike(one, other, 1e-4)
+
+
+def with_lora(gpt: GPT, x: torch.Tensor, tuned: TunedTensors, gains: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """litgpt's blocks, with LoRA on queries, values and MLPs whose A reads rows that are multiplied by `gains`."""
     for i, block in enumerate(gpt.transformer.h):
         changed = {name: p.detach() for name, p in block.named_parameters()}
         qkv = torch.zeros_like(changed["attn.qkv.weight"])
@@ -312,11 +331,9 @@ def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
                 changed[f"mlp.{ours}.weight"] + product(tuned, i, f"mlp.{theirs}") * gains[i]["mlp"]
             )
         changed["mlp.proj.weight"] = changed["mlp.proj.weight"] + product(tuned, i, "mlp.down_proj")
-        expected = torch.func.functional_call(block, changed, (expected, gpt.cos[:9][None], gpt.sin[:9][None]))
-    alike(found, expected, 1e-4)
-    wanted = torch.autograd.grad(expected.square().mean(), list(tuned.named.values()))
-    for one, other in zip(got, wanted, strict=True):
-        alike(one, other, 1e-4)
+        n = x.size(1)
+        x = torch.func.functional_call(block, changed, (x, gpt.cos[:n][None], gpt.sin[:n][None]))
+    return x
 
 
 def test_a_node_takes_no_other_tensors_than_its_blocks_have(checkpoint: Path, tmp_path: Path) -> None:
