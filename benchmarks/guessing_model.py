@@ -95,8 +95,15 @@ def learned_speed(
     stages_s: Sequence[float], link_s: float = 0.0, p: float | None = 0.8, n_tokens: int = 2000, most_rows: int = 4,
     price: Callable[[int], float] = lambda n: 1 + 0.1 * (n - 1), n_places: int | None = None, n_texts: int = 1,
 ) -> tuple[float, Scheduler]:  # fmt: skip
-    """Tokens per second of all texts of a simulated ring, whose guesses are right with probability p; None guesses nothing."""
-    scheduler = Scheduler(n_places or 2 * len(stages_s))
+    """Tokens per second of all texts of a simulated ring, whose guesses are right with probability p; None guesses nothing.
+
+    Args:
+        n_places: frames that the ring holds, with those of guesses; None: as many as the engine has. A frame for each node has
+            known tokens.
+    """
+    n_nodes = len(stages_s)
+    scheduler = Scheduler()
+    scheduler.rewind(n_nodes, None, n_places or (2 * n_nodes if n_nodes > 1 else 1))
     speculation = Speculation(most_rows, kinds=frozenset({"lookup"}))
     speculation.begin_ring(len(stages_s))
     scheduler.guesser = speculation if p is not None else None

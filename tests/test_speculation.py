@@ -55,6 +55,20 @@ def test_other_texts_that_fill_the_ring_are_not_disturbed() -> None:
     assert scheduler.n_guessed < 300, "only when few texts are left"
 
 
+@pytest.mark.parametrize(
+    ("n_nodes", "n_texts", "least"),
+    [(2, 2, 2.0), (4, 2, 2.2), (4, 3, 2.0), (4, 4, 2.0), (8, 2, 2.6), (8, 3, 2.4), (8, 4, 2.0), (8, 8, 2.0)],
+)
+def test_texts_that_share_a_ring_share_its_depth(n_nodes: int, n_texts: int, least: float) -> None:
+    """Their guesses wait for each other in the slowest stage, as those of one text do."""
+    stages_s = [0.01] * n_nodes
+    plain, _ = speed(stages_s, p=None, n_texts=n_texts, n_tokens=1000)
+    wrong, _ = speed(stages_s, p=0.0, n_texts=n_texts, n_tokens=1000)
+    found, _ = speed(stages_s, p=0.8, n_texts=n_texts, n_tokens=1000)
+    assert wrong > 0.97 * plain
+    assert found > least * plain
+
+
 @pytest.mark.parametrize("p", [0.3, 0.5, 0.8, 0.9])
 @pytest.mark.parametrize("n_rows", [1, 2])
 def test_the_formula_is_that_of_a_simulated_ring(p: float, n_rows: int) -> None:

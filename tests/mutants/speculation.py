@@ -75,6 +75,15 @@ MUTANTS = [
         "tests/test_speculation.py::test_guesses_that_are_always_wrong_cost_hardly_anything",
     ),
     Mutant(
+        "each text has the whole depth of a ring that several share", "Speculation._most_frames",
+        "most // max(1, self._n_texts)", "most",
+        "tests/test_speculation.py::test_texts_that_share_a_ring_share_its_depth",
+    ),
+    Mutant(
+        "texts without guesses are thought to fill all nodes", "Speculation.returned", "max(1, self._n_texts)", "self._n_nodes",
+        "tests/test_speculation.py::test_texts_that_share_a_ring_share_its_depth",
+    ),
+    Mutant(
         "rows are sent whatever they cost", "Speculation.limits", "if speed > best:", "if True:",
         "tests/test_speculation.py::test_dear_rows_are_not_sent",
     ),

@@ -10,9 +10,9 @@ new frame has to go all the way round. So R + 1 tokens take R t / r + L seconds:
 With D frames in flight, D < L / t, frames are back every L / D seconds: t is the larger one of both. With one frame of r rows,
 the known token and r - 1 guesses, a round gives 1 + p + ... + p^(r - 1) tokens. (Compare arXiv 2504.04104 and 2511.11733.)
 
-No more than L / t frames are in flight. With more, they would wait for the slowest stage, and behind them the frame with the
-right token. So guesses that are always wrong cost nothing but the work of nodes that would wait. Where nodes do not wait,
-because they share cores or each frame is a pass over the disk, one frame is in flight.
+No more than L / t frames are in flight, of all texts together. With more, they would wait for the slowest stage, and behind
+them the frame with the right token. So guesses that are always wrong cost nothing but the work of nodes that would wait.
+Where nodes do not wait, because they share cores or each frame is a pass over the disk, one frame is in flight.
 
 A guess takes time, too: on the first node that of its source counts in t, and before a frame leaves in L.
 """
@@ -141,7 +141,8 @@ class Speculation:
             0,
             0.0,
         )  # the frame at which `_own_s` was noted, and the busy time then; 0 is not known
-        self._plain = Prices()  # time between frames without guesses
+        self._plain = Prices()  # time of a token of any text, without guesses
+        self._prompt = -1  # newest frame with prompt rows, or a replay
         self._trials = {kind: _Trial() for kind in ASSUMED}
         self._n_texts = 0
         # Rate, places and source, the limits for them, and how often they count again.
@@ -185,12 +186,12 @@ class Speculation:
     # Of the scheduler
 
     def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
-        if n_places == 1 and n_texts > 1:  # other texts fill the ring
-            sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
-            return 1, 1
         if n_texts != self._n_texts:
             self._n_texts, self._n_to_measure = n_texts, N_ROUNDS
             self._plain.clear()
+        if n_places == 1 and n_texts > 1:  # other texts fill the ring
+            sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
+            return 1, 1
         guessed = self.texts.get(sequence.seq_id)
         if guessed is None or self._n_to_measure:
             return 1, 1
@@ -245,7 +246,8 @@ class Speculation:
         return max(self.stages.of(n_rows, self.rounds.of(n_rows) / self._n_nodes), own_s)
 
     def _most_frames(self, n_rows: int, kind: str) -> int:
-        return most_frames(self.rounds.of(n_rows), self._stage_s(n_rows, kind)) if self._is_deep else 1
+        most = most_frames(self.rounds.of(n_rows), self._stage_s(n_rows, kind)) if self._is_deep else 1
+        return max(1, most // max(1, self._n_texts))  # texts share the ring
 
     def propose(self, sequence: Text, n: int) -> list[int]:
         guessed = self.texts[sequence.seq_id]
@@ -335,7 +337,7 @@ class Speculation:
             n_rows += n
             has_guesses |= n_guessed > 0
         if not n_rows or plan.is_replay:
-            self._last, self._busy_s = None, 0.0
+            self._last, self._busy_s, self._prompt = None, 0.0, plan.number
             return
         is_first = not self._n_guessed
         self._n_guessed += has_guesses
@@ -344,7 +346,10 @@ class Speculation:
             known_s = self._guess_s.get(self._kind, guess_s)
             self._guess_s[self._kind] = known_s + WEIGHT * (min(guess_s, 2 * known_s) - known_s)
         is_free = is_first and len(self.under_way) < max(1, self._n_nodes // 2)
-        self.under_way[plan.number] = _Flight(now_s, n_rows, has_guesses, is_free, is_first and not has_guesses)
+        is_plain = is_first and not has_guesses
+        # As many frames later as there are texts, no prompt is ahead in the ring.
+        is_steady = is_plain and plan.number - self._prompt >= self._n_texts
+        self.under_way[plan.number] = _Flight(now_s, n_rows, has_guesses, is_free, is_plain, is_steady)
 
     def returned(self, number: int, now_s: float, busy_s: float, n_tokens: int) -> None:
         """A frame that is watched is back, with so many tokens; this node has computed for `busy_s` in all."""
@@ -360,8 +365,10 @@ class Speculation:
             self.rounds.note(flight.n_rows, time_s)
         else:
             self.rounds.note_most(flight.n_rows, time_s)
-        if flight.is_plain:
+        if flight.is_steady:
             self._n_to_measure = max(0, self._n_to_measure - 1)
+            # Gaps between frames depend on where in the ring the texts are.
+            self._plain.note(1, time_s / max(1, self._n_texts))
         if self._last is not None and self._last[1] == number - 1:
             last_s, _, last = self._last
             gap_s = now_s - last_s
@@ -372,8 +379,6 @@ class Speculation:
                     self.stages.note_most(flight.n_rows, gap_s)
             if not flight.is_plain:
                 self._trials[self._kind].note(gap_s, n_tokens, self._plain.of(1), number)
-            elif flight.n_rows == 1:
-                self._plain.note(1, gap_s)
         self._last = now_s, number, flight
         if number - self._noted >= N_OWN:
             self._own_s = (busy_s - self._busy_s) / (number - self._noted) if self._busy_s else 0.0
@@ -384,7 +389,8 @@ class _Flight(NamedTuple):
     """A frame under way.
 
     Attributes:
-        is_free: whether it waits for no other frame; is_plain: whether no guesses are under way, here or before it.
+        is_free: whether it waits for no other frame; is_plain: whether no guesses are under way, here or before it;
+        is_steady: nor prompts, so that each text has one token in its time.
     """
 
     sent_s: float
@@ -392,6 +398,7 @@ class _Flight(NamedTuple):
     has_guesses: bool
     is_free: bool
     is_plain: bool
+    is_steady: bool
 
 
 class _Trial:
