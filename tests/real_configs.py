@@ -272,6 +272,43 @@ REAL: dict[str, tuple[str, Json]] = {
     "Falcon 40B": ("falcon-40b", _FALCON_40B),
 }  # fmt: skip
 
+# The same for models whose files set positions otherwise than litgpt's table.
+OFFICIAL: dict[str, tuple[str, Json]] = {
+    "Phi 3 mini 128K": (
+        "Phi-3-mini-128k-instruct",
+        {
+            **_PHI_3, "max_position_embeddings": 131072, "sliding_window": 262144,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.05] * 48, "long_factor": [2.5] * 48},
+        },
+    ),
+    "Phi 3.5 mini": (
+        "Phi-3.5-mini-instruct",
+        {
+            **_PHI_3, "max_position_embeddings": 131072, "sliding_window": 262144,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48},
+        },
+    ),
+    "Phi 4 mini": (
+        "Phi-4-mini-instruct",
+        {
+            **_PHI_3, "max_position_embeddings": 131072, "num_attention_heads": 24, "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.75, "sliding_window": 262144, "vocab_size": 200064, "tie_word_embeddings": True,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48},
+        },
+    ),
+    "Qwen 2.5 7B Instruct with YaRN, as its card says": (
+        "Qwen2.5-7B-Instruct",
+        {
+            **REAL["Qwen 2.5 7B Instruct"][1],
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        },
+    ),
+    "TinyLlama 1.1B Chat, dynamic": (
+        "tiny-llama-1.1b-chat", {**_TINY_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    ),
+    "Llama 2 7B with another base": ("Llama-2-7b-hf", {**_LLAMA_2, "rope_theta": 1000000.0}),
+}  # fmt: skip
+
 _BLOOM: Json = {  # BLOOM 560M
     "model_type": "bloom", "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "bos_token_id": 1,
     "eos_token_id": 2, "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True,

@@ -18,7 +18,7 @@ from mdi.errors import CheckpointError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.placement.model import model_shape
 from mdi.spec.model import litgpt_fields, why_not_litgpt
-from real_configs import OWN, REAL, REFUSED
+from real_configs import OFFICIAL, OWN, REAL, REFUSED
 
 # not what is computed; or (eps of Gemma and SmolLM) the table is less exact than the file
 _NOT_COMPARED = ("name", "hf_config", "padding_multiple", "vocab_size", "norm_eps")
@@ -46,6 +46,49 @@ def test_a_real_config_gives_the_settings_of_litgpts_table(form: str) -> None:
     assert differing == _TABLE_DIFFERS.get(form, set())
     eps = next((hf[key] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if key in hf), None)
     assert eps is None or found["norm_eps"] == eps
+
+
+def _folder(path: Path, hf: dict[str, Any]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf))
+    return path
+
+
+@pytest.mark.parametrize("form", {**REAL, **OFFICIAL})
+def test_a_folder_with_a_name_of_the_table_has_what_its_config_json_says(form: str, tmp_path: Path) -> None:
+    name, hf = {**REAL, **OFFICIAL}[form]
+    known = Config.from_name(name)
+    assert known.hf_config, "a model of the table"
+    for folder in {name, known.hf_config["name"]}:
+        config, kind = choose_config(_folder(tmp_path / folder, hf), None)
+        assert config == derive_config(hf, known.name, Path("config.json")) and kind == hf["model_type"]
+
+
+@pytest.mark.parametrize("form", OFFICIAL)
+def test_a_name_given_by_hand_does_not_change_positions(form: str, tmp_path: Path) -> None:
+    name, hf = OFFICIAL[form]
+    with pytest.raises(CheckpointError, match=r"rope_(base|adjustments) is .*without --model-name") as e:
+        choose_config(_folder(tmp_path / "my-model", hf), name)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "field"),
+    [
+        ("Mistral 7B v0.1", {"sliding_window": 2048}, "sliding_window_size"),
+        ("Llama 2 7B", {"rms_norm_eps": 1e-6}, "norm_eps"),
+        ("Pythia 14M", {"rotary_pct": 0.5}, "rotary_percentage"),
+        ("Llama 2 7B", {"rope_theta": 20000.0}, "rope_base"),
+    ],
+)  # fmt: skip
+def test_a_name_given_by_hand_must_agree_with_config_json(
+    form: str, changes: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    name, hf = REAL[form]
+    config, kind = choose_config(_folder(tmp_path / "a", hf), name)
+    assert config["name"] == name and kind is None
+    with pytest.raises(CheckpointError, match=f"'{name}': {field} is "):
+        choose_config(_folder(tmp_path / "b", {**hf, **changes}), name)
 
 
 @pytest.mark.parametrize("form", OWN)

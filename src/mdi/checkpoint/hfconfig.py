@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to a litgpt Config: litgpt's own for that name, or one derived for its architecture.
+"""From a Hugging Face config.json to a litgpt Config: one derived for its architecture, or litgpt's own for a name.
 
 Knows no weights. What an architecture can be set to but litgpt cannot do is refused, not ignored.
 """
@@ -444,6 +444,8 @@ _SAME = {
     "head_dim": "head_size",
     "intermediate_size": "intermediate_size",
 }
+# In what a named Config may differ from the derived one, because it changes no number that is computed: names, and lengths.
+_FREE = ("name", "hf_config", "padding_multiple", "vocab_size", "padded_vocab_size", "block_size")
 
 
 def read_hf_config(path: Path, is_whole: bool = False) -> Json:
@@ -478,7 +480,8 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
 
     Args:
         directory: with config.json.
-        model_name: a name that litgpt knows, or None for the directory's name, then config.json.
+        model_name: a name that litgpt knows; None derives the Config, and takes that of the directory's name in litgpt's table
+            only where nothing can be derived of the model_type.
 
     Raises:
         CheckpointError: no such name, a name that contradicts config.json, or an architecture that is not supported.
@@ -486,11 +489,14 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
     where = directory / "config.json"
     hf = read_hf_config(where)
     name = model_folder_name(directory)
-    for candidate in [model_name] if model_name else [name, f"{directory.absolute().parent.name}/{name}"]:
-        config = _named(candidate)
-        if config is not None:
-            _check_agreement(hf, config, where)
-            return config, None
+    candidates = [model_name] if model_name else [name, f"{directory.absolute().parent.name}/{name}"]
+    config = next(filter(None, map(_named, candidates)), None)
+    if model_name is None and hf.get("model_type") in DERIVED:
+        # prompt styles go by litgpt's names
+        return derive_config(hf, config["name"] if config else name, where), str(hf["model_type"])
+    if config is not None:
+        _check_agreement(hf, config, where)
+        return config, None
     if model_name:
         raise CheckpointError(f"litgpt knows no model named {model_name!r}; without --model-name config.json is used")
     return derive_config(hf, name, where), str(hf.get("model_type"))
@@ -532,6 +538,24 @@ def _check_agreement(hf: Json, config: Json, where: Path) -> None:
                 f"{where}: {theirs} is {found!r}, but {ours} of the litgpt model {config['name']!r} is {expected!r}: "
                 "give the right --model-name"
             )
+    if hf.get("model_type") not in DERIVED:
+        return
+    derived = derive_config(hf, config["name"], where)
+    differing = [
+        f"{ours} is {_short(derived[ours])}, not {_short(expected)}"
+        for ours, expected in config.items()
+        if ours not in _FREE and derived[ours] != expected
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where} has other settings than the litgpt model {config['name']!r}: {', '.join(differing)}; without "
+            "--model-name config.json is used"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _safe_name(name: str, model_type: str) -> str:
