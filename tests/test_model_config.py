@@ -70,6 +70,13 @@ def test_it_refuses_what_litgpt_refuses(settings: dict[str, Any]) -> None:
         ModelConfig(**settings)
 
 
+def test_sigmoids_are_divided_by_their_sum_or_refused() -> None:
+    settings = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "sigmoid_router": True}
+    assert ModelConfig(**settings, norm_topk_prob=True).norm_topk_prob
+    with pytest.raises(ValueError, match="norm_topk_prob"):
+        ModelConfig(**settings)
+
+
 def test_indices_are_cut_to_the_blocks() -> None:
     settings = {**_WINDOW, "sliding_window_indices": [1, 0, 1]}
     assert ModelConfig(**settings).plain() == asdict(Config(**settings))

@@ -162,6 +162,11 @@ _BIASES = {
     "weights of norms": _ones(r"norm_[12]\.weight"),
     "the last norm's bias": _zeros(r"ln_f\.bias"),
 }
+_NORMS = {
+    "weights of norms before attention": _ones(r"norm_1\.weight"),
+    "weights of norms before MLPs": _ones(r"norm_2\.weight"),
+    "weights of the last norm": _ones(r"ln_f\.weight"),
+}
 _ROUTER = {
     "the router's correction": _zeros("e_score_correction_bias"),
     "what is negative of the router's correction": Without(tensors="e_score_correction_bias", numbers=_positive),
@@ -179,6 +184,7 @@ _LEARNED = {"learned positions": _zeros(r"wpe\.weight")}
 LEFT_OUT: dict[str, dict[str, Without]] = {
     "gpt-oss": {
         **_ATTENTION_BIASES,
+        **_NORMS,
         "sinks": _settings(attention_sinks=False),
         "the router's bias": _zeros(r"mlp\.gate\.bias"),
         "biases of gates": _zeros(r"fc_1\.bias"),
@@ -190,17 +196,26 @@ LEFT_OUT: dict[str, dict[str, Without]] = {
         "windows on every other layer": _settings(sliding_window_indices=[0, 1, 0, 1]),
         "layers without windows": _settings(sliding_window_indices=[1, 1, 1, 1]),
         "YaRN": _settings(rope_adjustments=None),
+        "YaRN's factor of attention": _settings(rope_adjustments={"attention_factor": 1.0}),
         "YaRN's ramp without whole numbers": _settings(rope_adjustments={"truncate": True}),
     },
     "glm4-moe": {
         **_ROUTER,
+        **_NORMS,
         **_NORMS_OF_QK,
         "biases of q, k and v": _zeros(r"attn\.qkv\.bias"),
         "the shared expert": _settings(n_shared_expert=None),
         "the factor of routed experts": _settings(routed_scaling_factor=1.0),
     },
-    "glm4-moe-air": {**_ROUTER, "the shared expert": _settings(n_shared_expert=None)},
-    "minimax-m2": {**_ROUTER, **_NORMS_OF_QK},
+    "glm4-moe-air": {**_ROUTER, **_NORMS, "the shared expert": _settings(n_shared_expert=None)},
+    "glm4v-moe": {
+        **_ROUTER,
+        **_NORMS,
+        "biases of q, k and v": _zeros(r"attn\.qkv\.bias"),
+        "the shared expert": _settings(n_shared_expert=None),
+        "the factor of routed experts": _settings(routed_scaling_factor=1.0),
+    },
+    "minimax-m2": {**_ROUTER, **_NORMS, **_NORMS_OF_QK},
     "bloom": {
         **_BIASES,
         "ALiBi": _settings(alibi=None),
@@ -225,6 +240,7 @@ LEFT_OUT: dict[str, dict[str, Without]] = {
         "GELU by tanh": _settings(gelu_approximate="none"),
         "outputs in columns": Without(tensors=r"attn\.proj\.weight", pieces={"is_transposed": False}),
     },
+    "gpt2-relu": {**_BIASES, **_LEARNED, "ReLU": _settings(mlp_class_name="GptNeoxMLP")},
     "opt": {
         **_BIASES,
         **_LEARNED,
@@ -234,7 +250,14 @@ LEFT_OUT: dict[str, dict[str, Without]] = {
     "opt-norms-behind": {
         "norms behind sums": _settings(norm_after_residual=False),
         "biases of norms behind attention": _zeros(r"post_attention_norm\.bias"),
+        "weights of norms behind attention": _ones(r"post_attention_norm\.weight"),
+        "biases of norms behind MLPs": _zeros(r"post_mlp_norm\.bias"),
         "weights of norms behind MLPs": _ones(r"post_mlp_norm\.weight"),
+    },
+    "opt-gelu": {
+        **_LEARNED,
+        "exact GELU": _settings(mlp_class_name="ReluMLP"),
+        "the first two positions for padding": Without(tensors=r"wpe\.weight", pieces={"rows": (0, 160, 1)}),
     },
 }
 

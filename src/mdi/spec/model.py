@@ -189,6 +189,8 @@ class ModelConfig:
             raise ValueError("first_k_dense_replace is for models with experts")
         if self.sigmoid_router and (self.mlp_class_name != "LLaMAMoE" or self.n_expert_groups is not None):
             raise ValueError("sigmoid_router is for models with experts in one group")
+        if self.sigmoid_router and not self.norm_topk_prob:  # the kernels divide by the sum, whatever it says
+            raise ValueError("sigmoid_router without norm_topk_prob is not supported")
         if self.router_bias and self.mlp_class_name != "LLaMAMoE":
             raise ValueError("router_bias is for models with experts")
         if self.glu_limit is not None and not (
