@@ -31,11 +31,16 @@ from mdi.checkpoint.shapes import interleaved_rows, model_shapes
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError, UsageError
+from mdi.cli import launch
+from mdi.control.client import ControlClient
+from mdi.control.messages import ProfileRequest
+from mdi.errors import CheckpointError, ControlError, UsageError
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.run.run import Run
+from mdi.spec.model import why_not_litgpt
 from mdi.spec.options import Requested
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
@@ -44,7 +49,9 @@ from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
 from mdi_training.new_model import load_shape
+from secondaries import entry_of, secondary
 from tensor_groups import meshes, on_all, sums
+from tiny_checkpoint import tokenizer
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -588,6 +595,39 @@ def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoin
     with pytest.raises(CheckpointError) as refused:
         load_shape(source.path)
     assert refused.value.code == "shape"
+
+
+def test_a_node_without_kernels_refuses_what_only_they_compute(
+    source: LitCheckpoint, tmp_path: Path, in_torch: None
+) -> None:
+    request = ProfileRequest(source.config_dict, source.config_hash, source.dtype)
+    with secondary(0, tmp_path / "cache") as one, pytest.raises(ControlError) as refused:
+        ControlClient(entry_of(one)).profile(request)
+    told = str(refused.value)
+    assert "can be computed by the kernels alone" in told and "a node without kernels" in told
+    assert str(why_not_litgpt(source.config_dict)) in told
+
+
+@pytest.mark.parametrize("method", ["lora", "prompt", "prefix"])
+def test_nothing_is_learned_within_blocks_that_only_the_kernels_compute(
+    source: LitCheckpoint,
+    method: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_run(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the run began")
+
+    monkeypatch.setattr(Run, "open", no_run)
+    tokenizer().save(str(source.path / "tokenizer.json"))
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n' * 4, encoding="utf-8")
+    given = ["--ckpt", str(source.path), "--data", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "out")]
+    own = ["--method", method, "--prompt-length", "2", "--sequence-length", "16", "--device", "cpu"]
+    assert launch("finetune", [*given, *own]) == 2
+    told = capsys.readouterr().err
+    assert f"--method {method}: torch has no blocks with {why_not_litgpt(source.config_dict)}" in told
+    assert source.model in told and not (tmp_path / "out").exists()
 
 
 def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:

@@ -623,7 +623,7 @@ def test_what_a_model_cannot_have_is_refused_by_name(family: str, kind: TuningKi
         drawn(kind, config_of(family))
 
 
-def test_models_without_gradients_are_refused_before_a_node_is_asked(
+def test_what_cannot_be_learned_is_refused_before_a_node_is_asked(
     checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_run(*args: Any, **kwargs: Any) -> None:
@@ -635,9 +635,6 @@ def test_models_without_gradients_are_refused_before_a_node_is_asked(
     assert "head cannot" in capsys.readouterr().err
     assert finetune(other, data, tmp_path / "out", "--method", "prompt", "--prompt-length", "4000") == 2
     assert "--prompt-length" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    monkeypatch.setattr("mdi.spec.model.why_not_litgpt", lambda config: "learned positions")
-    assert finetune(other, data, tmp_path / "out", "--method", "prefix") == 2
-    assert "no blocks with learned positions" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
