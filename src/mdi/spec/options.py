@@ -606,7 +606,7 @@ class Options(StarterOptions):
         "folder for the model and its chunks, or for the result of --export (default: MODEL; for a Hugging Face directory "
         "elsewhere, one of its name in the checkpoints folder)", metavar="DIR",
     )] = None
-    model_name: Annotated[str | None, Option("litgpt's name of the model, if it is not MODEL's", metavar="NAME")] = None
+    model_name: Annotated[str | None, Option("an entry of litgpt's table; config.json must agree", metavar="NAME")] = None
 
     # A plan
     profiles: Annotated[Path | None, Option("profiles of nodes and links, instead of nodes", metavar="FILE")] = None
