@@ -35,7 +35,7 @@ from records import add_json_flag, save, told
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src")]
 
-FORMATS = ("float32", "bf16", "int8", "int4", "mxfp4")
+FORMATS = ("float32", "bf16", "fp16", "int8", "int4", "mxfp4")
 TASKS = ("tone", "reports", "text")
 MOST_ROWS = 64  # of a prompt or prefix
 

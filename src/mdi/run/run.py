@@ -409,7 +409,7 @@ class Run(StatusOnly):
 
     @property
     def passes(self) -> Passes:
-        """Forward and backward passes through blocks, for what is trained here."""
+        """Forward and backward passes through blocks, in numpy. As a torch.nn.Module: `mdi_training.ring_blocks.RingBlocks`."""
 
         def ring() -> Ring:
             assert self.ring is not None, "open"
