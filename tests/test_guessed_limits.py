@@ -379,3 +379,6 @@ def test_the_tokens_of_a_round_are_counted() -> None:
     sample = SampleMetrics.from_times("", "", range(6), [1], "length", times, guessed=5, confirmed=3)
     run = RunMetrics.from_parts("model", [sample], [], 3.0)
     assert run.tokens_per_round == 2.0 and sample.tokens_per_s == pytest.approx(2.5)
+    quiet = SampleMetrics.from_times("", "", range(4), [1], "length", [1.0, 2.0, 3.0, 4.0])
+    told = RunMetrics.from_parts("model", [sample, quiet], [], 4.0).to_json()
+    assert told["tokens_per_round"] == 10 / 7 and [one["tokens_per_round"] for one in told["samples"]] == [2.0, 1.0]

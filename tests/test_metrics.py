@@ -50,6 +50,7 @@ def test_json_is_exactly_the_documented_object():
                 "may_differ_from": None,
                 "guessed": 0,
                 "confirmed": 0,
+                "tokens_per_round": 1.0,
             }
         ],
         "tokens_per_s": 1.5,
@@ -74,6 +75,7 @@ def test_json_is_exactly_the_documented_object():
         "parallel": "ring",
         "guessed": 0,
         "confirmed": 0,
+        "tokens_per_round": 1.0,
         "inexact_guesses": False,
     }
 

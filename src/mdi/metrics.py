@@ -173,6 +173,7 @@ class SampleMetrics:
             "may_differ_from": self.may_differ_from,
             "guessed": self.guessed,
             "confirmed": self.confirmed,
+            "tokens_per_round": tokens_per_round(len(self.token_ids), self.confirmed),
         }
 
 
@@ -225,8 +226,7 @@ class RunMetrics:
     @property
     def tokens_per_round(self) -> float:
         """Tokens for each one that had to be waited for; 1 without guesses."""
-        n_rounds = self.n_tokens - self.guesses[1]
-        return self.n_tokens / n_rounds if n_rounds > 0 else 1.0
+        return tokens_per_round(self.n_tokens, self.guesses[1])
 
     @property
     def _is_one_group(self) -> bool:
@@ -251,8 +251,15 @@ class RunMetrics:
             "parallel": "tensor" if self._is_one_group else "ring",
             "guessed": self.guesses[0],
             "confirmed": self.guesses[1],
+            "tokens_per_round": self.tokens_per_round,
             "inexact_guesses": self.has_inexact_guesses,
         }
+
+
+def tokens_per_round(n_tokens: int, n_confirmed: int) -> float:
+    """Tokens for each one that had to be waited for, if so many were guessed right; 1 without guesses."""
+    n_rounds = n_tokens - n_confirmed
+    return n_tokens / n_rounds if n_rounds > 0 else 1.0
 
 
 def tokens_over_time(samples: Iterable[SampleMetrics]) -> list[tuple[float, int]]:

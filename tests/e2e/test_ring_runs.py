@@ -19,7 +19,7 @@ NODE_FIELDS = {
 }  # fmt: skip
 SAMPLE_FIELDS = {
     "prompt", "text", "token_ids", "prompt_ids", "finish_reason", "ttft_s", "tokens_per_s", "may_differ_from",
-    "guessed", "confirmed",
+    "guessed", "confirmed", "tokens_per_round",
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_the_json_object(ring: Cluster, checkpoint: Path, starter: Starter) -> N
     found = result.json
     assert set(found) == {
         "samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed", "parallel", "recoveries", "guessed", "confirmed",
-        "inexact_guesses",
+        "inexact_guesses", "tokens_per_round",
     }  # fmt: skip
     assert result.out.count("\n") == 1
     assert all(set(sample) == SAMPLE_FIELDS for sample in found["samples"])

@@ -194,8 +194,8 @@ MUTANTS = [
         "pass", f"{LIMITS}::test_a_small_model_guesses_the_same_whatever_was_guessed_before",
     ),
     Mutant(
-        "tokens of a round are not counted", "RunMetrics.tokens_per_round", "self.n_tokens - self.guesses[1]",
-        "self.n_tokens", f"{LIMITS}::test_the_tokens_of_a_round_are_counted",
+        "tokens of a round are not counted", "tokens_per_round", "n_tokens - n_confirmed",
+        "n_tokens", f"{LIMITS}::test_the_tokens_of_a_round_are_counted",
     ),
     Mutant(
         "mixtures guess several rows a frame", "Run._speculation", "1 if getattr(model.config, \"n_expert\", 0) else",

@@ -522,5 +522,10 @@ def test_guessed_and_confirmed_tokens_of_an_answer(page: Any, service: FakeServi
     service.put("one", " two")
     service.ring |= {"n_guessed": 112, "n_confirmed": 47}
     page.wait_for_selector(".live >> text=7 of 12 guessed tokens confirmed")
+    page.click("#tab-ring")
+    service.ring |= {"tokens_per_round": 1.754}
+    page.wait_for_selector("#figures >> text=47 of 112 guessed tokens confirmed")
+    page.wait_for_selector("#figures >> text=1.75 tokens a round")
+    page.click("#tab-chat")
     service.put(None)
     ended(page)

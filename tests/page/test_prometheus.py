@@ -58,6 +58,14 @@ def test_the_queue_the_nodes_and_the_links(service: FakeService, client: TestCli
     assert found["mdi_memory_waiting_texts", (MODEL,)] == 1
 
 
+def test_what_guesses_bring(service: FakeService, client: TestClient) -> None:
+    service.ring |= {"guessed": 112, "confirmed": 47, "tokens_per_round": 1.75}
+    found = scraped(service, client)
+    assert found["mdi_ring_guessed_tokens_total", (MODEL,)] == 112
+    assert found["mdi_ring_confirmed_tokens_total", (MODEL,)] == 47
+    assert found["mdi_ring_tokens_per_round", (MODEL,)] == 1.75
+
+
 def test_what_a_lost_node_does_not_say_is_left_out(service: FakeService, client: TestClient) -> None:
     lost = node("secondary0", is_here=False, memory=None, cache=None, compute_s=None, frames=None, bytes_s=None)
     service.ring = snapshot(node("starter"), lost)

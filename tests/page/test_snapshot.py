@@ -71,6 +71,7 @@ def test_a_ring_at_work(ring: Ring) -> None:
     found = snapshots.take()["tiny"]
     assert snapshots.latest["tiny"] is found
     assert found["n_tokens"] == 90 and found["tokens_s"] > 0
+    assert found["tokens_per_round"] == 90 / (90 - found["n_confirmed"])
     for node in found["nodes"]:
         assert node["is_here"] and node["state"] == "SERVING" and node["frames"] > 0
         assert 0 < node["busy"] <= 1 and 0 <= node["waiting"] <= 1 and node["bytes_s"] > 0

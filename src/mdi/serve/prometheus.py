@@ -25,6 +25,11 @@ _RING = {
     "n_tokens": (CounterMetricFamily, "mdi_ring_tokens", "Tokens that came out of the ring"),
     "guessed": (CounterMetricFamily, "mdi_ring_guessed_tokens", "Tokens that were guessed while others went round"),
     "confirmed": (CounterMetricFamily, "mdi_ring_confirmed_tokens", "Guessed tokens that were then drawn"),
+    "tokens_per_round": (
+        GaugeMetricFamily,
+        "mdi_ring_tokens_per_round",
+        "Tokens for each that was not guessed, so far",
+    ),
     "n_recoveries": (CounterMetricFamily, "mdi_ring_recoveries", "Times that the ring went on with other nodes"),
     "n_reused": (CounterMetricFamily, "mdi_reused_prompt_tokens", "Tokens of prompts that caches still held"),
     "texts.put_out": (CounterMetricFamily, "mdi_texts_put_out", "Texts that had to give their caches back"),

@@ -16,7 +16,7 @@ from mdi.control.client import FanOut
 from mdi.engine.recorder import LIVE_SPANS, Span, unpack, ways_ns
 from mdi.errors import ControlError
 from mdi.host.resources import device_free_bytes
-from mdi.metrics import NodeMetrics
+from mdi.metrics import NodeMetrics, tokens_per_round
 from mdi.run.explain import BUSY
 from mdi.run.trace import Reading, settled, timer_of
 
@@ -82,6 +82,7 @@ class _Watch:
             "n_confirmed": n_confirmed,
             "guessed": node.engine.guesses[0],
             "confirmed": node.engine.guesses[1],
+            "tokens_per_round": tokens_per_round(node.engine.n_tokens, n_confirmed),
             "n_recoveries": node.n_recoveries,
             "tokens_s": self._tokens_s(node.engine.n_tokens),
             "waits_for": waited_for(nodes),

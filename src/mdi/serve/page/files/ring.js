@@ -71,6 +71,7 @@ function figures(queue, ring) {
   if (texts.put_out) found.push([count(texts.put_out), "paused for memory so far"]);
   if (ring.n_recoveries) found.push([count(ring.n_recoveries), ring.n_recoveries === 1 ? "recovery" : "recoveries"]);
   if (ring.n_guessed) found.push([`${count(ring.n_confirmed)} of ${count(ring.n_guessed)}`, "guessed tokens confirmed"]);
+  if (ring.tokens_per_round > 1) found.push([ring.tokens_per_round.toFixed(2), "tokens a round"]);
   return found.map(([value, name]) => el("span", {}, el("b", { text: value }), ` ${name}`));
 }
 
