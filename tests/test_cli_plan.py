@@ -12,7 +12,7 @@ import yaml
 
 from families import config_of
 from mdi.cli import launch
-from mdi.engine.speculation import tokens_per_s
+from mdi.engine.speculation import most_frames, tokens_per_s
 from mdi.errors import UsageError
 from mdi.placement.profile import boards
 from tiny_checkpoint import write_checkpoint
@@ -189,8 +189,35 @@ def test_a_rate_of_right_guesses_predicts_the_speed_of_one_text(
     assert found["0"]["draft"]["tokens_s"] == pytest.approx(plain)
     told, stages = found["0.8"]["draft"], [node["stage_s"] for node in found["0.8"]["nodes"]]
     assert told["n_frames"] > 1 and told["tokens_s"] > 1.5 * plain
-    assert told["tokens_s"] == pytest.approx(tokens_per_s(0.8, 1, told["n_frames"], 1 / plain, max(stages)))
+    speeds = []
+    for more in range(4):  # rows, at a tenth of the time of one each; links take as long
+        round_s, stage_s = 1 / plain + 0.1 * more * sum(stages), (1 + 0.1 * more) * max(stages)
+        speeds.append(tokens_per_s(0.8, 1 + more, most_frames(round_s, stage_s), round_s, stage_s))
+    assert told["tokens_s"] == pytest.approx(max(speeds)) and told["tokens_s"] > 1.05 * speeds[0]
+    assert told["n_rows"] == 1 + speeds.index(max(speeds)) > 1
+    assert found["0"]["draft"]["n_rows"] == 1
     assert told["beats_tensor"] is None or 0 < told["beats_tensor"] < 1
+
+
+def test_one_node_computes_several_rows_of_a_text_but_of_experts(
+    tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each further row reads other experts."""
+    dense = write_checkpoint(tmp_path / "dense")
+    mixture = write_checkpoint(
+        tmp_path / "mixture", mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2, moe_intermediate_size=24
+    )
+    alone = json.loads(Path(profiles).read_text())
+    alone["nodes"] = alone["nodes"][:1]
+    alone["links"] = []
+    (tmp_path / "alone.json").write_text(json.dumps(alone))
+    for folder, n_rows in ((dense, 4), (mixture, 1)):
+        flags = ["--profiles", str(tmp_path / "alone.json"), "--ckpt", str(folder), "--draft-rate", "0.8", "--json"]
+        assert launch("plan", flags) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["draft"]["n_frames"], found["draft"]["n_rows"]) == (1, n_rows)
+        faster = found["draft"]["tokens_s"] / found["tokens_per_s_one_sequence"]
+        assert 2.2 < faster < 2.96 if n_rows > 1 else faster == pytest.approx(1)
 
 
 def test_a_small_model_takes_memory_and_time_of_the_starter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,14 @@ MUTANTS = [
         "tests/test_speculation.py::test_texts_that_share_a_ring_share_its_depth",
     ),
     Mutant(
+        "a plan has one row of a text in a frame", "PlanReport.with_draft", "range(1, most_rows + 1)", "range(1, 2)",
+        "tests/test_cli_plan.py::test_a_rate_of_right_guesses_predicts_the_speed_of_one_text",
+    ),
+    Mutant(
+        "a plan has several rows of a mixture in a frame", "plan_on", "1 if config.get(\"n_expert\") else", "1 if False else",
+        "tests/test_cli_plan.py::test_one_node_computes_several_rows_of_a_text_but_of_experts",
+    ),
+    Mutant(
         "rows are sent whatever they cost", "Speculation.limits", "if speed > best:", "if True:",
         "tests/test_speculation.py::test_dear_rows_are_not_sent",
     ),

@@ -84,8 +84,6 @@ def run(options: Options, cancel: Cancel) -> int:
         _print({"error": str(e), "missing": [{"node": name, "bytes": n} for name, n in e.missing]})
         return 1
     report = replace(report, notes=(*report.notes, *_chunks_note(options, report)))
-    if options.draft_rate is not None:
-        report = report.with_draft(options.draft_rate)
     if options.json:
         _print(report.to_json())
     else:
@@ -203,6 +201,7 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.block_ranges import parse_layers
+    from mdi.engine.speculation import MOST_ROWS
     from mdi.placement.model import Workload, model_shape, with_paths
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
@@ -225,7 +224,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         small = _config_of(options.draft)
         draft_bytes = model_shape(small, options.quantize or options.dtype or profile.format).weight_bytes
     n_samples = 1 if options.n_samples is None else options.n_samples
-    return plan(
+    found = plan(
         profile,
         shape,
         Workload(n_samples, length, replay_bytes=options.replay_memory, draft_bytes=draft_bytes),
@@ -235,6 +234,9 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         smaller=smaller_shapes(config, shape),
         may_share=why_not_shared_out(config) is None,
     )
+    if options.draft_rate is None:
+        return found
+    return found.with_draft(options.draft_rate, 1 if config.get("n_expert") else MOST_ROWS)  # as in a run
 
 
 def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:

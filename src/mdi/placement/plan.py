@@ -14,7 +14,8 @@ from typing import Any
 
 from mdi.block_ranges import span
 from mdi.columns import table
-from mdi.engine.speculation import most_frames, tokens_per_s
+from mdi.engine.prices import MORE_ROW
+from mdi.engine.speculation import MOST_ROWS, most_frames, tokens_per_s
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel, MemoryUse, Prediction
 from mdi.placement.methods import by_hand, place
@@ -189,16 +190,17 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """One text with guesses, one row in a frame (mdi.engine.speculation).
+    """One text with guesses (mdi.engine.speculation).
 
     Attributes:
-        rate: of its guesses that are right; n_frames: of it under way.
+        rate: of its guesses that are right; n_frames: of it under way; n_rows: of each frame.
         beats_tensor: the rate from which on it is faster than all nodes computing every block together; None: at none, or that
             is not known.
     """
 
     rate: float
     n_frames: int
+    n_rows: int
     tokens_s: float
     beats_tensor: float | None
 
@@ -216,7 +218,7 @@ class PlanReport:
         parallel: what --parallel auto would take for all texts; None of one node.
         groups: stages whose nodes compute their blocks together; `nodes` has them by the names of the groups.
         notes: where the numbers are less sure than they look.
-        stage_s_one: of the slowest node, for one row.
+        stage_s_one, all_stages_s_one: of the slowest node, and of all nodes together, for one row.
         draft: the speed of one text whose next tokens are guessed; None: no rate of right guesses was given.
     """
 
@@ -238,20 +240,35 @@ class PlanReport:
     parallel: ParallelChoice | None = None
     groups: tuple[GroupPlan, ...] = ()
     stage_s_one: float = 0.0
+    all_stages_s_one: float = 0.0
     draft: DraftPlan | None = None
 
-    def with_draft(self, rate: float) -> PlanReport:
-        """The report with the speed of one text whose guesses are right with this probability; `stage_s_one` is known."""
-        round_s = 1 / self.tokens_s_one
-        n_frames = most_frames(round_s, self.stage_s_one)
+    def with_draft(self, rate: float, most_rows: int = MOST_ROWS) -> PlanReport:
+        """The report with the speed of one text whose guesses are right with this probability; `stage_s_one` is known.
+
+        Args:
+            most_rows: that a frame of one text may have; the number that makes it fastest is taken.
+        """
+
+        def fastest(p: float) -> tuple[float, int, int]:
+            """Tokens per second, rows, frames."""
+            found = []
+            for n_rows in range(1, most_rows + 1):
+                more = MORE_ROW * (n_rows - 1)  # of the time of one row
+                round_s = 1 / self.tokens_s_one + more * self.all_stages_s_one
+                stage_s = (1 + more) * self.stage_s_one
+                n_frames = most_frames(round_s, stage_s) if len(self.nodes) > 1 else 1
+                found.append((tokens_per_s(p, n_rows, n_frames, round_s, stage_s), n_rows, n_frames))
+            return max(found)
 
         def speed(p: float) -> float:
-            return tokens_per_s(p, 1, n_frames, round_s, self.stage_s_one)
+            return fastest(p)[0]
 
+        tokens_s, n_rows, n_frames = fastest(rate)
         beats = None
         if self.tensor is not None:
             beats = next((n / 100 for n in range(100) if speed(n / 100) > self.tensor.tokens_s), None)
-        return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, speed(rate), beats))
+        return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, n_rows, tokens_s, beats))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds, sizes in bytes, ranges half-open."""
@@ -378,6 +395,7 @@ def report(
         advice=tuple(advice(cost, placement, prediction, smaller)),
         notes=(*notes, *_refused_caches(cost.shape.kv_dtype, nodes)),
         stage_s_one=max(one.stage_s),
+        all_stages_s_one=sum(one.stage_s),
     )
 
 
@@ -476,7 +494,8 @@ def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
 def _draft_line(draft: DraftPlan, tensor: TensorPlan | None) -> str:
     line = (
         f"guesses:  {_rate(draft.tokens_s)} tokens/s for one sequence, if {draft.rate:.0%} of its guessed tokens are right "
-        f"(--draft): {draft.n_frames} frame{'s' * (draft.n_frames > 1)} of it under way"
+        f"(--draft): {draft.n_frames} frame{'s' * (draft.n_frames > 1)} of it under way, with {draft.n_rows} "
+        f"row{'s' * (draft.n_rows > 1)}{' each' * (draft.n_frames > 1)}"
     )
     if tensor is None:
         return line
