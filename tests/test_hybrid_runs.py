@@ -14,6 +14,7 @@ import mdi.placement.profile
 import mdi.run.choice
 from cluster_keys import key_file
 from mdi.checkpoint.source import open_source
+from mdi.engine.speculation import Speculation
 from mdi.errors import SplitError, UsageError
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
@@ -62,6 +63,20 @@ def test_texts_are_those_of_the_whole_model(groups: Groups, checkpoint: Path, tm
         if stage.is_group:
             assert of_stage[0]["heads"][0] == 0 and of_stage[-1]["heads"][1] == 6
             assert len({node["reduces"] for node in of_stage}) == 1 and of_stage[0]["reduces"] > 0
+
+
+@pytest.mark.parametrize("groups", [("a", "a", "b", "b"), (None, "b", "b")])
+def test_texts_with_guesses_are_those_of_the_whole_model(
+    groups: Groups, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: False)
+    monkeypatch.setattr(Speculation, "limits", lambda self, sequence, n_places, n_texts: (n_places, 3))
+    with secondaries(len(groups) - 1, tmp_path) as nodes:
+        cluster = grouped(nodes, groups)
+        ids, metrics = run(cluster, checkpoint, tmp_path, ParallelOptions(), prompts=PROMPTS, draft=str(checkpoint))
+    expect_texts(ids, metrics)
+    n_guessed, n_confirmed = metrics.guesses
+    assert n_guessed >= n_confirmed > 5, "the small model is the model itself"
 
 
 def test_blocks_and_shares_by_hand(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
