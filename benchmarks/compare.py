@@ -6,6 +6,7 @@
     compare.py --scenario sixteen                           one thread per process, pinned; TinyLlama's shape
     compare.py --all --shape small-30m --quick              does it work?
     compare.py --grid --nodes 1,2 --sequences 1,16 --formats bf16,int8 --prompts 16,256
+    compare.py --scenario sets-one --llama-libs avx2=DIR,avx512=DIR    instruction sets, each beside a llama.cpp built for it
     compare.py --check-gguf                                 does llama.cpp compute the same model?
 
 Every system loads once, in a process of its own; then the cases take turns, and ratios are formed within a round. Each
@@ -38,9 +39,9 @@ from side_by_side.files import make_all  # noqa: E402
 from side_by_side.measures import medians  # noqa: E402
 from side_by_side.runner import run_scenario, say  # noqa: E402
 from side_by_side.scenario import Outcome, Scenario  # noqa: E402
-from side_by_side.scenarios import SCENARIOS, grid  # noqa: E402
+from side_by_side.scenarios import PER_SET, SCENARIOS, grid  # noqa: E402
 from side_by_side.setup import FORMATS, Setup  # noqa: E402
-from side_by_side.tables import fill, overview, scenario_table  # noqa: E402
+from side_by_side.tables import PROCESSORS, fill, overview, scenario_table, sets_table  # noqa: E402
 
 DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
 FIGURE = ROOT / "assets" / "speed.svg"
@@ -70,10 +71,23 @@ def to_json(scenario: Scenario, outcome: Outcome, setup: Setup) -> dict[str, Any
         "name": scenario.name, "title": scenario.title, "shape": setup.shape, "brevity": setup.brevity,
         "checks": [check.to_json() for check in scenario.results(outcome)],
         "medians": {label: medians(rounds) for label, rounds in outcome.rounds.items()},
-        "systems": {run.label: run.system for run in scenario.runs},
+        "systems": {run.label: run.system for run in scenario.runs}, "settings": settings(scenario),
         "cases": {run.label: run.case.to_json() for run in scenario.runs},
         "rounds": outcome.rounds, "peak_mb": peaks, "ends": outcome.ends, "errors": outcome.errors,
     }  # fmt: skip
+
+
+def settings(scenario: Scenario) -> dict[str, dict[str, str]]:
+    """Of each system: the instruction set that it was made to use and the number type of its caches, where it has such.
+
+    What it used itself is in "ends": the ring's kernels; llama.cpp's library, and what that says of its build.
+    """
+    found = {}
+    for spec in scenario.systems:
+        flags = spec.options.get("flags", [])
+        cache = flags[flags.index("--kv-dtype") + 1] if "--kv-dtype" in flags else spec.options.get("cache", "")
+        found[spec.name] = {"instruction_set": spec.instructions, "cache": cache}
+    return found
 
 
 def run_all(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
@@ -119,7 +133,9 @@ def write_documents(args: argparse.Namespace) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     text = fill(text, "overview", f"{overview(results)}\n\n{conditions(results)}")
     for result in results:
-        text = fill(text, result["name"], scenario_table(result))
+        if result["name"] not in PER_SET:
+            text = fill(text, result["name"], scenario_table(result))
+    text = fill(text, "sets", sets_table(results))
     DOCUMENT.write_text(text, encoding="utf-8")
     draw(results, FIGURE)
 
@@ -145,6 +161,17 @@ def check_gguf(args: argparse.Namespace, setup: Setup) -> int:
     return check(setup, args.peers_python)
 
 
+def folders(text: str) -> dict[str, Path]:
+    """NAME=FOLDER,NAME=FOLDER; the names are instruction sets."""
+    found = {}
+    for field in text.split(","):
+        name, _, folder = field.partition("=")
+        if name not in PROCESSORS or not folder:
+            raise argparse.ArgumentTypeError(f"{field!r}: expected SET=FOLDER, SET one of {', '.join(PROCESSORS)}")
+        found[name] = Path(folder).resolve()
+    return found
+
+
 def numbers(text: str) -> list[int]:
     return [int(field) for field in text.split(",")]
 
@@ -164,6 +191,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON files (%(default)s)")
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has llama-cpp-python, gguf and "
                         "transformers (default: this one)")  # fmt: skip
+    parser.add_argument("--llama-libs", type=folders, default={}, metavar="SET=FOLDER,...", help="for scenarios of "
+                        "instruction sets: where the libllama.so is that was built for each set")  # fmt: skip
     parser.add_argument("--cores", type=numbers, help="cores to pin to (default: the first two that there are)")
     parser.add_argument("--repeats", type=int, help="rounds (default: 5, or 1 where it says so)")
     parser.add_argument(
@@ -181,6 +210,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.repeats = args.repeats or 1
+    if not args.llama_libs and (without := [name for name in args.scenario or () if name in PER_SET]):
+        parser.error(f"{without[0]} needs --llama-libs")
     if unknown := [fmt for fmt in args.formats if fmt not in FORMATS]:
         parser.error(f"unknown format {unknown[0]!r}: expected {', '.join(FORMATS)}")
     return args
@@ -194,12 +225,13 @@ def main() -> int:
     work = args.work_dir or Path(tempfile.gettempdir()) / "mdi-bench"
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     cores = tuple(args.cores or available[:2])
-    setup = Setup(args.shape, work, cores, brevity=4 if args.quick else 1)
+    setup = Setup(args.shape, work, cores, brevity=4 if args.quick else 1, llama_libs=args.llama_libs)
     if args.check_gguf:
         return check_gguf(args, setup)
     if args.prepare:
         return 1 if prepare(list(SCENARIOS), args, setup) else 0
-    names = list(SCENARIOS) if args.all else ["grid"] if args.grid else args.scenario
+    every = [name for name in SCENARIOS if args.llama_libs or name not in PER_SET]
+    names = every if args.all else ["grid"] if args.grid else args.scenario
     n_failed = run_all(names, args, setup)
     if args.all and not args.quick:
         write_documents(args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -19,20 +18,22 @@ CASE = Case(3, 24, 24)
 
 def check(setup: Setup, python: str) -> int:
     """Compare with litgpt's model without caches; returns the exit status."""
+    from side_by_side.files import make_all
     from side_by_side.runner import MODULES, say
     from side_by_side.workers import Worker
 
     make_checkpoint(setup.ckpt, setup.shape)
     expected = reference(setup)
-    specs = [setup.llama("f32"), setup.ring("float32", 2)]
-    command = [python, __file__.replace("check_gguf", "gguf_export"), str(setup.ckpt), str(setup.files["f32"])]
-    subprocess.run([*command, "--format", "f32"], check=True)
+    specs = [setup.llama("float32", cache="float32"), setup.ring("float32", 2)]
+    if make_all(setup.needs, python):
+        return 1
     status = 0
     for spec in specs:
         interpreter = sys.executable if spec.kind == "ring" else python
         worker = Worker(
-            spec.name, interpreter, MODULES[spec.kind], spec.options, list(spec.cores), setup.ckpt.parent / "logs"
-        )
+            spec.name, interpreter, MODULES[spec.kind], spec.options, list(spec.cores), setup.ckpt.parent / "logs",
+            spec.environment,
+        )  # fmt: skip
         worker.wait_ready(120)
         found = worker.run(CASE.to_json(), 300)["ids"]
         worker.end()

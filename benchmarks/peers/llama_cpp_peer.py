@@ -1,12 +1,17 @@
 """llama.cpp through llama-cpp-python's low-level interface: one sequence, or many in one batch.
 
-Options: {"gguf": FILE, "threads": 1, "gpu_layers": 0}; a build for CUDA computes as many layers on the GPU.
+Options: {"gguf": FILE, "threads": 1, "cache": "f16", "gpu_layers": 0}. `cache` is a key of CACHE_TYPES, the number type of
+keys and values. A build for CUDA computes as many layers on the GPU. Attention is always llama.cpp's flash attention.
+LLAMA_CPP_LIB_PATH in the environment is the folder of the library to use; at its end the system tells that folder's name and
+what the library says of its build.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -15,13 +20,20 @@ import numpy as np
 from peers.protocol import Case, serve
 
 N_BATCH = 2048  # tokens of a call at most; the default of llama.cpp's own tools, as are its pieces of 512
+CACHE_TYPES = {
+    "f32": llama_cpp.GGML_TYPE_F32,
+    "f16": llama_cpp.GGML_TYPE_F16,
+    "bf16": 30,  # GGML_TYPE_BF16 of ggml.h, which llama_cpp does not name
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+}
 
 
 class LlamaCppPeer:
-    """See the module. Everything that is not named here is llama.cpp's default: its own kernels, fp16 caches."""
+    """See the module. Everything that is not named here is llama.cpp's default: its own kernels."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._n_threads = int(options["threads"])
+        self._cache_type = CACHE_TYPES[options.get("cache", "f16")]
         # The callback must live as long as it may be called.
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
@@ -48,6 +60,8 @@ class LlamaCppPeer:
         params.n_batch = N_BATCH
         params.n_seq_max = case.n_sequences
         params.n_threads = params.n_threads_batch = self._n_threads
+        params.type_k = params.type_v = self._cache_type
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(self._model, params)
         if not context:
@@ -93,7 +107,11 @@ class LlamaCppPeer:
     def end(self) -> dict[str, Any]:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_model_free(self._model)
-        return {}
+        folder = os.environ.get("LLAMA_CPP_LIB_PATH")
+        return {
+            "library": Path(folder).name if folder else f"llama-cpp-python {llama_cpp.__version__}",
+            "build": llama_cpp.llama_print_system_info().decode(),
+        }
 
 
 def _prompt_batches(prompts: list[list[int]]) -> list[list[tuple[int, int, int, bool]]]:

@@ -27,6 +27,7 @@ from mdi.cli import starter as cli_starter
 from mdi.cli.session import run_options
 from mdi.engine.sequence import SamplingParams
 from mdi.host.threads import choose_threads
+from mdi.kernels.library import instruction_set
 from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
@@ -104,7 +105,7 @@ class RingSystem:
 
     def end(self) -> dict[str, Any]:
         self._quotas.close()
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"kernels": instruction_set()}
         node, self._node = self._node, None
         try:
             if node is not None:

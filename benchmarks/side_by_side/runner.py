@@ -34,25 +34,38 @@ def run_scenario(
     Args:
         pythons: interpreter by kind of system; "" for the others.
         repeats: rounds; None takes the scenario's own number.
-        budget_s: no round is begun that would, if as long as the last one, end later. One is always run.
+        budget_s: no round is begun that would, if as long as the last one, end later. One is always run. Groups of
+            systems have equal parts of it.
     """
     outcome = Outcome()
+    groups = list(dict.fromkeys(spec.group for spec in scenario.systems))
+    for group in groups:
+        systems = [spec for spec in scenario.systems if spec.group == group]
+        names = {spec.name for spec in systems}
+        runs = [run for run in scenario.runs if run.system in names]
+        _run_group(systems, runs, outcome, pythons, log_folder, repeats or scenario.repeats, budget_s / len(groups))
+    return outcome
+
+
+def _run_group(
+    systems: list[SystemSpec], runs: list[Run], outcome: Outcome, pythons: dict[str, str], log_folder: Path,
+    repeats: int, budget_s: float,
+) -> None:  # fmt: skip
     begin = time.monotonic()
     workers: dict[str, Worker] = {}
     with contextlib.ExitStack() as stack:
-        for spec in scenario.systems:
+        for spec in systems:
             worker = _load(spec, pythons, log_folder, outcome)
             if worker is not None:
                 workers[spec.name] = worker
                 stack.callback(worker.kill)
-        for run in scenario.runs:
+        for run in runs:
             case = run.case
             short = Case(case.n_sequences, min(case.n_prompt, WARM_UP[0]), min(case.n_new, WARM_UP[1]))
             _run(run, short, workers, outcome, keep=False)
-        _rounds(scenario, workers, outcome, repeats or scenario.repeats, begin + budget_s)
+        _rounds(runs, workers, outcome, repeats, begin + budget_s)
         for name, worker in workers.items():
             outcome.ends[name] = worker.end()
-    return outcome
 
 
 def _load(spec: SystemSpec, pythons: dict[str, str], log_folder: Path, outcome: Outcome) -> Worker | None:
@@ -60,7 +73,9 @@ def _load(spec: SystemSpec, pythons: dict[str, str], log_folder: Path, outcome: 
     begin = time.monotonic()
     worker: Worker | None = None
     try:
-        worker = Worker(spec.name, python, MODULES[spec.kind], spec.options, list(spec.cores), log_folder)
+        worker = Worker(
+            spec.name, python, MODULES[spec.kind], spec.options, list(spec.cores), log_folder, spec.environment
+        )
         worker.wait_ready(LOAD_S)
     except WorkerError as e:
         outcome.errors[spec.name] = str(e)
@@ -72,7 +87,7 @@ def _load(spec: SystemSpec, pythons: dict[str, str], log_folder: Path, outcome: 
     return worker
 
 
-def _rounds(scenario: Scenario, workers: dict[str, Worker], outcome: Outcome, repeats: int, deadline: float) -> None:
+def _rounds(runs: list[Run], workers: dict[str, Worker], outcome: Outcome, repeats: int, deadline: float) -> None:
     round_s = 0.0
     for number in range(repeats):
         begin = time.monotonic()
@@ -80,11 +95,10 @@ def _rounds(scenario: Scenario, workers: dict[str, Worker], outcome: Outcome, re
             say(f"  {number} of {repeats} rounds: no time for more")
             return
         # There and back, so that no system always comes first.
-        runs = scenario.runs if number % 2 == 0 else scenario.runs[::-1]
-        for run in runs:
+        for run in runs if number % 2 == 0 else runs[::-1]:
             _run(run, run.case, workers, outcome, keep=True)
         round_s = time.monotonic() - begin
-        say(f"  round {number + 1} of {repeats}: {round_s:.1f} s  " + _line(scenario, outcome))
+        say(f"  round {number + 1} of {repeats}: {round_s:.1f} s  " + _line(runs, outcome))
 
 
 def _run(run: Run, case: Case, workers: dict[str, Worker], outcome: Outcome, keep: bool) -> None:
@@ -105,9 +119,9 @@ def _run(run: Run, case: Case, workers: dict[str, Worker], outcome: Outcome, kee
         outcome.ids[run.label] = answer.get("ids") or []
 
 
-def _line(scenario: Scenario, outcome: Outcome) -> str:
+def _line(runs: list[Run], outcome: Outcome) -> str:
     pieces = []
-    for run in scenario.runs:
+    for run in runs:
         if found := outcome.rounds.get(run.label):
             last = found[-1]
             key = next(

@@ -18,12 +18,18 @@ class SystemSpec:
         kind: "ring", "ready", "llama.cpp", "litgpt", "transformers", "read" or "device read".
         options: see the module of its worker.
         cores: that it may use.
+        environment: variables that its process has besides.
+        instructions: the instruction set that these make it use; "" is its own choice.
+        group: systems of one group are loaded together; one group is run after the other.
     """
 
     name: str
     kind: str
     options: dict[str, Any]
     cores: tuple[int, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    instructions: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from peers.protocol import Case
 from random_checkpoint import CONTEXT
 from side_by_side.memory import load_results, secondary_results
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
-from side_by_side.setup import GGUF_OF, READ, Setup
+from side_by_side.setup import CACHE, GGUF_OF, READ, Setup
 
+DECODE = ("decode_tokens_per_s", "decode_tokens_per_s")
+SET_FORMATS = ("int8", "int4", "bf16")
 PREFILL = ("prefill_tokens_per_s", "prefill_tokens_per_s")
 
 
@@ -23,7 +25,7 @@ def one_stream(name: str, title: str, formats: tuple[tuple[str, bool, bool], ...
         case = setup.case(1, 16, 48)
         systems, runs, checks = [setup.read()], [READ], []
         for fmt, has_share, has_peer in formats:
-            ours = setup.ring(fmt)
+            ours = setup.ring(fmt, cache=CACHE)
             systems.append(ours)
             runs.append(Run(ours.name, ours.name, case))
             if has_share:
@@ -60,16 +62,39 @@ def seven_b(setup: Setup) -> Scenario:
 
 def _against_llama(
     setup: Setup, name: str, title: str, what: str, case: Case, n: int, formats: tuple[str, ...],
-    metrics: tuple[str, str] = ("decode_tokens_per_s", "decode_tokens_per_s"),
+    metrics: tuple[str, str] = DECODE,
 ) -> Scenario:  # fmt: skip
     """A ring of `n` nodes of one thread beside llama.cpp with `n` threads, in several formats."""
     systems, checks = [], []
     for fmt in formats:
-        ours, theirs = setup.ring(fmt, n, max_length=case.n_positions + 8), setup.llama(fmt, n)
+        ours = setup.ring(fmt, n, max_length=case.n_positions + 8, cache=CACHE)
+        theirs = setup.llama(fmt, n)
         systems += [ours, theirs]
         checks.append(Check(what.format(fmt, GGUF_OF[fmt]), ours.name, (theirs.name,), metrics))
     runs = tuple(Run(s.name, s.name, case) for s in systems)
     return Scenario(name, title, tuple(systems), runs, tuple(checks))
+
+
+def per_set(name: str, title: str, case: tuple[int, int, int], n: int, metrics: tuple[str, str] = DECODE) -> Builder:
+    """A scenario of all instruction sets that have a llama.cpp: a ring of `n` nodes beside `n` threads, format by format.
+
+    Systems of one format are loaded at a time, for memory.
+    """
+
+    def build(setup: Setup) -> Scenario:
+        made, systems, checks = setup.case(*case), [], []
+        for fmt in SET_FORMATS:
+            for instructions in setup.llama_libs:
+                more = {"cache": CACHE, "instructions": instructions, "group": fmt}
+                ours = setup.ring(fmt, n, max_length=made.n_positions + 8, **more)
+                theirs = setup.llama(fmt, n, **more)
+                systems += [ours, theirs]
+                what = f"{fmt}, {instructions} against llama.cpp {GGUF_OF[fmt]}"
+                checks.append(Check(what, ours.name, (theirs.name,), metrics))
+        runs = tuple(Run(s.name, s.name, made) for s in systems)
+        return Scenario(name, title, tuple(systems), runs, tuple(checks), repeats=3)
+
+    return build
 
 
 def batch(setup: Setup) -> Scenario:
@@ -86,7 +111,7 @@ def long_position(setup: Setup) -> Scenario:
     n_new = setup.case(1, 1, 32).n_new
     systems, runs, checks = [], [], []
     for fmt, kv_dtype in (("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")):
-        plain = setup.ring(fmt, 1, CONTEXT, ("--kv-dtype", kv_dtype))
+        plain = setup.ring(fmt, 1, CONTEXT, cache=kv_dtype)
         ours = SystemSpec(f"{plain.name}, {kv_dtype} caches", plain.kind, plain.options, plain.cores)
         far, near = (Run(f"{ours.name}, at {at}", ours.name, Case(1, at - n_new // 2, n_new)) for at in (2000, 100))
         systems.append(ours)
@@ -185,6 +210,14 @@ def grid(setup: Setup, nodes: list[int], sequences: list[int], fmt: str, prompts
 
 Builder = Callable[[Setup], Scenario]
 
+# Scenarios of several instruction sets: they need a llama.cpp for each.
+PER_SET: dict[str, Builder] = {
+    "sets-one": per_set("sets-one", "Instruction sets: one text, one thread", (1, 16, 48), 1),
+    "sets-sixteen": per_set(
+        "sets-sixteen", "Instruction sets: 16 texts, two nodes against two threads", (16, 16, 32), 2
+    ),
+    "sets-prompt": per_set("sets-prompt", "Instruction sets: a prompt of 512, one thread", (1, 512, 1), 1, PREFILL),
+}
 SCENARIOS: dict[str, Builder] = {
     "one-stream": one_stream("one-stream", "One stream, one node, one thread: 8 and 4 bits",
                              (("int8", True, True), ("int4", True, True))),
@@ -204,4 +237,5 @@ SCENARIOS: dict[str, Builder] = {
     "one-stream-32": one_stream("one-stream-32", "One stream, one node, one thread: float32", (("float32", False, True),)),
     "two-nodes": two_nodes,
     "seven-b": seven_b,
+    **PER_SET,
 }  # fmt: skip

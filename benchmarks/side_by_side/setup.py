@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import default_split
+from mdi.kernels.library import FORCED
 from mdi.kernels.weight_formats import LAYOUTS, OWN_FORMAT
 from peers.protocol import Case
 from random_checkpoint import DTYPE, SHAPES, config_of, n_weights
@@ -15,8 +16,14 @@ from side_by_side.scenario import Run, SystemSpec
 
 FORMATS = tuple(LAYOUTS)
 GGUF_OF = {"float32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
+CACHE = "fp16"  # what caches hold on both sides of a comparison
+LLAMA_CACHE_OF = {"float32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "q8_0"}  # by the ring's --kv-dtype
 READ = Run("read test, huge pages", "read test", Case(0, 0, 0))
 LARGE = {"tiny-llama-1.1b": "llama-2-7b"}  # the large shape beside a shape; a tiny one beside the others
+
+
+def _of_set(instructions: str) -> str:
+    return f", {instructions}" if instructions else ""
 
 
 @dataclass
@@ -27,6 +34,7 @@ class Setup:
         work: folder of checkpoints and GGUF files.
         cores: node i of a ring gets core i modulo their number; a peer of one thread the first.
         brevity: new tokens are divided by it.
+        llama_libs: folder of a libllama.so by the instruction set that it was built for.
         needs: files that the scenarios built so far ask for, in this order.
     """
 
@@ -34,6 +42,7 @@ class Setup:
     work: Path
     cores: tuple[int, ...]
     brevity: int = 1
+    llama_libs: dict[str, Path] = field(default_factory=dict)
     needs: dict[Need, None] = field(default_factory=dict)
 
     @property
@@ -46,24 +55,33 @@ class Setup:
 
     def large(self) -> Setup:
         """The same for the large shape, with the same needs."""
-        return Setup(LARGE.get(self.shape, "tiny-3m"), self.work, self.cores, self.brevity, self.needs)
+        return Setup(LARGE.get(self.shape, "tiny-3m"), self.work, self.cores, self.brevity, self.llama_libs,
+                     self.needs)  # fmt: skip
 
     def case(self, n_sequences: int, n_prompt: int, n_new: int) -> Case:
         return Case(n_sequences, n_prompt, n_new if n_new == 1 else max(4, n_new // self.brevity))
 
     def ring(
         self, fmt: str, nodes: int = 1, max_length: int = 128, flags: tuple[str, ...] = (), threads: int = 1,
-        **more: Any,
+        cache: str = "auto", instructions: str = "", group: str = "", **more: Any,
     ) -> SystemSpec:  # fmt: skip
-        """Nodes that have their chunks in a weight format on disk."""
+        """Nodes that have their chunks in a weight format on disk.
+
+        Args:
+            cache: of --kv-dtype.
+            instructions: the instruction set of the kernels; "" is the best that the machine has.
+        """
         chunks = self.chunks(fmt, nodes)
-        name = f"ring {fmt} x{nodes}" + (f", {threads} threads" if threads > 1 else "")
+        name = f"ring {fmt} x{nodes}" + (f", {threads} threads" if threads > 1 else "") + _of_set(instructions)
+        flags = (*flags, "--kv-dtype", cache)
+        environment = {FORCED: instructions} if instructions else {}
         options = {
             "chunks": str(chunks.starter.parent),
             **self._ring_options(nodes, max_length, flags, threads),
             **more,
         }
-        return SystemSpec(name, "ring", options, self.cores)  # it pins its nodes itself
+        # It pins its nodes itself.
+        return SystemSpec(name, "ring", options, self.cores, environment, instructions, group)
 
     def ring_of_checkpoint(self, fmt: str, max_length: int = 128) -> SystemSpec:
         """One node that brings the plain weights into the format while it loads them."""
@@ -81,12 +99,21 @@ class Setup:
         self.needs[chunks] = None
         return chunks
 
-    def llama(self, fmt: str, threads: int = 1) -> SystemSpec:
-        """llama.cpp in the format that answers to ours."""
+    def llama(
+        self, fmt: str, threads: int = 1, cache: str = CACHE, instructions: str = "", group: str = ""
+    ) -> SystemSpec:
+        """llama.cpp in the format that answers to ours.
+
+        Args:
+            cache: as the ring calls it, a key of LLAMA_CACHE_OF.
+            instructions: a key of `llama_libs`; "" is the library that its package came with.
+        """
         gguf = Gguf(self.ckpt, self.shape, GGUF_OF[fmt])
         self.needs[gguf] = None
-        options = {"gguf": str(gguf.path), "threads": threads}
-        return SystemSpec(f"llama.cpp {gguf.kind} x{threads}", "llama.cpp", options, self.cores[:threads])
+        options = {"gguf": str(gguf.path), "threads": threads, "cache": LLAMA_CACHE_OF[cache]}
+        environment = {"LLAMA_CPP_LIB_PATH": str(self.llama_libs[instructions])} if instructions else {}
+        name = f"llama.cpp {gguf.kind} x{threads}" + _of_set(instructions)
+        return SystemSpec(name, "llama.cpp", options, self.cores[:threads], environment, instructions, group)
 
     def framework(self, kind: str, dtype: str, threads: int = 1, max_length: int = 128) -> SystemSpec:
         self.needs[Checkpoint(self.ckpt, self.shape)] = None

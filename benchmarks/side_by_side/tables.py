@@ -16,6 +16,56 @@ COLUMNS = {
     "known_ready_s": "ready, known, s",
 }
 
+PROCESSORS = {  # by instruction set: for which processors a row of it stands
+    "avx2": "AVX2 without VNNI: Haswell to Comet Lake, Zen 1 to 3",
+    "avx2vnni": "AVX2 with VNNI: Alder Lake to Arrow Lake",
+    "avx512": "AVX-512: Zen 4, Zen 5, Ice Lake and later servers",
+}
+# Scenario of instruction sets -> what it is, the number that its table has, and what a Zen 3 measured with AVX2: weights -> the
+# ring, llama.cpp.
+SETS: dict[str, tuple[str, str, dict[str, tuple[float, float]]]] = {
+    "sets-one": ("one text", "decode_tokens_per_s", {"int8": (10.1, 9.6), "int4": (21.1, 16.1), "bf16": (8.6, 5.6)}),
+    "sets-sixteen": (
+        "16 texts", "decode_tokens_per_s", {"int8": (46.1, 41.9), "int4": (69.0, 55.3), "bf16": (54.7, 40.1)},
+    ),
+    "sets-prompt": (
+        "a prompt of 512", "prefill_tokens_per_s", {"int8": (30.6, 26.1), "int4": (41.6, 30.7), "bf16": (35.3, 23.7)},
+    ),
+}  # fmt: skip
+OLDER = "a Zen 3, 2026-11-22: ring, llama.cpp"
+
+
+def sets_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens per second of the ring and llama.cpp by instruction set, from the results of SETS; others are left out.
+
+    What was not measured is empty. The older figures stand beside AVX2, the set that they were measured with.
+    """
+    by_name = {result["name"]: result for result in results}
+    rows = []
+    for name, (what, metric, older) in SETS.items():
+        result = by_name.get(name, {"medians": {}, "checks": [], "settings": {}})
+        for fmt, was in older.items():
+            for instructions, processors in PROCESSORS.items():
+                ring, llama = (
+                    _rate_of_set(result, prefix, instructions, metric) for prefix in (f"ring {fmt} ", _LLAMA[fmt])
+                )
+                ratio = next((_measured(c) for c in result["checks"]
+                              if c["what"].startswith(f"{fmt}, {instructions} ")), "")  # fmt: skip
+                rows.append([what, fmt, processors, _number(ring, metric), _number(llama, metric), ratio,
+                             f"{was[0]}, {was[1]}" if instructions == "avx2" else ""])  # fmt: skip
+    return markdown(["tokens/s", "weights", "instruction set", "ring", "llama.cpp", "ratio", OLDER], rows)
+
+
+_LLAMA = {"int8": "llama.cpp q8_0 ", "int4": "llama.cpp q4_0 ", "bf16": "llama.cpp bf16 "}
+
+
+def _rate_of_set(result: Mapping[str, Any], prefix: str, instructions: str, metric: str) -> float | None:
+    for label, found in result["medians"].items():
+        if label.startswith(prefix) and result["settings"][label]["instruction_set"] == instructions:
+            rate: float | None = found.get(metric)
+            return rate
+    return None
+
 
 def scenario_table(result: Mapping[str, Any]) -> str:
     """One scenario's ratios and medians; `result` is what compare.py writes as JSON."""

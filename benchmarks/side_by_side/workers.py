@@ -27,18 +27,20 @@ class Worker:
         module: of the worker, e.g. "peers.litgpt_peer".
         options: what its `load` gets.
         cores: that it may use, all its threads and children; a ring pins its nodes itself.
+        environment: variables that it and its children have besides those of this process.
     """
 
     def __init__(
-        self, name: str, python: str, module: str, options: dict[str, Any], cores: list[int], log_folder: Path
-    ) -> None:
+        self, name: str, python: str, module: str, options: dict[str, Any], cores: list[int], log_folder: Path,
+        environment: dict[str, str],
+    ) -> None:  # fmt: skip
         self.name = name
         log_folder.mkdir(parents=True, exist_ok=True)
         self._log = log_folder / f"{name.replace(' ', '-').replace('/', '-')}.log"
         benchmarks = Path(__file__).resolve().parents[1]
         path = os.pathsep.join([str(benchmarks), str(benchmarks.parent / "src")])
         # One thread each; llama.cpp is told its number of threads itself.
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **environment}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [python, "-W", "ignore", "-m", module],

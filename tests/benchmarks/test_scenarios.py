@@ -1,9 +1,12 @@
 """The scenarios fit together, and one that fails in parts still tells the rest."""
 
+import argparse
+import sys
 from pathlib import Path
 
 import pytest
 
+import compare
 from mdi.checkpoint.chunks import ChunkFile
 from peers.protocol import Case
 from random_checkpoint import CONTEXT
@@ -12,13 +15,15 @@ from side_by_side import runner
 from side_by_side.files import Chunks, Gguf, make_all
 from side_by_side.memory import cache_bytes
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
-from side_by_side.scenarios import SCENARIOS, grid
-from side_by_side.setup import Setup
+from side_by_side.scenarios import PER_SET, SCENARIOS, grid
+from side_by_side.setup import LLAMA_CACHE_OF, Setup
+from side_by_side.tables import PROCESSORS, SETS
 from side_by_side.workers import Worker, WorkerError
 
 
 def setup(brevity=1):
-    return Setup("tiny-1m", Path("work"), (0, 1), brevity)
+    libraries = {instructions: Path("libraries") / instructions for instructions in PROCESSORS}
+    return Setup("tiny-1m", Path("work"), (0, 1), brevity, libraries)
 
 
 def built():
@@ -46,6 +51,35 @@ def test_each_system_that_reads_a_file_says_that_it_needs_it():
     assert {Path(spec.options["chunks"]) for spec in scenario.systems if spec.kind == "ring"} == folders
     assert {Path(spec.options["gguf"]) for spec in scenario.systems if spec.kind == "llama.cpp"} == files
     assert len(folders) == len(files) == 3
+
+
+@pytest.mark.parametrize("name", PER_SET)
+def test_each_instruction_set_is_forced_on_both_sides(name):
+    scenario = PER_SET[name](setup())
+    wanted = {fmt: set(PROCESSORS) for fmt in SETS[name][2]}
+    for kind, variable in (("ring", "MDI_KERNELS"), ("llama.cpp", "LLAMA_CPP_LIB_PATH")):
+        found = {}
+        for spec in scenario.systems:
+            if spec.kind == kind:
+                assert Path(spec.environment[variable]).name == spec.instructions
+                found.setdefault(spec.group, set()).add(spec.instructions)
+        assert found == wanted
+    assert len(scenario.checks) == 9 and scenario.repeats == 3
+
+
+@pytest.mark.parametrize("scenario", [pytest.param(s, id=name) for name, s in built()])
+def test_caches_beside_llama_cpp_have_one_type(scenario):
+    of_llama = {spec.options["cache"] for spec in scenario.systems if spec.kind == "llama.cpp"}
+    of_ring = {compare.settings(scenario)[spec.name]["cache"] for spec in scenario.systems if spec.kind == "ring"}
+    assert not of_llama or {LLAMA_CACHE_OF[cache] for cache in of_ring} == of_llama
+
+
+def test_a_library_is_given_for_each_instruction_set():
+    found = compare.folders("avx2=a,avx512=/b/c")
+    assert found == {"avx2": Path("a").resolve(), "avx512": Path("/b/c").resolve()}
+    for text in ("avx3=a", "avx2", "avx2="):
+        with pytest.raises(argparse.ArgumentTypeError, match="SET=FOLDER"):
+            compare.folders(text)
 
 
 def test_what_a_cut_allows_is_all_work_over_that_of_the_busiest_node():
@@ -82,7 +116,8 @@ class FakeWorker:
 
     log: list[str] = []
 
-    def __init__(self, name, python, module, options, cores, log_folder):
+    def __init__(self, name, python, module, options, cores, log_folder, environment):
+        self.log.append(f"load {name}")
         self.name, self.rate, self.n_cases = name, options.get("rate", 1.0), 0
 
     def wait_ready(self, timeout_s):
@@ -97,10 +132,15 @@ class FakeWorker:
         return {"times_s": [[(i + 1) / self.rate for i in range(case["n_new"])]] * case["n_sequences"]}
 
     def end(self):
+        self.log.append(f"end {self.name}")
         return {"peak_rss_bytes": 1}
 
     def kill(self):
         pass
+
+
+def cases():
+    return [line for line in FakeWorker.log if " " not in line]
 
 
 @pytest.fixture
@@ -108,8 +148,11 @@ def outcome_of(monkeypatch):
     monkeypatch.setattr(runner, "Worker", FakeWorker)
     FakeWorker.log = []
 
-    def run(rates, checks=(), repeats=3, budget_s=60.0):
-        specs = tuple(SystemSpec(name, "ring", {"rate": rate}, (0,)) for name, rate in rates.items())
+    def run(rates, checks=(), repeats=3, budget_s=60.0, groups=None):
+        specs = tuple(
+            SystemSpec(name, "ring", {"rate": rate}, (0,), group=(groups or {}).get(name, ""))
+            for name, rate in rates.items()
+        )
         runs = tuple(Run(name, name, Case(2, 4, 8)) for name in rates)
         scenario = Scenario("s", "a scenario", specs, runs, checks)
         return scenario, runner.run_scenario(scenario, {"": "python"}, Path("logs"), repeats, budget_s)
@@ -119,10 +162,21 @@ def outcome_of(monkeypatch):
 
 def test_cases_take_turns_there_and_back_after_a_warm_up(outcome_of):
     scenario, outcome = outcome_of({"a": 10.0, "b": 5.0}, (Check("a against b", "a", ("b",)),))
-    assert FakeWorker.log == ["a", "b", "a", "b", "b", "a", "a", "b"]
+    assert cases() == ["a", "b", "a", "b", "b", "a", "a", "b"]
     (result,) = scenario.results(outcome)
     assert result.measured.n == 3
     assert result.measured.median == pytest.approx(2.0)
+
+
+def test_groups_are_loaded_one_after_the_other(outcome_of):
+    scenario, outcome = outcome_of(
+        {"a": 10.0, "b": 5.0, "c": 5.0}, (Check("a against c", "a", ("c",)),), 1, groups={"b": "later"}
+    )
+    assert FakeWorker.log == [
+        "load a", "load c", "a", "c", "a", "c", "end a", "end c", "load b", "b", "b", "end b",
+    ]  # fmt: skip
+    assert set(outcome.rounds) == set(outcome.ends) == {"a", "b", "c"}
+    assert scenario.results(outcome)[0].measured.median == pytest.approx(2.0)
 
 
 def test_without_time_there_is_one_round(outcome_of):
@@ -141,26 +195,24 @@ def test_a_system_that_fails_leaves_the_others_alone(outcome_of, name, error):
 
 def test_a_worker_answers_and_its_failures_are_told(tmp_path, monkeypatch):
     (tmp_path / "fake_system.py").write_text(
-        "from peers.protocol import serve\n"
+        "import os\nfrom peers.protocol import serve\n"
         "class Fake:\n"
         "    def run(self, case):\n"
-        "        print('not an answer')\n"
+        "        print(os.environ['WORD'])\n"
         "        if case.n_new > 9: raise ValueError('too many')\n"
         "        return {'times_s': [[0.1] * case.n_new]}\n"
         "    def end(self): return {'bye': True}\n"
         "serve(lambda options: Fake())\n"
     )
     monkeypatch.chdir(tmp_path)
-    import sys
-
-    worker = Worker("fake", sys.executable, "fake_system", {}, [0, 1], tmp_path / "logs")
+    worker = Worker("fake", sys.executable, "fake_system", {}, [0, 1], tmp_path / "logs", {"WORD": "not an answer"})
     worker.wait_ready(60)
     assert worker.run(Case(1, 1, 2).to_json(), 60) == {"times_s": [[0.1, 0.1]]}
     end = worker.end()
     assert end["bye"] is True and end["peak_rss_bytes"] >= 0
     assert (tmp_path / "logs" / "fake.log").read_text() == "not an answer\n"
 
-    worker = Worker("fake", sys.executable, "fake_system", {}, [0, 1], tmp_path / "logs")
+    worker = Worker("fake", sys.executable, "fake_system", {}, [0, 1], tmp_path / "logs", {"WORD": "not an answer"})
     worker.wait_ready(60)
     with pytest.raises(WorkerError, match="fake: ValueError: too many"):
         worker.run(Case(1, 1, 10).to_json(), 60)

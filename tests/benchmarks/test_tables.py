@@ -2,7 +2,7 @@
 
 import pytest
 
-from side_by_side.tables import fill, overview, scenario_table
+from side_by_side.tables import PROCESSORS, fill, overview, scenario_table, sets_table
 
 CHECK = {"what": "a against b", "unit": "x", "error": "",
          "measured": {"median": 1.5, "lowest": 1.4, "highest": 1.625, "n": 5}}  # fmt: skip
@@ -22,6 +22,30 @@ def test_a_scenario_shows_ratios_medians_and_failures():
     assert "| median | tokens/s | per stream | first token, s | peak MB per node |" in lines
     assert "| ring x2 | 123.4 | 7.72 | 0.50 | 900, 700 |" in lines
     assert lines[-1] == "Not measured: it did not start"
+
+
+def sets_result(name, metric, rates):
+    """Of int8; rates: the ring's and llama.cpp's by instruction set."""
+    labels = {
+        f"{program} x1, {name}": (name, rate)
+        for name, pair in rates.items()
+        for program, rate in zip(("ring int8", "llama.cpp q8_0"), pair, strict=True)
+    }
+    checks = [{**CHECK, "what": f"int8, {name} against llama.cpp q8_0"} for name in rates]
+    return {"name": name, "checks": checks, "medians": {label: {metric: rate} for label, (_, rate) in labels.items()},
+            "settings": {label: {"instruction_set": name} for label, (name, _) in labels.items()}}  # fmt: skip
+
+
+def test_instruction_sets_stand_beside_what_a_zen_3_measured():
+    one = sets_result("sets-one", "decode_tokens_per_s", {"avx2": (12.5, 11.0), "avx2vnni": (13.5, 12.0)})
+    prompt = sets_result("sets-prompt", "prefill_tokens_per_s", {"avx512": (208.0, 114.0)})
+    lines = sets_table([one, prompt, RESULT]).splitlines()
+    assert len(lines) == 2 + 3 * 3 * len(PROCESSORS)
+    ratio = "1.50x [1.40x .. 1.62x]"
+    assert f"| one text | int8 | {PROCESSORS['avx2']} | 12.5 | 11.0 | {ratio} | 10.1, 9.6 |" in lines
+    assert f"| one text | int8 | {PROCESSORS['avx2vnni']} | 13.5 | 12.0 | {ratio} |  |" in lines
+    assert f"| a prompt of 512 | int8 | {PROCESSORS['avx512']} | 208.0 | 114.0 | {ratio} |  |" in lines
+    assert f"| 16 texts | bf16 | {PROCESSORS['avx2']} |  |  |  | 54.7, 40.1 |" in lines
 
 
 def test_what_was_not_measured_says_why():
