@@ -3,11 +3,15 @@
 
     benchmarks/stage_profile.py --formats bf16,int8,int4 --sequences 1,8,16
     benchmarks/stage_profile.py --formats int8 --sequences 1 --position 2000 --kv-dtype bf16
+    benchmarks/stage_profile.py --formats int8 --blocks 2 --sequences 16 --position 1000,8000 --kv-dtype float32,fp16,bf16,int8
     benchmarks/stage_profile.py --formats int8 --blocks 2 --prompts 512,2048,8192 --chunks 64,256
 
 A stage of a few blocks of a model's shape with random weights, in the kernels, decodes rows of so many sequences. Times are the
 least of the repetitions, the reading speed is the best of loops over 512 MB taken in between. The products are the same
-matrices alone, one after the other; norms, rotation, attention, activations and what calls them are the rest. Of each format it
+matrices alone, one after the other; norms, rotation, attention, activations and what calls them are the rest. Attention is what
+a row takes more than one that sees only itself; with one thread it stands beside the larger of two bounds: the bytes of the
+caches by the reading speed, and its products by the best speed of numpy's product of float32 matrices. Caches that fit the
+processor's are read faster than that, so that the ratio may be below 1. Of each format it
 first prints how fast one and two threads read the packed pages in the order in which kernels do, panel after panel, with the
 clock that the system tells and what parts of the cores' time were stolen and used by other programs. --prompts measures prompts
 instead, in frames of so many rows: the processor time per token of a block, of the whole prompt and of its last frame.
@@ -20,10 +24,11 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the loops that read; before torch is imported
 
@@ -37,7 +42,7 @@ from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
-from mdi.kernels.page_sizes import CACHE_TYPES  # noqa: E402
+from mdi.kernels.page_sizes import CACHE_TYPES, PAGE, cache_shape  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
@@ -147,10 +152,51 @@ def rows_of(n_rows: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((n_rows, width), dtype=np.float32)
 
 
-def measure(profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, position: int, repeats: int) -> None:
+def attention_work(config: Mapping[str, Any], cache_type: str, n_sequences: int, position: int) -> tuple[int, int]:
+    """Of attention in one block, one row of each sequence at `position`: bytes of caches, and operations (two a product)."""
+    n_bytes = cache_shape(config).block_bytes(cache_type) * -(-position // PAGE)
+    n_operations = 2 * 2 * config["n_head"] * config["head_size"] * position  # keys, then values
+    return n_sequences * n_bytes, n_sequences * n_operations
+
+
+def peak_per_s(size: int = 512, repeats: int = 20) -> float:
+    """Operations per second of one thread: the best of numpy's products of float32 matrices."""
+    a, b = rows_of(size, size), rows_of(size, size)
+    best_s = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        a @ b
+        best_s = min(best_s, time.perf_counter() - begin)
+    return 2 * size**3 / best_s
+
+
+def describe_attention(
+    profiled: Profiled, n_sequences: int, position: int, attention_s: float, read_per_s: float
+) -> None:
+    """attention_s: of one block."""
+    cache_type = profiled.stage.cache_type
+    n_bytes, n_operations = attention_work(profiled.config, cache_type, n_sequences, position)
+    read_s, products_s = n_bytes / read_per_s, n_operations / peak_per_s()
+    print(
+        f"  attention, caches in {cache_type}: {attention_s * 1e6:.0f} us a block; to read the caches takes {read_s * 1e6:.0f} "
+        f"us, the products {products_s * 1e6:.0f} us at the peak: {attention_s / max(read_s, products_s):.2f} times the larger",
+        flush=True,
+    )  # fmt: skip
+
+
+def measure(
+    profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, position: int, repeats: int, n_threads: int
+) -> None:
     profiled.stage.prepare(max(CONTEXT, position + repeats))
-    profiled.fill(n_sequences, position)
+    profiled.stage.caches.clear()
     rows, products = rows_of(n_sequences, profiled.stage.n_embd), profiled.products(n_sequences)
+    first_s = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        profiled.stage(rows, [Slice(s, 0, 1) for s in range(n_sequences)])
+        first_s = min(first_s, time.perf_counter() - begin)
+        profiled.stage.caches.clear()
+    profiled.fill(n_sequences, position)
     whole_s = products_s = float("inf")
     speed = 0.0
     for i in range(repeats):
@@ -168,6 +214,8 @@ def measure(profiled: Profiled, reader: ReadTest, form: str, n_sequences: int, p
         f"{speed / 1e9:.1f} GB/s takes {read_s / n_blocks * 1e6:.0f} us ({read_s / whole_s:.0%}); its products take "
         f"{products_s / n_blocks * 1e6:.0f} us, the rest {(whole_s - products_s) / n_blocks * 1e6:.0f} us", flush=True,
     )  # fmt: skip
+    if n_threads == 1 and position:
+        describe_attention(profiled, n_sequences, position, (whole_s - first_s) / n_blocks, speed)
 
 
 def numbers(listed: str) -> list[int]:
@@ -180,23 +228,27 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=10, help="more than the processor's caches hold (%(default)s)")
     parser.add_argument("--formats", default=",".join(LAYOUTS), help="(%(default)s)")
     parser.add_argument("--sequences", default="1,8,16")
-    parser.add_argument("--position", type=int, default=100, help="tokens that each has already (%(default)s)")
-    parser.add_argument("--kv-dtype", choices=CACHE_TYPES, default="float32", help="of the caches (%(default)s)")
+    parser.add_argument("--position", default="100", help="tokens that each has already; may be several (%(default)s)")
+    parser.add_argument(
+        "--kv-dtype", default="float32", help=f"of the caches, of {', '.join(CACHE_TYPES)} (%(default)s)"
+    )
     parser.add_argument("--prompts", help="tokens of prompts, such as 512,8192: measure these, on one thread")
     parser.add_argument("--chunks", default="64,256", help="rows of a prompt's frames (%(default)s)")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if unknown := [name for name in args.kv_dtype.split(",") if name not in CACHE_TYPES]:
+        parser.error(f"unknown cache type {unknown[0]!r}: expected {', '.join(CACHE_TYPES)}")
     reader = ReadTest()
-    for form in args.formats.split(","):
-        profiled = Profiled(args.shape, args.blocks, form, args.kv_dtype, 1 if args.prompts else args.threads)
+    for form, cache_type in itertools.product(args.formats.split(","), args.kv_dtype.split(",")):
+        profiled = Profiled(args.shape, args.blocks, form, cache_type, 1 if args.prompts else args.threads)
         describe_reading(profiled, form)
         if args.prompts:
             for n_prompt, chunk in itertools.product(numbers(args.prompts), numbers(args.chunks)):
                 measure_prompt(profiled, form, n_prompt, chunk, args.repeats)
             continue
-        for n_sequences in numbers(args.sequences):
-            measure(profiled, reader, form, n_sequences, args.position, args.repeats)
+        for n_sequences, position in itertools.product(numbers(args.sequences), numbers(args.position)):
+            measure(profiled, reader, form, n_sequences, position, args.repeats, args.threads)
 
 
 if __name__ == "__main__":
