@@ -13,7 +13,7 @@ Every system loads once, in a process of its own; then the cases take turns, and
 scenario's result is written when it is done, with the processor time that other programs took. Documents are not written
 from results that others disturbed. llama.cpp, transformers and gguf
 come from the extra `bench` (`pip install '.[bench]'`), in this interpreter's environment or in another one's
-(--peers-python). Checkpoints, chunks and GGUF files are made once and kept in the work folder: 40 GB for TinyLlama's shape
+(--peers-python). Checkpoints, chunks and GGUF files are made once and kept in the work folder: 45 GB for TinyLlama's shape
 and the 7 B weights beside it.
 """
 

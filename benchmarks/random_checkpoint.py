@@ -29,12 +29,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
     "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
 }
+CONTEXT, DEEP_CONTEXT = 2048, 8448
+DEEP = "-deep"  # what names of shapes end with that have a context of DEEP_CONTEXT
+SHAPES.update({
+    name + DEEP: {**SHAPES[name], "block_size": DEEP_CONTEXT} for name in ("tiny-1m", "small-30m", "tiny-llama-1.1b")
+})  # fmt: skip
 # By bigscience's names, whose shapes `mdi plan` knows; litgpt lacks the family.
 BLOOM_SHAPES = ("bloom-tiny", "bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b", "bloom-7b1", "bloom-176b")
 PACKED_ONLY = ("llama-2-7b", "tiny-3m")  # made in packed formats, without plain weights: see random_packed
 DTYPE = "bfloat16"  # of plain weights
 VOCABULARY = 32000
-CONTEXT = 2048
 _DONE = "made.json"
 
 
@@ -51,8 +55,8 @@ def config_of(shape: str) -> Any:
         return ModelConfig(**found | {"name": shape, **(tiny if shape == "bloom-tiny" else {})})
     from litgpt.config import Config
 
-    return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, block_size=CONTEXT,
-                  rotary_percentage=1.0, padding_multiple=64, **LLAMA, **SHAPES[shape])  # fmt: skip
+    return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY,
+                  rotary_percentage=1.0, padding_multiple=64, **LLAMA, **{"block_size": CONTEXT, **SHAPES[shape]})  # fmt: skip
 
 
 def n_weights(shape: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ MODULES = {
     "llama.cpp": "peers.llama_cpp_peer",
 }
 LOAD_S = 300.0
-CASE_S = 150.0
+CASE_S = 400.0  # a prompt of 8,000 tokens on one thread
 WARM_UP = (32, 4)  # prompt and new tokens of a warm-up, at most
 
 

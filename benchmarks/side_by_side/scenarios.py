@@ -6,14 +6,16 @@ They stand in the order of their weight: where time is short, the last ones are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from peers.protocol import Case
-from random_checkpoint import CONTEXT
+from random_checkpoint import CONTEXT, DEEP_CONTEXT
 from side_by_side.memory import load_results, secondary_results
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
 from side_by_side.setup import CACHE, GGUF_OF, READ, Setup
 
 DECODE = ("decode_tokens_per_s", "decode_tokens_per_s")
+DEPTHS = (100, 1000, 4000, 8000)
 SET_FORMATS = ("int8", "int4", "bf16")
 PREFILL = ("prefill_tokens_per_s", "prefill_tokens_per_s")
 
@@ -119,6 +121,22 @@ def long_position(setup: Setup) -> Scenario:
         what = f"{fmt} weights, {kv_dtype} caches: speed at position 2,000 against position 100"
         checks.append(Check(what, far.label, (near.label,)))
     return Scenario("long-position", "Decoding far into a text, one stream", tuple(systems), tuple(runs), tuple(checks))
+
+
+def depth(setup: Setup) -> Scenario:
+    deep, n_new = setup.deep(), setup.case(1, 1, 32).n_new
+    systems, runs, checks = [], [], []
+    for cache in ("fp16", "int8"):
+        pair = deep.ring("int8", 1, DEEP_CONTEXT, cache=cache), deep.llama("int8", cache=cache)
+        ours, theirs = (replace(spec, name=f"{spec.name}, {cache} caches") for spec in pair)
+        systems += [ours, theirs]
+        for at in DEPTHS:
+            both = [Run(f"{s.name}, at {at}", s.name, Case(1, at - n_new // 2, n_new)) for s in (ours, theirs)]
+            runs += both
+            what = f"int8 weights, {cache} caches, at {at:,}: against llama.cpp q8_0"
+            checks.append(Check(what, both[0].label, (both[1].label,)))
+    return Scenario("depth", "One text at several positions, one thread, beside llama.cpp", tuple(systems), tuple(runs),
+                    tuple(checks), repeats=1)  # fmt: skip
 
 
 def ttft(setup: Setup) -> Scenario:
@@ -237,5 +255,6 @@ SCENARIOS: dict[str, Builder] = {
     "one-stream-32": one_stream("one-stream-32", "One stream, one node, one thread: float32", (("float32", False, True),)),
     "two-nodes": two_nodes,
     "seven-b": seven_b,
+    "depth": depth,
     **PER_SET,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from mdi.block_ranges import default_split
 from mdi.kernels.library import FORCED
 from mdi.kernels.weight_formats import LAYOUTS, OWN_FORMAT
 from peers.protocol import Case
-from random_checkpoint import DTYPE, SHAPES, config_of, n_weights
+from random_checkpoint import DEEP, DTYPE, SHAPES, config_of, n_weights
 from side_by_side.files import Checkpoint, Chunks, Gguf, Need
 from side_by_side.scenario import Run, SystemSpec
 
@@ -57,6 +57,11 @@ class Setup:
         """The same for the large shape, with the same needs."""
         return Setup(LARGE.get(self.shape, "tiny-3m"), self.work, self.cores, self.brevity, self.llama_libs,
                      self.needs)  # fmt: skip
+
+    def deep(self) -> Setup:
+        """The same for the shape's variant with a long context, with the same needs; of tiny-1m where there is none."""
+        shape = self.shape + DEEP if self.shape + DEEP in SHAPES else "tiny-1m" + DEEP
+        return Setup(shape, self.work, self.cores, self.brevity, self.llama_libs, self.needs)
 
     def case(self, n_sequences: int, n_prompt: int, n_new: int) -> Case:
         return Case(n_sequences, n_prompt, n_new if n_new == 1 else max(4, n_new // self.brevity))

@@ -9,7 +9,7 @@ import pytest
 import compare
 from mdi.checkpoint.chunks import ChunkFile
 from peers.protocol import Case
-from random_checkpoint import CONTEXT
+from random_checkpoint import CONTEXT, DEEP_CONTEXT, config_of
 from ring.quota import settings
 from side_by_side import runner
 from side_by_side.files import Chunks, Gguf, make_all
@@ -40,7 +40,8 @@ def test_scenarios_fit_together(scenario):
     for check in scenario.checks:
         assert {check.above, *check.below} <= set(labels)
     for run in scenario.runs:
-        assert run.case.n_positions <= systems[run.system].options.get("max_length", CONTEXT)
+        context = DEEP_CONTEXT if scenario.name == "depth" else CONTEXT
+        assert run.case.n_positions <= systems[run.system].options.get("max_length", context) <= context
 
 
 def test_each_system_that_reads_a_file_says_that_it_needs_it():
@@ -51,6 +52,13 @@ def test_each_system_that_reads_a_file_says_that_it_needs_it():
     assert {Path(spec.options["chunks"]) for spec in scenario.systems if spec.kind == "ring"} == folders
     assert {Path(spec.options["gguf"]) for spec in scenario.systems if spec.kind == "llama.cpp"} == files
     assert len(folders) == len(files) == 3
+
+
+def test_deep_texts_have_a_checkpoint_that_holds_them():
+    made = setup()
+    SCENARIOS["depth"](made)
+    assert {config_of(need.shape).block_size for need in made.needs} == {DEEP_CONTEXT}
+    assert config_of(made.shape).block_size == CONTEXT
 
 
 @pytest.mark.parametrize("name", PER_SET)
