@@ -38,7 +38,7 @@ OLDER = "a Zen 3, 2026-11-22: ring, llama.cpp"
 def sets_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Tokens per second of the ring and llama.cpp by instruction set, from the results of SETS; others are left out.
 
-    What was not measured is empty. The older figures stand beside AVX2, the set that they were measured with.
+    What was not measured is left out, but where older figures stand: beside AVX2, the set that they were measured with.
     """
     by_name = {result["name"]: result for result in results}
     rows = []
@@ -49,6 +49,8 @@ def sets_table(results: Sequence[Mapping[str, Any]]) -> str:
                 ring, llama = (
                     _rate_of_set(result, prefix, instructions, metric) for prefix in (f"ring {fmt} ", _LLAMA[fmt])
                 )
+                if ring is None and llama is None and instructions != "avx2":
+                    continue
                 ratio = next((_measured(c) for c in result["checks"]
                               if c["what"].startswith(f"{fmt}, {instructions} ")), "")  # fmt: skip
                 rows.append([what, fmt, processors, _number(ring, metric), _number(llama, metric), ratio,
