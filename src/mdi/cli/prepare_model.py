@@ -38,7 +38,7 @@ examples:
   prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
   prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
   prepare_model.py checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
-  prepare_model.py ~/models/my-finetuned-llama --model-name Llama-3.2-1B --n-nodes 2
+  prepare_model.py ~/models/my-finetuned-llama --n-nodes 2                           its config.json says what it is
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
 needs only its own chunk, or none, if the starter sends it. Each chunk lists its parts with a sha256 each. By
