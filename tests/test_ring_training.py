@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -438,20 +439,28 @@ def test_what_was_learned_is_served_as_it_was_trained(
     assert "mdi_base" in read_header(out / "adapter_model.safetensors").metadata
 
 
-def test_what_was_interrupted_goes_on_to_the_same_bits(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, whole, step = tmp_path / "out", tmp_path / "whole", RingTraining.step
-    assert finetune(checkpoint, data, whole, "--method", "deep-prompt") == 0
+@contextlib.contextmanager
+def stopped_after_three_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command that trains gets SIGTERM in its third step."""
+    step = RingTraining.step
 
     def step_and_stop(self: RingTraining) -> float:
-        found = step(self)
+        loss = step(self)
         if self.n_steps == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return found
+        return loss
 
     with monkeypatch.context() as patch:
         patch.setattr(RingTraining, "step", step_and_stop)
+        yield
+
+
+def test_what_was_interrupted_goes_on_to_the_same_bits(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert finetune(checkpoint, data, whole, "--method", "deep-prompt") == 0
+    with stopped_after_three_steps(monkeypatch):
         assert finetune(checkpoint, data, out, "--method", "deep-prompt") == 128 + signal.SIGTERM
     assert len((out / "losses.csv").read_text().split()) == 1 + 3
     assert finetune(checkpoint, data, out, "--method", "deep-prompt") == 2, "it is there, and not meant to be replaced"
@@ -517,16 +526,7 @@ def test_the_command_prints_the_rate_of_its_own_steps(
     said = capsys.readouterr().out
     n_all = found[-1].n_tokens
     assert f"{n_all / 4:,.1f} tokens/s forward" in said and n_all % 4 == 0, "four passes"
-    step = RingTraining.step
-
-    def step_and_stop(self: RingTraining) -> float:
-        loss = step(self)
-        if self.n_steps == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RingTraining, "step", step_and_stop)
+    with stopped_after_three_steps(monkeypatch):
         assert finetune(checkpoint, data, tmp_path / "out", *flags) == 128 + signal.SIGTERM
     n_first = found[-1].n_tokens
     assert "tokens/s" not in capsys.readouterr().out and 0 < n_first < n_all
