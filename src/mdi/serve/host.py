@@ -144,8 +144,10 @@ class Outlet:
         told = None
         if logprobs:
             told = [(_finite(own), [(t, _finite(v)) for t, v in best]) for own, best in logprobs]
-        predicted = [sequence.n_accepted, sequence.n_predicted - sequence.n_accepted]
-        more = [*predicted, n_kept] if n_kept is not None else predicted if sequence.n_predicted else []
+        # Counted once, with the end: the events of the last frame are all told of after it.
+        is_counted = reason is not None and sequence.n_predicted > 0
+        predicted = [sequence.n_accepted, sequence.n_predicted - sequence.n_accepted] if is_counted else [0, 0]
+        more = [*predicted, n_kept] if n_kept is not None else predicted if is_counted else []
         return [[text.number, tokens, reason, told, request.n_reused, *more]]
 
     def _begin_again(self, text: _Text, n_kept: int) -> bool:
