@@ -12,11 +12,12 @@ be a small part of t. So eight nodes can be measured on two cores; nodes that sh
 cases:
   oracle      guesses that are right with probability p, of a text that was generated before
   simulated   the same in simulated time, for long texts and without the kernels
-  draft       nano-llama with its small model, three nodes with stages of 8 ms, temperature 0 and 0.8; and without the wait
+  draft       nano-llama with its small model, three nodes with stages of 8 ms, temperature 0 and 0.8; and one without the wait
   copy        a text that copies its prompt, but for one token in forty, and repetitions as the only source
   schema      JSON bound by a schema (needs llguidance)
   quotas      the oracle over real nodes with a share of a core each (needs root; not among the default cases)
-  never       sampled texts that do not repeat themselves, over real nodes with --draft auto: what looking for guesses costs
+  never       sampled texts that do not repeat themselves, over real nodes with --draft auto: what looking for guesses costs;
+              and the small model over three nodes that share these cores, where it cannot pay
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+DRAFT = ROOT / "assets" / "nano-llama-draft"
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 from guessing_model import best, learned_speed  # noqa: E402
@@ -262,8 +264,9 @@ def measure_never(
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        fields = {"prompt_style": "none", "device": "cpu", "dtype": "float32", **options}
-        made = StarterOptions(ckpt=args.ckpt, cache_dir=Path(folder), draft="auto", **fields)
+        temperature = options.pop("temperature", 1.0)
+        fields = {"prompt_style": "none", "device": "cpu", "dtype": "float32", "draft": "auto", **options}
+        made = StarterOptions(ckpt=args.ckpt, cache_dir=Path(folder), **fields)
         nodes = GivenNodes(standalone()) if n_nodes == 1 else OwnProcesses(
             lambda: LocalRing(n_nodes, None, 1, args.ckpt, False, False), lambda ring: ring.cluster
         )  # fmt: skip
@@ -272,7 +275,7 @@ def measure_never(
         guessing = run.engine.speculation if args.never_draft == "auto" else None
         ratios, plain_s = [], []
         for round_ in range(-1, n_rounds):
-            params = SamplingParams(args.n_tokens, temperature=1.0, top_k=None)
+            params = SamplingParams(args.n_tokens, temperature=temperature, top_k=None)
             speeds: dict[bool, list[float]] = {False: [], True: []}
             for piece in range(args.never_texts):
                 prompts = [[5 + (7 * (round_ * args.never_texts + piece) + i) % 200, 9, 11] for i in range(n_texts)]
@@ -346,6 +349,9 @@ NEVER: dict[str, tuple[int, int, dict[str, Any]]] = {  # texts, nodes and option
     "sixteen texts": (16, 1, {}),
     "a window": (1, 1, {"weight_memory": WindowMemory(window=WindowOptions(2))}),
     "two local nodes": (1, 2, {}),
+    "four texts, two local nodes": (4, 2, {}),
+    "three local nodes, a draft at 0": (1, 3, {"draft": str(DRAFT), "temperature": 0.0}),
+    "three local nodes, a draft at .8": (1, 3, {"draft": str(DRAFT), "temperature": 0.8}),
 }
 
 
@@ -463,7 +469,7 @@ def measured_prices(form: str, most_rows: int, n_blocks: int = 4) -> list[float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama")
-    parser.add_argument("--draft", type=Path, default=ROOT / "assets" / "nano-llama-draft")
+    parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--format", default="float32")
     parser.add_argument("--case", nargs="+", default=["simulated", "oracle", "draft", "copy", "schema", "never"])
     parser.add_argument("--never", nargs="+", choices=list(NEVER), help="of its cases, these (all)")
