@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """One block of a family, in the shape of its real model, beside a Llama block of as many weights per row.
 
-For each: milliseconds and bytes read per second of one row; milliseconds and products per second of 64 rows. There, an
-expert meets a few rows (64 * used / all): so the Llama block stands there with so many rows, too, as the bound of few rows
-by a matrix. Random weights in one format (of gpt-oss mxfp4); routers choose the experts of random rows; both blocks take turns.
-A small block stands there several times, each with weights of its own, so that none is read from the processor's cache. Of
-one thread, its processor time counts, which other programs disturb less.
+For each: the bytes read per second of one row, as a share of what one thread (or --threads) reads of memory in the same round
+(peers/read_test.py), and the products per second of 64 rows. There, an expert meets a few rows (64 * used / all): so the Llama
+block stands there with so many rows, too. The bound is a block whose experts multiply as fast as that, and all else as fast as
+the Llama block with 64 rows. Random weights; routers choose the experts of random rows; all cases take turns in each round. A
+small block stands there several times, each with weights of its own, so that none is read from the processor's cache. Of one
+thread, its processor time counts, which other programs disturb less.
 
-    family_blocks.py --format int4
+    family_blocks.py                                 all families in int4 (gpt-oss always in mxfp4)
+    family_blocks.py --formats int4,int8,bf16        a block of GLM 4.5 takes 8 GB in bf16
     family_blocks.py --family minimax-m2 --threads 2
 """
 
@@ -17,6 +19,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,11 @@ from mdi.checkpoint.packing import Packing, PartWeights  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import full_config, model_shapes  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
-from mdi.kernels.weight_formats import weight_format  # noqa: E402
+from mdi.kernels.weight_formats import LAYOUTS, weight_format  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
+from peers.protocol import Case  # noqa: E402
+from peers.read_test import ReadTest  # noqa: E402
 from real_configs import OWN  # noqa: E402
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # a form of config.json in the tests, and other sizes
@@ -52,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # a form of config.json in 
     ),
 }
 LENGTH, ROWS = 256, 64
-ROUNDS = 16  # with a time of each case of one row; of many rows in every fourth
+ONE_ROW_TIMES = 4  # in each round; many rows take longer, and are measured once
 COLD_BYTES = 256_000_000  # more than processors' caches
 
 
@@ -61,9 +66,10 @@ class Block:
 
     Attributes:
         row_bytes, macs: bytes that one row reads, and its products.
+        expert_share: of its products, those of experts that the router chooses.
     """
 
-    def __init__(self, config: dict[str, Any], form: str, n_threads: int) -> None:
+    def __init__(self, config: dict[str, Any], form: str, n_threads: int, clock: Callable[[], float]) -> None:
         index = config["first_k_dense_replace"] or 0
         self.n_embd, part = config["n_embd"], f"block.{index}"
         shapes = _shapes({**config, "n_layer": index + 1}, part)
@@ -71,7 +77,9 @@ class Block:
         shares = {name: used if ".experts." in name else 1.0 for name in shapes}
         bits = weight_format(form)
         self.row_bytes = sum(bits.tensor_bytes(name, shape) * shares[name] for name, shape in shapes.items())
-        self.macs = sum(np.prod(shape) * shares[name] for name, shape in shapes.items() if len(shape) == 2)
+        macs = {name: float(np.prod(shape)) * shares[name] for name, shape in shapes.items() if len(shape) == 2}
+        self.macs = sum(macs.values())
+        self.expert_share = sum(n for name, n in macs.items() if ".experts." in name) / self.macs
         block_bytes = sum(bits.tensor_bytes(name, shape) for name, shape in shapes.items())
         self.copies = max(1, round(COLD_BYTES / block_bytes))
         stop, windows = index + self.copies, config["sliding_window_indices"]
@@ -81,7 +89,7 @@ class Block:
         self._stage = KernelStage(config, index, stop, weights, n_threads)
         self._stage.prepare(LENGTH)
         self._random = np.random.default_rng(1)
-        self._clock = time.process_time if n_threads == 1 else time.perf_counter
+        self._clock = clock
 
     def seconds(self, n_rows: int) -> float:
         rows = self._random.standard_normal((n_rows, self.n_embd), dtype=np.float32)
@@ -116,55 +124,112 @@ def llama_beside(config: dict[str, Any]) -> dict[str, Any]:
     return full_config({**{name: config[name] for name in names}, **own, "intermediate_size": width}, "a Llama")
 
 
-def measured(config: dict[str, Any], form: str, n_threads: int) -> dict[str, Any]:
+def measured(
+    config: dict[str, Any], form: str, n_threads: int, n_rounds: int, seconds: float, reader: ReadTest
+) -> dict[str, Any]:
+    """Milliseconds of each case and bytes per second of the read test in each round, and what follows from them.
+
+    Args:
+        seconds: no round is begun later than so many after the first.
+    """
     few = max(1, round(ROWS * config["n_expert_per_token"] / config["n_expert"])) if config["n_expert"] else ROWS
-    blocks = {"own": Block(config, form, n_threads), "llama": Block(llama_beside(config), form, n_threads)}
+    clock = time.process_time if n_threads == 1 else time.perf_counter
+    blocks = {
+        "own": Block(config, form, n_threads, clock),
+        "llama": Block(llama_beside(config), form, n_threads, clock),
+    }
     cases = [*dict.fromkeys([("own", 1), ("llama", 1), ("own", ROWS), ("llama", ROWS), ("llama", few)])]
-    times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    for turn in range(ROUNDS + 1):
-        for name, n_rows in cases:
-            if n_rows > 1 and turn % 4:
-                continue
-            taken = blocks[name].seconds(n_rows)
-            if turn:
-                times[name, n_rows].append(taken)
-    found: dict[str, Any] = {"format": form, "few_rows": few}
-    for (name, n_rows), of_case in times.items():
-        taken, block = statistics.median(of_case), blocks[name]
-        found[f"{name} {n_rows}"] = {
-            "ms": 1e3 * taken, "gigabytes_s": block.row_bytes / taken / 1e9,
-            "gigaproducts_s": n_rows * block.macs / taken / 1e9,
+    rounds: list[dict[str, float]] = []
+    begin = time.monotonic()
+    for i in range(n_rounds + 1):  # the first one warms up
+        if i > 1 and time.monotonic() - begin > seconds:
+            break
+        found = {"read_gb_s": reader.bytes_per_s(clock) / 1e9}
+        times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+        for turn in range(ONE_ROW_TIMES):
+            for name, n_rows in cases:
+                if n_rows == 1 or turn == 0:
+                    times[name, n_rows].append(blocks[name].seconds(n_rows))
+        found |= {f"{name} {n_rows}, ms": 1e3 * statistics.median(of) for (name, n_rows), of in times.items()}
+        if i:
+            rounds.append(found)
+    return {"few_rows": few, "rounds": rounds, **summary(rounds, few, blocks["own"], blocks["llama"])}
+
+
+def summary(rounds: list[dict[str, float]], few: int, own: Block, llama: Block) -> dict[str, float]:
+    """Medians of what each round had: shares of what the read test read, products per second, and ratios of both."""
+    found: dict[str, list[float]] = {}
+    for one in rounds:
+        shares = [
+            1e-6 * block.row_bytes / one[f"{name} 1, ms"] / one["read_gb_s"]
+            for name, block in (("own", own), ("llama", llama))
+        ]
+        rates = [
+            1e-6 * n_rows * block.macs / one[f"{name} {n_rows}, ms"]
+            for name, block, n_rows in (("own", own, ROWS), ("llama", llama, ROWS), ("llama", llama, few))
+        ]
+        bound = 1 / ((1 - own.expert_share) / rates[1] + own.expert_share / rates[2])
+        of_round = {
+            "read_gb_s": one["read_gb_s"], "own_share": shares[0], "llama_share": shares[1],
+            "read_ratio": shares[0] / shares[1], "own_products": rates[0], "llama_products": rates[1],
+            "products_ratio": rates[0] / rates[1], "few_rows_products": rates[2], "bound_products": bound,
+            "of_bound": rates[0] / bound,
         }  # fmt: skip
-    return found
+        for name, value in of_round.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def all_cases(families: list[str], formats: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Family, format and config of each block. Models of gpt-oss come in mxfp4, and are measured in it alone."""
+    for family in families:
+        known, sizes = FAMILIES[family]
+        config = derive_config({**OWN[known][1], **sizes}, family, Path("config.json"))
+        for form in ["mxfp4"] if config.get("glu_limit") else formats:
+            yield family, form, {**config, "block_size": LENGTH}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=list(FAMILIES), help="only this one")
-    parser.add_argument("--format", default="int4")
+    parser.add_argument("--formats", default="int4", help=f"some of {', '.join(LAYOUTS)} (%(default)s)")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20,
+        help="of one block in one format, after which no round is begun (%(default)s)",
+    )
     add_json_flag(parser, "family_blocks")
     args = parser.parse_args()
-    found = {}
-    for family in [args.family] if args.family else FAMILIES:
-        known, sizes = FAMILIES[family]
-        config = derive_config({**OWN[known][1], **sizes}, family, Path("config.json"))
-        form = "mxfp4" if config.get("glu_limit") else args.format
-        found[family] = measured({**config, "block_size": LENGTH}, form, args.threads)
-        few = found[family]["few_rows"]
-        print(f"{family}, {form}, {args.threads} threads: own and Llama's block")
-        for n_rows, unit in ((1, "gigabytes_s"), (ROWS, "gigaproducts_s")):
-            own, llama = (found[family][f"{name} {n_rows}"] for name in ("own", "llama"))
-            print(
-                f"  {n_rows:>2} rows: {own['ms']:.1f} and {llama['ms']:.1f} ms; {own[unit]:.1f} and {llama[unit]:.1f} {unit}, "
-                f"{own[unit] / llama[unit]:.2f}"
-            )
-        bound = found[family][f"llama {few}"]["gigaproducts_s"]
+    formats = args.formats.split(",")
+    if unknown := [name for name in formats if name not in LAYOUTS]:
+        parser.error(f"unknown format {unknown[0]!r}: expected {', '.join(LAYOUTS)}")
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    reader, begin, blocks = ReadTest(args.threads), time.monotonic(), []
+    reader.run(Case(0, 0, 0))
+    cases = list(all_cases([args.family] if args.family else list(FAMILIES), formats))
+    for i, (family, form, config) in enumerate(cases, 1):
+        found = measured(config, form, args.threads, args.rounds, args.seconds, reader)
+        blocks.append({"family": family, "format": form, **found})
         print(
-            f"  Llama's block with {few} rows, as many as an expert has of {ROWS}: {bound:.1f} gigaproducts_s",
+            f"{i} of {len(cases)}, {time.monotonic() - begin:.0f} s: {family}, {form}, {len(found['rounds'])} rounds, own "
+            f"and Llama's block\n"
+            f"  one row: {found['own_share']:.0%} and {found['llama_share']:.0%} of {found['read_gb_s']:.1f} GB/s, ratio "
+            f"{found['read_ratio']:.2f}\n"
+            f"  {ROWS} rows: {found['own_products']:.1f} and {found['llama_products']:.1f} billion products/s, ratio "
+            f"{found['products_ratio']:.2f}",
             flush=True,
         )
-    save(args.json, {"format": args.format, "threads": args.threads, "blocks": found})
+        if found["few_rows"] < ROWS:
+            print(
+                f"  an expert has {found['few_rows']} of them, with which Llama's block does "
+                f"{found['few_rows_products']:.1f}: bound {found['bound_products']:.1f}, ratio {found['of_bound']:.2f}",
+                flush=True,
+            )
+        save(args.json, {"formats": formats, "threads": args.threads, "rows": ROWS, "blocks": blocks})
 
 
 if __name__ == "__main__":

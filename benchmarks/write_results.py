@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ import finetune_speed as speed_of_finetuning  # noqa: E402
 from side_by_side.tables import fill, markdown  # noqa: E402
 
 Result = Mapping[str, Any]
+
+UNMEASURED = "It was not measured yet."
 
 WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
 SUMS = ("star", "exchange", "ring", "tree")
@@ -130,15 +133,24 @@ def tensor_sums() -> str:
     return measured(result, markdown(["nodes", "delay", *SUMS], rows))
 
 
-def tensor_speed() -> str:
-    result = load("tensor_speed")
+def tensor_speed(name: str = "tensor_speed") -> str:
+    result = load(name)
+    head = ["weights", "", "ms a token: median (least to most)", "times one node with one thread", "a sum, median"]
     rows = [
         [one["packing"], one["way"], f"{one['token_ms']:.1f} ({one['least_ms']:.1f} to {one['most_ms']:.1f})",
          f"{one['gain']:.2f}", f"{one['sum_us']:.0f} us" if one["sum_us"] else ""]
         for one in result["tokens"]
     ]  # fmt: skip
-    head = ["weights", "", "ms a token: median (least to most)", "times one node with one thread", "a sum, median"]
+    if "read_gb_s" in result["tokens"][0]:  # files of before it was measured lack it
+        head += ["GB/s of weights", "GB/s that all processes read at that time"]
+        for row, one in zip(rows, result["tokens"], strict=True):
+            rates = sorted(sum(map(statistics.mean, of_round["read_gb_s"])) for of_round in one["rounds"])
+            row += [f"{one['weights_gb_s']:.1f}", f"{one['read_gb_s']:.1f} ({rates[0]:.1f} to {rates[-1]:.1f})"]
     return measured(result, markdown(head, rows))
+
+
+def tensor_speed_waiting() -> str:
+    return tensor_speed("tensor_speed_waiting")
 
 
 def window_memory() -> str:
@@ -226,6 +238,21 @@ def speculation() -> str:
     return measured(measured_, f"{markdown(head, rows)}\n\n{note}")
 
 
+def family_blocks() -> str:
+    result = load("family_blocks")
+    rows = [
+        [one["family"], one["format"], f"{one['own_share']:.0%}, {one['llama_share']:.0%}", f"{one['read_ratio']:.2f}",
+         f"{one['own_products']:.0f}, {one['llama_products']:.0f}", f"{one['products_ratio']:.2f}",
+         *((str(one["few_rows"]), f"{one['of_bound']:.2f}") if one["few_rows"] < result["rows"] else ("", ""))]
+        for one in result["blocks"]
+    ]  # fmt: skip
+    head = [
+        "block", "weights", "one row: its share of the read test, Llama's", "ratio",
+        "64 rows: its billion products/s, Llama's", "ratio", "rows of an expert", "of the bound",
+    ]  # fmt: skip
+    return measured(result, markdown(head, rows))
+
+
 def swarm() -> str:
     rows = [
         [name, f"{one['near']:.0%}", f"{one['zero']:.0%}", f"{one['median']:.2f}", f"{one['moves_per_hour']:.0f}",
@@ -242,6 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "wire-bytes": wire_bytes,
     "start-up": start_up,
     "secondary-memory": secondary_memory,
+    "family-blocks": family_blocks,
     "serving": serving,
     "quality": quality,
     "recovery-rates": recovery_rates,
@@ -249,9 +277,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "speculation": speculation,
     "swarm": swarm,
     "tensor-speed": tensor_speed,
+    "tensor-speed-waiting": tensor_speed_waiting,
     "tensor-sums": tensor_sums,
     "window-memory": window_memory,
 }
+
+
+def table(name: str) -> str:
+    """One of TABLES, or that its file is not there."""
+    try:
+        return TABLES[name]()
+    except FileNotFoundError:
+        return UNMEASURED
 
 
 def main() -> int:
@@ -260,8 +297,8 @@ def main() -> int:
     args = parser.parse_args()
     path = ROOT / "benchmarks" / "RESULTS.md"
     before = text = path.read_text(encoding="utf-8")
-    for name, table in TABLES.items():
-        text = fill(text, name, table())
+    for name in TABLES:
+        text = fill(text, name, table(name))
     if args.check:
         print("RESULTS.md has the tables of its files" if text == before else "RESULTS.md has other tables")
         return int(text != before)

@@ -14,4 +14,9 @@ PAGE = Path(write_results.__file__).with_name("RESULTS.md").read_text(encoding="
 
 @pytest.mark.parametrize("name", write_results.TABLES)
 def test_a_table_is_that_of_its_file(name: str) -> None:
-    assert fill(PAGE, name, write_results.TABLES[name]()) == PAGE
+    assert fill(PAGE, name, write_results.table(name)) == PAGE
+
+
+def test_a_table_whose_file_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_results, "ROOT", tmp_path)
+    assert {write_results.table(name) for name in write_results.TABLES} == {write_results.UNMEASURED}
