@@ -25,7 +25,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
+from packed_reading import read_packed  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
 from random_checkpoint import BLOOM_SHAPES, CONTEXT, SHAPES, config_of  # noqa: E402
@@ -90,28 +90,6 @@ class Profiled:
         return run
 
 
-def read_packed(profiled: Profiled, n_threads: int) -> float:
-    """Bytes per second of all packed pages; each thread has a range of the panels of each matrix, as in the kernels."""
-    pieces: list[list[np.ndarray]] = [[] for _ in range(n_threads)]
-    for matrix in profiled.matrices:
-        words = matrix.data.reshape(-1).view(np.uint8)
-        words = words[: words.size // 64 * 64].view(np.int64)
-        for thread, piece in enumerate(np.array_split(words, n_threads)):
-            pieces[thread].append(piece)
-
-    def read(own: list[np.ndarray]) -> None:
-        for piece in own:
-            piece.max()
-
-    best_s = float("inf")
-    with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(8):
-            begin = time.perf_counter()
-            list(pool.map(read, pieces))
-            best_s = min(best_s, time.perf_counter() - begin)
-    return sum(matrix.data.nbytes for matrix in profiled.matrices) / best_s
-
-
 def clock_mhz() -> float:
     """Of the fastest core now; 0 where the system does not tell."""
     info = Path("/proc/cpuinfo")
@@ -121,7 +99,7 @@ def clock_mhz() -> float:
 
 def describe_reading(profiled: Profiled, form: str) -> None:
     begin = Usage.now()
-    one, two = read_packed(profiled, 1), read_packed(profiled, 2)
+    one, two = read_packed(profiled.matrices, 1), read_packed(profiled.matrices, 2)
     shares = Usage.now().since(begin)
     print(
         f"{form}: its packed pages are read at {one / 1e9:.1f} GB/s by one thread, {two / 1e9:.1f} GB/s by two; "

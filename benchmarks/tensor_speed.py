@@ -4,27 +4,33 @@
     tensor_speed.py --chunk CHUNK --nodes 1 2 --prompt 512 --tokens 8
     MDI_KERNELS=plain tensor_speed.py --chunk CHUNK --nodes 1 2 4 8 --head shared --quota 0.25 [--delay-ms 1 --mbit 300]
         each node has a quarter of a core (ring/quota.py), and may be on a host of its own (slow_hosts.py)
-    tensor_speed.py --chunk INT8 INT4 --rounds 5 --head shared --tokens 64
+    tensor_speed.py --chunk INT8 INT4 --rounds 5 --head shared --tokens 64 [--key]
         the two cores of a machine: one node with a thread and with two, two nodes kept on a core each and not, in turns
+    tensor_speed.py --chunk INT4 --rounds 5 --nodes 1 2 4 --head shared --wait-ms 400
+        blocks that take 400 ms on one node, of which each of several nodes waits its share: four of them on two cores
 
 CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core,
 unless --unbound; one node with --threads 2 has all cores. The times are those of the first node: embedding, all blocks, head.
+With --wait-ms each half of a block ends when its share of that time is over, however many rows it has, and the sum follows.
+The blocks are computed, too, which has to be a small part of the time; the head does not wait.
 Prints one JSON object per line. Of the sums of decoding it has the mean and the median that the first node took, and the median
-from the moment when the last node began (sum_after_last_us). After a run of one node, expected_ms is what the cost model says
-by that run and the measured links.
+from the moment when the last node began (sum_after_last_us). read_gb_s is how fast each process reads its packed weights while
+all of them do, before the tokens and after them; weights_gb_s is what a token of median time reads of all weights. After a
+run of one node, expected_ms is what the cost model says by that run and the measured links.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -35,6 +41,7 @@ import numpy as np
 from link_speed import agree_on_speed  # noqa: E402
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.packing import PartWeights
+from mdi.kernels.layout import Matrix
 from mdi.kernels.library import instruction_set
 from mdi.kernels.slices import Slice
 from mdi.placement.cost import CostModel
@@ -47,43 +54,95 @@ from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
 from mdi.tensor.sums import AllReduce, Numbers
+from packed_reading import read_packed
 from records import save
 from ring.quota import SHORTEST_US, Quotas
 from slow_hosts import SlowHosts
-from tensor_sums import Result, addresses, connected, in_forks
+from tensor_sums import Meeting, Result, connected, in_forks
 
 CHUNK_ROWS = 64
-WAYS = {  # of --rounds: nodes, threads of a single one, unbound
-    "one node, one thread": (1, 1, False),
-    "one node, two threads": (1, 2, False),
-    "two nodes, each kept on a core": (2, 1, False),
-    "two nodes": (2, 1, True),
-}
+READ_TIMES = 4  # before the tokens and after them
+
+
+@dataclass(frozen=True)
+class Way:
+    """How many nodes compute, with how many threads each, whether their cores are chosen by the system, and whether their sums
+    are sealed with a key.
+    """
+
+    name: str
+    nodes: int
+    threads: int = 1
+    is_unbound: bool = False
+    is_sealed: bool = False
+
+
+TWO_CORES = (  # of --rounds without --nodes
+    Way("one node, one thread", 1),
+    Way("one node, two threads", 1, threads=2),
+    Way("two nodes, each kept on a core", 2),
+    Way("two nodes", 2, is_unbound=True),
+)
+
+
+class WaitingHalves(Resident):
+    """Weights of blocks whose halves end when a time is over.
+
+    Args:
+        half_s: of attention, and of the MLP.
+    """
+
+    def __init__(
+        self, parts: Iterable[str], weights: Callable[[str], PartWeights], half_s: tuple[float, float]
+    ) -> None:
+        super().__init__(parts, weights)
+        self._half_s = half_s
+
+    @contextlib.contextmanager
+    def ready(self, block: int, half: int) -> Iterator[None]:
+        """Around a half of a block, before its sum."""
+        due = time.perf_counter() + self._half_s[half]
+        yield
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+
+def halves_s(share: Share, n_blocks: int, whole_s: float) -> tuple[float, float]:
+    """A node's part of the halves of a block, if all blocks take `whole_s` on one node and both halves as long."""
+    half_s, width = whole_s / (2 * n_blocks), share.shares.columns[-1]
+    a, b = share.columns(width)
+    return half_s * share.n_heads / share.shares.heads[-1], half_s * (b - a) / width
 
 
 class Node:
     """One process: its share, and on the first the embedding and the head."""
 
-    def __init__(self, rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None) -> None:
-        source = ChunkFile(args.chunk)
+    def __init__(
+        self, rank: int, way: Way, args: argparse.Namespace, hosts: SlowHosts | None, meeting: Meeting
+    ) -> None:
+        n, source = way.nodes, ChunkFile(args.chunk)
         self.config, blocks = source.config_dict, [f"block.{i}" for i in range(source.config_dict["n_layer"])]
         is_head_shared = args.head == "shared" and n > 1
         self.share = Share(share_out(self.config, [1.0] * n, is_head_shared), rank, self.config)
         assert source.packing is not None
         shards = ShardSource(source, self.share, source.packing)
+        self.matrices: list[Matrix] = []
 
         def of_part(part: str) -> PartWeights:
             is_cut = part.startswith("block.") or (part == "head" and is_head_shared)
-            return (shards if is_cut else source).weights(part)
+            found = (shards if is_cut else source).weights(part)
+            self.matrices += [weight for weight in found.values() if isinstance(weight, Matrix)]
+            return found
 
         ends = ["embedding", "head"] if rank == 0 else ["head"] if is_head_shared else []
         place = GroupSum(self.share)
-        weights = Resident([*blocks, *ends], of_part)
-        n_threads = args.threads if n == 1 else 1
-        self.stage = KernelStage(self.config, 0, self.config["n_layer"], weights, n_threads, group=place)
-        self.mesh: Mesh = connected(
-            rank, addresses(n, hosts), is_busy=args.quota is None and n + (hosts is not None) <= args.cores
-        )
+        if args.wait_ms is None:
+            weights = Resident([*blocks, *ends], of_part)
+        else:
+            weights = WaitingHalves([*blocks, *ends], of_part, halves_s(self.share, len(blocks), args.wait_ms / 1e3))
+        self._n_threads = way.threads
+        self.stage = KernelStage(self.config, 0, len(blocks), weights, way.threads, group=place)
+        is_busy = args.quota is None and n + (hosts is not None) <= args.cores
+        self.mesh: Mesh = connected(rank, meeting, is_busy, way.is_sealed)
         self.speed = agree_on_speed(self.mesh)
         self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype))
         place.join("all nodes", self.group)
@@ -110,16 +169,22 @@ class Node:
         self.head_s.append(time.perf_counter() - begin)
         return token
 
+    def read_gb_s(self) -> float:
+        """Of its packed weights, while all nodes read theirs."""
+        others = [rank for rank in range(self.mesh.size) if rank != self.mesh.rank]
+        self.mesh.swap([(rank, b"x") for rank in others], [(rank, 1) for rank in others])
+        return read_packed(self.matrices, self._n_threads, READ_TIMES) / 1e9
 
-def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None) -> list[Result]:
+
+def measure(rank: int, way: Way, args: argparse.Namespace, hosts: SlowHosts | None, meeting: Meeting) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     args.cores = len(cores)
-    is_bound = not args.unbound and (n > 1 or args.threads == 1)
+    is_bound = not way.is_unbound and way.threads == 1
     if is_bound:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if hosts is not None:
         hosts.enter(rank)
-    node = Node(rank, n, args, hosts)
+    node = Node(rank, way, args, hosts, meeting)
     quotas = Quotas() if args.quota is None else Quotas(round(SHORTEST_US / args.quota))  # nodes wait 44 times a token
     if args.quota is not None:
         quotas.limit(os.getpid(), args.quota)
@@ -128,6 +193,7 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
     for first in range(0, args.prompt, CHUNK_ROWS):
         node.step(np.arange(first, min(first + CHUNK_ROWS, args.prompt)) % 1000, first)
     prompt_s, token = time.perf_counter() - begin, 1
+    read = [node.read_gb_s()]
     node.mesh.tally = tally = Tally()
     times, ids = [], []
     for i in range(args.tokens):
@@ -135,10 +201,13 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
         token = node.step(np.array([token]), args.prompt + i)
         times.append(time.perf_counter() - begin)
         ids.append(token)
+    read.append(node.read_gb_s())
     quotas.close()
-    args.folder.joinpath(f"{n}-{rank}.json").write_text(json.dumps(list(tally.spans)))
+    n_bytes = sum(matrix.data.nbytes for matrix in node.matrices)
+    told = {"spans": list(tally.spans), "read_gb_s": read, "bytes": n_bytes}
+    file_of(args.folder, rank).write_text(json.dumps(told))
     return [{
-        "nodes": n, "threads": args.threads if n == 1 else 1, "bound": is_bound,
+        "nodes": way.nodes, "threads": way.threads, "bound": is_bound, "key": node.mesh.is_sealed, "wait_ms": args.wait_ms,
         "kernels": instruction_set(), "head": args.head, "quota": args.quota, "delay_ms": args.delay_ms,
         "mbit": args.mbit, "prompt": args.prompt, "prompt_s": round(prompt_s, 3),
         "token_ms": round(1e3 * float(np.mean(times)), 2), "median_ms": round(1e3 * float(np.median(times)), 2),
@@ -149,12 +218,33 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
     }]  # fmt: skip
 
 
-def after_last_us(folder: Path, n: int) -> float:
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.json"
+
+
+def measured(way: Way, args: argparse.Namespace) -> Result:
+    """One run in processes of its own; what the first node found, and what follows from all."""
+    hosts = None if args.delay_ms is None else SlowHosts(way.nodes, args.delay_ms / 1000, args.mbit)
+    try:
+        with Meeting(way.nodes, hosts) as meeting:
+            (result,) = in_forks(way.nodes, lambda rank: measure(rank, way, args, hosts, meeting))
+    finally:
+        if hosts is not None:
+            hosts.close()
+    told = [json.loads(file_of(args.folder, rank).read_text()) for rank in range(way.nodes)]
+    return {
+        **result, "sum_after_last_us": after_last_us([one["spans"] for one in told]),
+        "read_gb_s": [[round(rate, 1) for rate in one["read_gb_s"]] for one in told],
+        "weights_gb_s": round(1e-6 * sum(one["bytes"] for one in told) / result["median_ms"], 1),
+    }  # fmt: skip
+
+
+def after_last_us(spans: list[list[list[float]]]) -> float:
     """Median time of a sum from the moment when the last of its nodes began it, until all have it."""
-    if n == 1:
+    if len(spans) == 1:
         return 0.0
-    spans = np.array([json.loads((folder / f"{n}-{rank}.json").read_text()) for rank in range(n)])
-    return round(1e6 * float(np.median(spans[:, :, 1].max(0) - spans[:, :, 0].max(0))), 1)
+    of_all = np.array(spans)
+    return round(1e6 * float(np.median(of_all[:, :, 1].max(0) - of_all[:, :, 0].max(0))), 1)
 
 
 def expected_ms(args: argparse.Namespace, one: Result, n: int, link: Mapping[str, float]) -> float:
@@ -172,34 +262,63 @@ def expected_ms(args: argparse.Namespace, one: Result, n: int, link: Mapping[str
     return round(1e3 * plan_tensor(cost, is_head_shared=args.head == "shared").token_s, 2)
 
 
+def ways_of(args: argparse.Namespace) -> list[Way]:
+    """What is measured, in this order; sums with a key beside the same without one."""
+    if args.rounds and args.nodes is None:
+        ways = list(TWO_CORES)
+    else:
+        ways = [
+            Way(f"{n} nodes" if n > 1 else "one node", n, args.threads if n == 1 else 1, args.unbound)
+            for n in args.nodes or (1, 2)
+        ]
+    sealed = {way: replace(way, name=f"{way.name}, with a key", is_sealed=True) for way in ways if way.nodes > 1}
+    return [each for way in ways for each in (way, *([sealed[way]] if args.key and way in sealed else []))]
+
+
 def in_turns(args: argparse.Namespace) -> Iterator[Result]:
-    """Each way of WAYS in each round, one right after the other; then the medians of all rounds for each chunk."""
+    """Each way in each round, one right after the other; then the medians of all rounds for each chunk."""
     found: dict[str, dict[str, list[Result]]] = {}
-    for _ in range(args.rounds):
+    for i in range(args.rounds):
         for chunk in args.chunks:
-            for way, (n, args.threads, args.unbound) in WAYS.items():
+            for way in ways_of(args):
                 args.chunk = chunk
-                (result,) = in_forks(n, lambda rank, n=n: measure(rank, n, args, None))
+                result = measured(way, args)
                 of_chunk = found.setdefault(ChunkFile(chunk).packing.blocks, {})
-                of_chunk.setdefault(way, []).append(result)
-                print(json.dumps(result), file=sys.stderr, flush=True)
+                of_chunk.setdefault(way.name, []).append(result)
+                print(f"round {i + 1} of {args.rounds}, {way.name}: {json.dumps(result)}", file=sys.stderr, flush=True)
     for packing, ways in found.items():
-        for way, results in ways.items():
+        for name, results in ways.items():
             times = [one["median_ms"] for one in results]
-            alone = [one["median_ms"] for one in ways[next(iter(WAYS))]]
+            alone = [one["median_ms"] for one in ways[next(iter(ways))]]
             gains = [one / both for one, both in zip(alone, times, strict=True)]
+            reading = [sum(map(statistics.mean, one["read_gb_s"])) for one in results]
             yield {
-                "packing": packing, "way": way, "token_ms": statistics.median(times), "least_ms": min(times),
+                "packing": packing, "way": name, "token_ms": statistics.median(times), "least_ms": min(times),
                 "most_ms": max(times), "gain": round(statistics.median(gains), 3),
                 "sum_us": statistics.median(one["sum_median_us"] for one in results),
+                "wait_ms": args.wait_ms, "weights_gb_s": statistics.median(one["weights_gb_s"] for one in results),
+                "read_gb_s": round(statistics.median(reading), 1),
+                "rounds": [{key: one[key] for key in ("median_ms", "weights_gb_s", "read_gb_s")} for one in results],
             }  # fmt: skip
 
 
-def main() -> None:
+def one_after_the_other(args: argparse.Namespace) -> Iterator[Result]:
+    """Each way once."""
+    one: Result | None = None
+    for way in ways_of(args):
+        result = measured(way, args)
+        one = result if way.nodes == 1 else one
+        expected = {} if one is None else {"expected_ms": expected_ms(args, one, way.nodes, result["link"])}
+        yield {**result, **expected}
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunk", dest="chunks", type=Path, nargs="+", required=True, help="several with --rounds")
-    parser.add_argument("--rounds", type=int, help="compare one node with two on this machine, so many times")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--rounds", type=int, help="take turns, so many times; without --nodes: one node and two on two cores"
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", help="(1 2); the first is what the others are compared with")
     parser.add_argument(
         "--threads", type=int, default=1, help="of one node alone; two and more have one each (%(default)s)"
     )
@@ -207,32 +326,25 @@ def main() -> None:
     parser.add_argument("--head", choices=("starter", "shared"), default="starter")
     parser.add_argument("--reduce", default="auto")
     parser.add_argument("--reduce-dtype", default="float32")
+    parser.add_argument("--key", action="store_true", help="measure sums with a cluster key, too")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--wait-ms", type=float, help="that all blocks take on one node: halves of blocks wait for it")
     parser.add_argument("--quota", type=float, metavar="CORES", help="each node's part of a core, such as 0.25")
     parser.add_argument("--delay-ms", type=float, help="each node on a host of its own, so far away from the others")
     parser.add_argument("--mbit", type=float, default=0.0, help="... that each may send in a second (0: no limit)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers are written")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
     args.chunk, results = args.chunks[0], list[Result]()
-    one: Result | None = None
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
-        if args.rounds:
-            for result in in_turns(args):
-                results.append(result)
-                print(json.dumps(result), flush=True)
-        for n in args.nodes if not args.rounds else ():
-            hosts = None if args.delay_ms is None else SlowHosts(n, args.delay_ms / 1000, args.mbit)
-            try:
-                (result,) = in_forks(n, lambda rank, n=n, h=hosts: measure(rank, n, args, h))
-            finally:
-                if hosts is not None:
-                    hosts.close()
-            one = result if n == 1 else one
-            expected = {} if one is None else {"expected_ms": expected_ms(args, one, n, result["link"])}
-            results.append({**result, **expected, "sum_after_last_us": after_last_us(args.folder, n)})
-            print(json.dumps(results[-1]), flush=True)
+        for result in in_turns(args) if args.rounds else one_after_the_other(args):
+            results.append(result)
+            print(json.dumps(result), flush=True)
     if args.json is not None:
         save(args.json, {"tokens": results})
 

@@ -11,14 +11,16 @@ Prints one JSON object per line: nodes, bytes, delay_ms, algorithm, median_us, p
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import numpy as np
 
 from link_speed import agree_on_speed  # noqa: E402
+from mdi.net.keys import SealedSession, has_fast_aes
 from mdi.placement.cost import seconds
 from mdi.spec.options import DEFAULT_SUM, SUMS
 from mdi.tensor.mesh import Mesh, Peer
@@ -35,43 +38,84 @@ from records import save
 from slow_hosts import SlowHosts
 
 Result = dict[str, Any]
-PORT = 17320  # below those that systems give to connections
+PORT = 17320  # on hosts of their own; below those that systems give to connections
+WAIT_S = 0.1  # between two looks at processes, which should not be disturbed
 
 
-def connected(rank: int, addrs: Sequence[str], is_busy: bool) -> Mesh:
-    """Calls those before it, and waits for those behind it."""
-    n = len(addrs)
-    listener = socket.create_server((addrs[rank], PORT + rank), backlog=n)
+class Meeting:
+    """Where nodes of a group listen, made before their processes: on free ports of this machine, or on hosts of their own.
+
+    Attributes:
+        places: address and port of each.
+    """
+
+    def __init__(self, n: int, hosts: SlowHosts | None) -> None:
+        self._made = [] if hosts is not None else [socket.create_server(("127.0.0.1", 0), backlog=n) for _ in range(n)]
+        self.places = [listener.getsockname() for listener in self._made]
+        if hosts is not None:
+            self.places = [(hosts.address(rank), PORT) for rank in range(n)]
+
+    def listener(self, rank: int) -> socket.socket:
+        """Of one node, in its process."""
+        n = len(self.places)
+        return self._made[rank] if self._made else socket.create_server(self.places[rank], backlog=n)
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for listener in self._made:
+            listener.close()
+
+
+def connected(rank: int, meeting: Meeting, is_busy: bool, is_sealed: bool = False) -> Mesh:
+    """Calls those before it, and waits for those behind it.
+
+    Args:
+        is_sealed: encrypt what is sent, as with a cluster key.
+    """
+    n = len(meeting.places)
+    listener = meeting.listener(rank)
     peers: list[Peer | None] = [None] * n
+
+    def add(other: int, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peers[other] = Peer(f"node{other}", sock, session(rank, other) if is_sealed else None)
+
     for other in range(rank):
         deadline = time.monotonic() + 20
         while True:
             try:
-                sock = socket.create_connection((addrs[other], PORT + other), 5)
+                sock = socket.create_connection(meeting.places[other], 5)
                 break
             except OSError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
         sock.sendall(bytes([rank]))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peers[other] = Peer(f"node{other}", sock)
+        add(other, sock)
     for _ in range(rank + 1, n):
         sock, _ = listener.accept()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        other = sock.recv(1)[0]
-        peers[other] = Peer(f"node{other}", sock)
+        add(sock.recv(1)[0], sock)
     listener.close()
     return Mesh(rank, peers, is_busy)
 
 
-def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None, delay_ms: float) -> list[Result]:
+def session(rank: int, other: int) -> SealedSession:
+    """Of two nodes, with keys that anybody can make: what it costs does not depend on them."""
+    keys = (hashlib.sha256(f"{a} to {b}".encode()).digest() for a, b in ((rank, other), (other, rank)))
+    return SealedSession(*keys, is_aes=has_fast_aes())
+
+
+def measure(
+    rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None, meeting: Meeting, delay_ms: float
+) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     if args.pin:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if hosts is not None:
         hosts.enter(rank)
-    mesh = connected(rank, addresses(n, hosts), is_busy=n + (hosts is not None) <= len(cores))
+    mesh = connected(rank, meeting, is_busy=n + (hosts is not None) <= len(cores))
     speed = agree_on_speed(mesh)
     found = []
     for n_bytes in args.bytes:
@@ -97,12 +141,12 @@ def measure(rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None
     return found
 
 
-def addresses(n: int, hosts: SlowHosts | None) -> list[str]:
-    return ["127.0.0.1" if hosts is None else hosts.address(rank) for rank in range(n)]
-
-
 def in_forks(n: int, work: Callable[[int], list[Result]]) -> list[Result]:
-    """Do `work(rank)` in a process for each rank, and wait for all of them; what the first found."""
+    """Do `work(rank)` in a process for each rank, and wait for all of them; what the first found.
+
+    Raises:
+        SystemExit: one of them failed, and has told why; the others are ended, as they would wait for it.
+    """
     children = []
     with tempfile.TemporaryFile("w+") as told:
         for rank in range(n):
@@ -120,11 +164,28 @@ def in_forks(n: int, work: Callable[[int], list[Result]]) -> list[Result]:
                 finally:
                     os._exit(status)
             children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
+        if not all_end_well(children):
+            raise SystemExit(1)
         told.seek(0)
         lines = told.read().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def all_end_well(children: list[int]) -> bool:
+    """Wait for processes; once one fails, the others are ended."""
+    waiting, is_well = set(children), True
+    while waiting:
+        for child in sorted(waiting):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                continue
+            waiting.remove(child)
+            if status and is_well:
+                is_well = False
+                for other in waiting:
+                    os.kill(other, signal.SIGTERM)
+        time.sleep(WAIT_S)
+    return is_well
 
 
 def main() -> None:
@@ -144,14 +205,15 @@ def main() -> None:
         results.extend(found)
 
     for n in args.nodes:
-        if not args.delays_ms:
-            done(in_forks(n, lambda rank, n=n: measure(rank, n, args, None, 0.0)))
-        for delay_ms in args.delays_ms:
-            hosts = SlowHosts(n, delay_ms / 1000)
+        for delay_ms in args.delays_ms or [None]:
+            hosts = None if delay_ms is None else SlowHosts(n, delay_ms / 1000)
             try:
-                done(in_forks(n, lambda rank, n=n, d=delay_ms, h=hosts: measure(rank, n, args, h, d)))
+                with Meeting(n, hosts) as meeting:
+                    arguments = n, args, hosts, meeting, delay_ms or 0.0
+                    done(in_forks(n, lambda rank, given=arguments: measure(rank, *given)))
             finally:
-                hosts.close()
+                if hosts is not None:
+                    hosts.close()
     if args.json is not None:
         save(args.json, {"sums": results})
 

@@ -1,0 +1,96 @@
+"""Nodes that share blocks out, on a tiny model: every way gives the same tokens, and halves of blocks wait for their time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tensor_speed
+from mdi.checkpoint.chunks import write_chunks
+from mdi.tensor.shares import Share, share_out
+from random_checkpoint import config_of
+from random_packed import RandomPacked
+from tensor_speed import WaitingHalves, halves_s
+
+SCRIPT = Path(tensor_speed.__file__)
+FLAGS = ["--head", "shared", "--prompt", "5", "--tokens", "4", "--wait-ms", "8", "--key"]
+
+
+@pytest.fixture(scope="module")
+def chunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = asdict(config_of("tiny-1m"))
+    (path,) = write_chunks(RandomPacked(config, "int8"), tmp_path_factory.mktemp("model"), (config["n_layer"],))
+    return path
+
+
+def test_nodes_without_a_key_and_with_one_give_the_same_tokens(chunk: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "found.json"
+    command = [sys.executable, str(SCRIPT), "--chunk", str(chunk), "--nodes", "1", "2", *FLAGS, "--json", str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(kept.read_text())["tokens"]
+    assert [(one["nodes"], one["key"]) for one in found] == [(1, False), (2, False), (2, True)]
+    assert len(found[0]["ids"]) == 4 and all(one["ids"] == found[0]["ids"] for one in found)
+    assert [one["ids"] for one in found] == [json.loads(line)["ids"] for line in done.stdout.splitlines()]
+    assert [len(one["read_gb_s"]) for one in found] == [1, 2, 2]
+    assert all(before > 0 and after > 0 for one in found for before, after in one["read_gb_s"])
+    assert found[1]["sums"] == found[2]["sums"] == 4 * 2 * 3  # of four tokens, two in each block
+    assert all(one["wait_ms"] == 8 for one in found)
+
+
+def test_rounds_have_the_reading_rate_of_each_process(chunk: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--chunk",
+        str(chunk),
+        "--rounds",
+        "2",
+        "--nodes",
+        "1",
+        "3",
+        "--tokens",
+        "2",
+    ]
+    subprocess.run([*command, "--json", str(kept)], capture_output=True, check=True)
+    one, three = json.loads(kept.read_text())["tokens"]
+    assert (one["way"], one["gain"], three["way"]) == ("one node", 1, "3 nodes")
+    assert [len(of_round["read_gb_s"]) for of_round in three["rounds"]] == [3, 3]
+
+
+def test_a_process_that_fails_ends_the_others() -> None:
+    code = (
+        "import signal, tensor_sums\n"
+        "def work(rank):\n    if rank == 2:\n        raise ValueError('no memory')\n    signal.pause()\n"
+        "tensor_sums.in_forks(3, work)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "no memory" in done.stderr
+
+
+def test_a_half_of_a_block_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 100.0, []
+
+    def read_clock() -> float:
+        return now
+
+    monkeypatch.setattr(tensor_speed, "time", SimpleNamespace(perf_counter=read_clock, sleep=slept.append))
+    weights = WaitingHalves([], lambda part: {}, (0.5, 0.25))
+    for half, taken_s in ((0, 0.125), (1, 0.125), (1, 3.0)):
+        with weights.ready(0, half):
+            now += taken_s
+    assert slept == [0.375, 0.125, 0.0]
+
+
+def test_nodes_share_the_time_as_they_share_heads_and_columns() -> None:
+    config = asdict(config_of("tiny-1m"))
+    shares = [Share(share_out(config, [3.0, 1.0], False), rank, config) for rank in range(2)]
+    of_nodes = [halves_s(share, 4, 0.8) for share in shares]
+    assert [sum(times) for times in zip(*of_nodes, strict=True)] == pytest.approx([0.1, 0.1])
+    assert of_nodes[0][0] == pytest.approx(0.1 * shares[0].n_heads / 8) and shares[0].n_heads > shares[1].n_heads
