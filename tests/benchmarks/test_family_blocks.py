@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import write_results
 from family_blocks import ROWS, all_cases, summary
+from records import save
 
 OWN = SimpleNamespace(row_bytes=20e6, macs=40e6, expert_share=0.75)
 LLAMA = SimpleNamespace(row_bytes=30e6, macs=50e6, expert_share=0.0)
@@ -37,3 +40,13 @@ def test_a_round_with_slow_memory_is_compared_with_its_own_read_test() -> None:
 def test_gpt_oss_is_measured_in_mxfp4_alone() -> None:
     cases = [(family, form) for family, form, _ in all_cases(["gpt-oss-20b", "opt-6.7b"], ["int4", "bf16"])]
     assert cases == [("gpt-oss-20b", "mxfp4"), ("opt-6.7b", "int4"), ("opt-6.7b", "bf16")]
+
+
+def test_the_table_has_a_bound_only_of_blocks_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"format": "int4", "rounds": [], **summary([of_round(20.0)], 4, OWN, LLAMA)}
+    blocks = [{"family": "a", "few_rows": 4, **found}, {"family": "b", "few_rows": ROWS, **found}]
+    save(tmp_path / "benchmarks" / "results" / "family_blocks.json", {"rows": ROWS, "blocks": blocks})
+    monkeypatch.setattr(write_results, "ROOT", tmp_path)
+    lines = write_results.table("family-blocks").splitlines()
+    assert "| a | int4 | 50%, 75% | 0.67 | 100, 200 | 0.50 | 4 | 1.62 |" in lines
+    assert "| b | int4 | 50%, 75% | 0.67 | 100, 200 | 0.50 |  |  |" in lines
