@@ -253,6 +253,19 @@ def family_blocks() -> str:
     return measured(result, markdown(head, rows))
 
 
+def guesses(name: str) -> str:
+    """Cases of speculation.py: sources of guesses, texts that nobody can guess, weights of chance, nodes with a share of a core."""
+    result = load(name)
+    has_ideal = any("simulated" in one for one in result["rows"])
+    rows = [
+        [one["case"], f"{one['plain_tokens_s']:.1f}", f"**{one['ratio']:.2f}**", f"{one['lowest']:.2f}",
+         *([f"{one['simulated']:.2f}"] if has_ideal else []), f"{one['confirmed']:,} of {one['guessed']:,}"]
+        for one in result["rows"]
+    ]  # fmt: skip
+    head = ["case", "without, tokens/s", "times", "lowest", *(["ideal"] if has_ideal else []), "right guesses"]
+    return measured(result, markdown(head, rows))
+
+
 def swarm() -> str:
     rows = [
         [name, f"{one['near']:.0%}", f"{one['zero']:.0%}", f"{one['median']:.2f}", f"{one['moves_per_hour']:.0f}",
@@ -275,6 +288,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "recovery-rates": recovery_rates,
     "finetune-speed": finetune_speed,
     "speculation": speculation,
+    "speculation-sources": lambda: guesses("speculation_sources"),
+    "speculation-never": lambda: guesses("speculation_never"),
+    "speculation-1b": lambda: guesses("speculation_1b"),
+    "speculation-quotas": lambda: guesses("speculation_quotas"),
     "swarm": swarm,
     "tensor-speed": tensor_speed,
     "tensor-speed-waiting": tensor_speed_waiting,
