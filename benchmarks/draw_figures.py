@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 INK, FAINT, WIRE, CONTROL = "#222222", "#8a8a8a", "#1f5fa8", "#c2570c"
 STARTER, SECONDARY, QUEUE, STAGE = "#fdf0dd", "#e4eefa", "#ffffff", "#d9ead3"
 SAMPLES = ("#4c8dd6", "#e39a3b", "#5fae6b")
-TINY_LLAMA = {"n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4, "intermediate_size": 5632,
+TINY_LLAMA: dict[str, Any] = {"n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4, "intermediate_size": 5632,
               "padded_vocab_size": 32000, "mlp_class_name": "LLaMAMLP"}  # fmt: skip
 
 
@@ -117,10 +117,11 @@ CONTROL_FILL = "#fbe3d0"
 
 def layers() -> Any:
     from mdi.block_ranges import block_span, default_split, ranges
+    from mdi.spec.model import ModelConfig
 
     figure, ax = canvas(9.2, 5.6)
     ax.text(4.6, 5.3, "TinyLlama (1.1 B parameters, 22 blocks) on three nodes", ha="center", size=12, color=INK)
-    cut = ranges(default_split(TINY_LLAMA, 3))
+    cut = ranges(default_split(ModelConfig(**TINY_LLAMA), 3))
     names = ("starter", "secondary 0", "secondary 1")
     for i, ((start, stop), name) in enumerate(zip(cut, names, strict=True)):
         x = 0.4 + i * 3.0

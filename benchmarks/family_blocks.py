@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from mdi.checkpoint.shapes import full_config, model_shapes  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS, weight_format  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
+from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
@@ -69,11 +71,11 @@ class Block:
         expert_share: of its products, those of experts that the router chooses.
     """
 
-    def __init__(self, config: dict[str, Any], form: str, n_threads: int, clock: Callable[[], float]) -> None:
-        index = config["first_k_dense_replace"] or 0
-        self.n_embd, part = config["n_embd"], f"block.{index}"
-        shapes = _shapes({**config, "n_layer": index + 1}, part)
-        used = config["n_expert_per_token"] / (config["n_expert"] or 1)
+    def __init__(self, config: ModelConfig, form: str, n_threads: int, clock: Callable[[], float]) -> None:
+        index = config.first_k_dense_replace or 0
+        self.n_embd, part = config.n_embd, f"block.{index}"
+        shapes = _shapes(replace(config, n_layer=index + 1), part)
+        used = config.n_expert_per_token / (config.n_expert or 1)
         shares = {name: used if ".experts." in name else 1.0 for name in shapes}
         bits = weight_format(form)
         self.row_bytes = sum(bits.tensor_bytes(name, shape) * shares[name] for name, shape in shapes.items())
@@ -82,8 +84,8 @@ class Block:
         self.expert_share = sum(n for name, n in macs.items() if ".experts." in name) / self.macs
         block_bytes = sum(bits.tensor_bytes(name, shape) for name, shape in shapes.items())
         self.copies = max(1, round(COLD_BYTES / block_bytes))
-        stop, windows = index + self.copies, config["sliding_window_indices"]
-        config = {**config, "n_layer": stop, "sliding_window_indices": windows and [1] * stop}
+        stop, windows = index + self.copies, config.sliding_window_indices
+        config = replace(config, n_layer=stop, sliding_window_indices=windows and (1,) * stop)
         parts = [f"block.{i}" for i in range(index, stop)]
         weights = Resident(parts, lambda part: _weights(_shapes(config, part), form))
         self._stage = KernelStage(config, index, stop, weights, n_threads)
@@ -98,8 +100,8 @@ class Block:
         return (self._clock() - begin) / self.copies
 
 
-def _shapes(config: dict[str, Any], part: str) -> dict[str, tuple[int, ...]]:
-    shapes = model_shapes({**config, "padded_vocab_size": 64, "vocab_size": 64}, "")
+def _shapes(config: ModelConfig, part: str) -> dict[str, tuple[int, ...]]:
+    shapes = model_shapes(replace(config, padded_vocab_size=64, vocab_size=64), "")
     return {name: shape for name, shape in shapes.items() if part_of(name) == part}
 
 
@@ -111,28 +113,30 @@ def _weights(shapes: dict[str, tuple[int, ...]], form: str) -> PartWeights:
     return weights
 
 
-def llama_beside(config: dict[str, Any]) -> dict[str, Any]:
+def llama_beside(config: ModelConfig) -> ModelConfig:
     """A Llama of the same attention, whose MLP is as wide as all experts that a row is sent to, or has as many weights."""
-    n_experts = config["n_expert_per_token"] + (config["n_shared_expert"] or 0)
+    n_experts = config.n_expert_per_token + (config.n_shared_expert or 0)
     names = ("n_embd", "n_head", "head_size", "n_query_groups")
     own = {
         "mlp_class_name": "LLaMAMLP", "n_layer": 1, "rotary_percentage": 1.0, "block_size": LENGTH, "bias": False,
         "norm_class_name": "RMSNorm", "parallel_residual": False,
     }  # fmt: skip
-    width = n_experts * (config["moe_intermediate_size"] or config["intermediate_size"])
-    width = width or 2 * config["intermediate_size"] // 3
-    return full_config({**{name: config[name] for name in names}, **own, "intermediate_size": width}, "a Llama")
+    width = n_experts * (config.moe_intermediate_size or config.intermediate_size)
+    width = width or 2 * config.intermediate_size // 3
+    return full_config(
+        {**{name: getattr(config, name) for name in names}, **own, "intermediate_size": width}, "a Llama"
+    )
 
 
 def measured(
-    config: dict[str, Any], form: str, n_threads: int, n_rounds: int, seconds: float, reader: ReadTest
+    config: ModelConfig, form: str, n_threads: int, n_rounds: int, seconds: float, reader: ReadTest
 ) -> dict[str, Any]:
     """Milliseconds of each case and bytes per second of the read test in each round, and what follows from them.
 
     Args:
         seconds: no round is begun later than so many after the first.
     """
-    few = max(1, round(ROWS * config["n_expert_per_token"] / config["n_expert"])) if config["n_expert"] else ROWS
+    few = max(1, round(ROWS * config.n_expert_per_token / config.n_expert)) if config.n_expert else ROWS
     clock = time.process_time if n_threads == 1 else time.perf_counter
     blocks = {
         "own": Block(config, form, n_threads, clock),
@@ -180,13 +184,13 @@ def summary(rounds: list[dict[str, float]], few: int, own: Block, llama: Block) 
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def all_cases(families: list[str], formats: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def all_cases(families: list[str], formats: list[str]) -> Iterator[tuple[str, str, ModelConfig]]:
     """Family, format and config of each block. Models of gpt-oss come in mxfp4, and are measured in it alone."""
     for family in families:
         known, sizes = FAMILIES[family]
         config = derive_config({**OWN[known][1], **sizes}, family, Path("config.json"))
-        for form in ["mxfp4"] if config.get("glu_limit") else formats:
-            yield family, form, {**config, "block_size": LENGTH}
+        for form in ["mxfp4"] if config.glu_limit else formats:
+            yield family, form, replace(config, block_size=LENGTH)
 
 
 def main() -> None:

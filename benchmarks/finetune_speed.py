@@ -304,16 +304,16 @@ def adapter_in(folder: Path, args: argparse.Namespace, seed: int) -> Path:
 
     from mdi.checkpoint.source import open_source
 
-    config = open_source(args.folder).config_dict
-    n_embd, inner = config["n_embd"], config["intermediate_size"]
-    groups = config["n_query_groups"] * config["head_size"]
+    config = open_source(args.folder).config
+    n_embd, inner = config.n_embd, config.intermediate_size
+    groups = config.n_query_groups * config.head_size
     shapes = {
         "self_attn.q_proj": (n_embd, n_embd), "self_attn.k_proj": (groups, n_embd), "self_attn.v_proj": (groups, n_embd),
         "self_attn.o_proj": (n_embd, n_embd), "mlp.gate_proj": (inner, n_embd), "mlp.up_proj": (inner, n_embd),
         "mlp.down_proj": (n_embd, inner),
     }  # fmt: skip
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for i in range(config["n_layer"]):
+    for i in range(config.n_layer):
         for module, (n_out, n_in) in shapes.items():
             name = f"base_model.model.model.layers.{i}.{module}"
             tensors[f"{name}.lora_A.weight"] = 0.02 * torch.randn(args.rank, n_in, generator=generator)

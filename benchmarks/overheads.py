@@ -160,7 +160,7 @@ def time_until_ready(path: Path, client: Any) -> float:
         run=run, epoch=run, index=1, names=("starter", "secondary0"), placement="overheads", next_addr=HOST, next_port=1,
         model=manifest.model, config=manifest.config, config_hash=manifest.config_hash, stored_dtype=manifest.dtype,
         stored_format=manifest.format,
-        blocks=manifest.blocks, parts=parts, max_length=manifest.config["block_size"],
+        blocks=manifest.blocks, parts=parts, max_length=manifest.config.block_size,
     )  # fmt: skip
     begin = time.perf_counter()
     client.init(request)

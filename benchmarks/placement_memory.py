@@ -29,17 +29,15 @@ CASES = [(width, blocks, fmt) for width in (512, 1024, 2048) for blocks in (2, 4
 SEQUENCES, LENGTH = 4, 512
 
 
-def config_of(width: int) -> dict[str, Any]:
-    from dataclasses import asdict
+def config_of(width: int) -> Any:
+    from mdi.spec.model import ModelConfig
 
-    from litgpt.config import Config
-
-    return asdict(Config(
+    return ModelConfig(
         name=f"llama-{width}", n_layer=16, n_embd=width, n_head=width // 64, n_query_groups=4,
         intermediate_size=11 * width // 4,
         block_size=2048, vocab_size=32000, padded_vocab_size=32000, rotary_percentage=1.0, parallel_residual=False, bias=False,
         norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def child(width: int, n_blocks: int, fmt: str) -> None:
@@ -57,7 +55,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
     before = peak_rss_bytes()
-    plain = Stage(Config(**config_of(width)), 0, n_blocks)
+    plain = Stage(Config(**config_of(width).plain()), 0, n_blocks)
     stage: Stage | KernelStage = plain
     shapes = {name: t.shape for name, t in plain.state_dict().items()}
 

@@ -47,7 +47,7 @@ class ChangedSource(WeightSource):
 
     def __init__(self, source: WeightSource, changed: Mapping[str, torch.Tensor]) -> None:
         self._source, self._changed = source, changed
-        self.model, self.config_dict = source.model, source.config_dict
+        self.model, self.config = source.model, source.config
         self.config_hash, self.dtype = source.config_hash, source.dtype
         self.specs = {name: TensorSpec("F32", spec.shape) for name, spec in source.specs.items()}
 
@@ -81,7 +81,7 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
         for name in undone:
             tensor(name)[:, channels] /= FACTOR
 
-    for i in range(source.config_dict["n_layer"]):
+    for i in range(source.config.n_layer):
         block = f"transformer.h.{i}."
         plant(f"{block}norm_1.weight", [f"{block}attn.qkv.weight"])
         plant(f"{block}norm_2.weight", [f"{block}mlp.fc_1.weight", f"{block}mlp.fc_2.weight"])
@@ -93,8 +93,8 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
 def stage_of(source: WeightSource, form: str) -> KernelStage:
     """The whole model in one format, head and embedding too."""
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
-    stage = KernelStage(source.config_dict, 0, source.config_dict["n_layer"], weights)
-    stage.prepare(source.config_dict["block_size"])
+    stage = KernelStage(source.config, 0, source.config.n_layer, weights)
+    stage.prepare(source.config.block_size)
     return stage
 
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,12 @@ def config_of(shape: str) -> Any:
     """litgpt's Config of a shape; of BLOOM's our own."""
     if shape in BLOOM_SHAPES:
         from mdi.checkpoint.published import published_config
-        from mdi.spec.model import ModelConfig
 
         tiny = {"n_layer": 3, "n_embd": 128, "n_head": 8, "head_size": 16, "n_query_groups": 8, "intermediate_size": 512,
                 "vocab_size": 512, "padded_vocab_size": 512}  # fmt: skip
         found = published_config({"bloom-176b": "bloom", "bloom-tiny": "bloom-560m"}.get(shape, shape))
         assert found is not None
-        return ModelConfig(**found | {"name": shape, **(tiny if shape == "bloom-tiny" else {})})
+        return replace(found, name=shape, **(tiny if shape == "bloom-tiny" else {}))
     from litgpt.config import Config
 
     return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY,
@@ -91,23 +90,23 @@ def make_chunks(folder: Path, shape: str, form: str, n_nodes: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(shape)
-    source = RandomPacked(_plain(config), form)
-    write_chunks(source, folder, default_split(source.config_dict, n_nodes))
+    source = RandomPacked(_own(config), form)
+    write_chunks(source, folder, default_split(source.config, n_nodes))
     _write_rest(folder, shape, config)
 
 
 def _write_rest(folder: Path, shape: str, config: Any) -> None:
     import yaml
 
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(_plain(config)), encoding="utf-8")
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(_own(config).plain()), encoding="utf-8")
     write_tokenizer(folder)
     (folder / _DONE).write_text(json.dumps({"shape": shape}))
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _own(config: Any) -> Any:
     from mdi.spec.model import ModelConfig
 
-    return (config if isinstance(config, ModelConfig) else ModelConfig(**asdict(config))).plain()
+    return ModelConfig.from_litgpt(config)
 
 
 def _make_weights(folder: Path, config: Any) -> None:
@@ -121,7 +120,7 @@ def _make_weights(folder: Path, config: Any) -> None:
         with torch.device("meta"):
             names = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
     else:
-        names = model_shapes(_plain(config), config.name)
+        names = model_shapes(_own(config), config.name)
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, DTYPE)
     weights = {

@@ -19,6 +19,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32
 from mdi.kernels.weight_formats import EMBEDDING, ROUNDED
 from mdi.placement.kernel_bench import random_weights
+from mdi.spec.model import ModelConfig
 
 SCALE = np.float32(0.02)  # of a weight
 
@@ -27,16 +28,16 @@ class RandomPacked(WeightSource):
     """A source that makes its tensors up.
 
     Args:
-        config: litgpt's Config as a plain dict.
+        config: of the model.
     """
 
     packing: Packing
 
-    def __init__(self, config: Mapping[str, Any], form: str) -> None:
-        self.config_dict = dict(config)
-        self.config_hash, self.model = config_hash(self.config_dict), str(config["name"])
+    def __init__(self, config: ModelConfig, form: str) -> None:
+        self.config = config
+        self.config_hash, self.model = config_hash(self.config), config.name
         self.dtype, self.packing = "bfloat16", Packing(form, form)
-        self._shapes_of = model_shapes(self.config_dict, self.model)
+        self._shapes_of = model_shapes(self.config, self.model)
         self.specs = {}
         for name, shape in self._shapes_of.items():
             self.specs.update(self.packing.stored(name, TensorSpec("BF16", shape)))
@@ -57,7 +58,7 @@ class RandomPacked(WeightSource):
         return {EMBEDDING: table, EMBEDDING_SCALE: scale}
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+        return stage_parts(0, self.config.n_layer, starter=True)
 
     def known(self, part: str) -> PartInfo | None:
         return self._infos.get(part)

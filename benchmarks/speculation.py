@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -67,6 +67,7 @@ from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402
+from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.spec.options import StarterOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
@@ -193,7 +194,7 @@ class Model:
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, Cancel()))
         self.stage = KernelStage(weights.config, 0, weights.n_layer, held, 1, "float32")
-        self.length = int(weights.config["block_size"])
+        self.length = weights.config.block_size
         self.stage.prepare(self.length)
         self.codec = family.open_codec(folder, "none")
 
@@ -445,15 +446,15 @@ def price_of(args: argparse.Namespace) -> Callable[[int], float]:
 
 def measured_prices(form: str, most_rows: int, n_blocks: int = 4) -> list[float]:
     """Of blocks of the 1.1 B shape (TinyLlama) with weights of chance, on the cores that there are."""
-    config = asdict(config_of("tiny-llama-1.1b"))
-    shapes = model_shapes(config, config["name"])
+    config = ModelConfig.from_litgpt(config_of("tiny-llama-1.1b"))
+    shapes = model_shapes(config, config.name)
     parts = {
         f"block.{i}": random_weights({n: s for n, s in shapes.items() if part_of(n) == f"block.{i}"}, Packing(form, form))
         for i in range(n_blocks)
     }  # fmt: skip
     stage = KernelStage(config, 0, n_blocks, Resident(parts, parts.__getitem__), n_threads())
     stage.prepare(4096)
-    x = np.random.default_rng(1).standard_normal((most_rows, config["n_embd"]), dtype=np.float32)
+    x = np.random.default_rng(1).standard_normal((most_rows, config.n_embd), dtype=np.float32)
     times: dict[int, list[float]] = {n: [] for n in range(1, most_rows + 1)}
     at = 0
     for _ in range(60):
@@ -549,13 +550,13 @@ def main() -> None:
                     f"copy, {n_nodes} nodes", model, SamplingParams(len(text), temperature=0), n_nodes,
                     lambda n=n_nodes: WaitingRing(n, args.stage_ms / 1000, 0.0, price), args.rounds,  # type: ignore[misc]
                     lambda _: Speculation(args.rows, kinds=frozenset({"lookup"})),
-                    lambda: Copying(edited, int(model.config["padded_vocab_size"])), text,
+                    lambda: Copying(edited, model.config.padded_vocab_size), text,
                 )
             )  # fmt: skip
     if "schema" in args.case:
         from mdi.serve.grammar import GrammarSource
 
-        source = GrammarSource(args.ckpt, model.codec.eos_ids, int(model.config["padded_vocab_size"]))
+        source = GrammarSource(args.ckpt, model.codec.eos_ids, model.config.padded_vocab_size)
         for n_nodes in (1, 4):
             add(
                 compare(

@@ -24,10 +24,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the loops that read; before torch is imported
 
@@ -45,6 +43,7 @@ from mdi.kernels.page_sizes import CACHE_TYPES, PAGE, cache_shape  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
+from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from packed_reading import read_packed  # noqa: E402
 from peers.protocol import Case  # noqa: E402
@@ -59,7 +58,7 @@ class Profiled:
     """A stage of `n_blocks` blocks of a shape, and its matrices."""
 
     def __init__(self, shape: str, n_blocks: int, form: str, cache_type: str, n_threads: int) -> None:
-        self.config = asdict(config_of(shape))
+        self.config = ModelConfig.from_litgpt(config_of(shape))
         shapes = model_shapes(self.config, shape)
         self.matrices: list[Matrix] = []
 
@@ -130,10 +129,10 @@ def rows_of(n_rows: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((n_rows, width), dtype=np.float32)
 
 
-def attention_work(config: Mapping[str, Any], cache_type: str, n_sequences: int, position: int) -> tuple[int, int]:
+def attention_work(config: ModelConfig, cache_type: str, n_sequences: int, position: int) -> tuple[int, int]:
     """Of attention in one block, one row of each sequence at `position`: bytes of caches, and operations (two a product)."""
     n_bytes = cache_shape(config).block_bytes(cache_type) * -(-position // PAGE)
-    n_operations = 2 * 2 * config["n_head"] * config["head_size"] * position  # keys, then values
+    n_operations = 2 * 2 * config.n_head * config.head_size * position  # keys, then values
     return n_sequences * n_bytes, n_sequences * n_operations
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -21,13 +20,14 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
+from mdi.spec.model import ModelConfig
 from mdi.tensor.shard_source import shard_shapes
 from mdi.tensor.shares import Share, share_out
 
 MODELS = ("Llama-2-7b-hf", "Llama-2-13b-hf", "Llama-2-70b-hf", "Llama-3.1-8B", "Llama-3.1-70B")
 
 
-def share_bytes(config: dict, n_nodes: int, rank: int, packing: Packing, is_head_shared: bool) -> int:
+def share_bytes(config: ModelConfig, n_nodes: int, rank: int, packing: Packing, is_head_shared: bool) -> int:
     """Of the weights of node `rank`, as they lie in memory."""
     share = Share(share_out(config, [1.0] * n_nodes, is_head_shared), rank, config)
     total = 0
@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     packing = Packing(args.format, args.format)
     for model in args.models:
-        config = asdict(Config.from_name(model))
+        config = ModelConfig.from_litgpt(Config.from_name(model))
         told = []
         for n in args.nodes:
             each = [share_bytes(config, n, rank, packing, args.head == "shared") / 1e9 for rank in range(n)]

@@ -120,7 +120,7 @@ class Node:
         self, rank: int, way: Way, args: argparse.Namespace, hosts: SlowHosts | None, meeting: Meeting
     ) -> None:
         n, source = way.nodes, ChunkFile(args.chunk)
-        self.config, blocks = source.config_dict, [f"block.{i}" for i in range(source.config_dict["n_layer"])]
+        self.config, blocks = source.config, [f"block.{i}" for i in range(source.config.n_layer)]
         is_head_shared = args.head == "shared" and n > 1
         self.share = Share(share_out(self.config, [1.0] * n, is_head_shared), rank, self.config)
         assert source.packing is not None
@@ -152,7 +152,7 @@ class Node:
 
     def step(self, ids: np.ndarray, start: int) -> int:
         """The next token; nodes other than the first compute what that one has sent them."""
-        n_embd = self.config["n_embd"]
+        n_embd = self.config.n_embd
         x = np.zeros((len(ids), n_embd), dtype=np.float32)
         others = range(1, self.mesh.size)
         if self.first is not None:
@@ -251,7 +251,7 @@ def expected_ms(args: argparse.Namespace, one: Result, n: int, link: Mapping[str
     """Of a token on n nodes like the one that was measured, by the model of costs."""
     source = ChunkFile(args.chunk)
     assert source.packing is not None
-    shape = model_shape(source.config_dict, source.packing.blocks)
+    shape = model_shape(source.config, source.packing.blocks)
     head_s = one["head_ms"] / 1e3
     block_s = (one["token_ms"] / 1e3 - head_s) / shape.n_layer
     names = [f"node{rank}" for rank in range(n)]

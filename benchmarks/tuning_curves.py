@@ -28,6 +28,7 @@ from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import LORA, METHODS, StarterOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
@@ -141,7 +142,10 @@ def main() -> None:
                 row[name] = farthest(curve(checkpoint, Path(folder), method, n_nodes, args.steps, killed_at), alone)
             if method == LORA:
                 tuned = new_tensors(
-                    TuningKind(method, 4, 8, TARGETS, 8), vars(tiny_gpt().config), 3, lambda part: NoNorms()
+                    TuningKind(method, 4, 8, TARGETS, 8),
+                    ModelConfig.from_litgpt(tiny_gpt().config),
+                    3,
+                    lambda part: NoNorms(),
                 )
                 own = OneMachine(tuned, args.steps)
                 row["one machine's torch"] = farthest([own.step() for _ in range(args.steps)], alone)

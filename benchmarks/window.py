@@ -145,7 +145,7 @@ def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     whole, windowed = run(), run("--window", str(STEADY_UNITS))
     settings = yaml.safe_load((args.checkpoint / "model_config.yaml").read_text())
     config = full_config(settings, str(args.checkpoint))
-    plan = plan_window(*units_of(config, "int8", 0, config["n_layer"], is_starter=True), STEADY_UNITS, None)
+    plan = plan_window(*units_of(config, "int8", 0, config.n_layer, is_starter=True), STEADY_UNITS, None)
     compute_s = 1 / whole["samples"][0]["tokens_per_s"]  # of a frame with a row of each text
     total = sum(unit.n_bytes for unit in plan.units)
     times = [UnitTimes(unit.n_bytes / disk, compute_s * unit.n_bytes / total) for unit in plan.units]

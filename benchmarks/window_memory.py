@@ -12,7 +12,7 @@ these. What a process takes beside weights is not among them (docs/distributing.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from records import add_json_flag, save
@@ -35,27 +35,27 @@ MODELS: dict[str, tuple[Any, tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
-def share_of(config: dict[str, Any], n_nodes: int) -> dict[str, Any]:
+def share_of(config: Any, n_nodes: int) -> Any:
     """The config of the largest share: heads and columns rounded up; where heads of a group are split, all that it needs."""
-    n_head = -(-config["n_head"] // n_nodes)
-    per_group = config["n_head"] // config["n_query_groups"]
+    n_head = -(-config.n_head // n_nodes)
+    per_group = config.n_head // config.n_query_groups
     n_groups = -(-n_head // per_group)
     if n_head % n_groups:  # the packed weight is as large as that of the next number that divides
         n_head = n_groups * -(-n_head // n_groups)
-    columns = -(-config["intermediate_size"] // n_nodes)
-    return {**config, "n_head": n_head, "n_query_groups": n_groups, "intermediate_size": columns}
+    columns = -(-config.intermediate_size // n_nodes)
+    return replace(config, n_head=n_head, n_query_groups=n_groups, intermediate_size=columns)
 
 
-def gigabytes(config: dict[str, Any], n_nodes: int) -> tuple[float, float]:
+def gigabytes(config: Any, n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
 
     from mdi.stages.window_budget import plan_window
     from window_steady import units_of
 
     share = share_of(config, n_nodes)
-    blocks, head = units_of(share, "float32", 0, config["n_layer"], is_starter=True)
+    blocks, head = units_of(share, "float32", 0, config.n_layer, is_starter=True)
     assert head is not None
-    embedding = 4 * config["padded_vocab_size"] * config["n_embd"]
+    embedding = 4 * config.padded_vocab_size * config.n_embd
     without = sum(unit.n_bytes for unit in blocks) + head.n_bytes + embedding
     return without / 1e9, plan_window(blocks, head, UNITS, None).resident_bytes / 1e9
 
@@ -66,10 +66,12 @@ def main() -> None:
     args = parser.parse_args()
     from litgpt.config import Config
 
+    from mdi.spec.model import ModelConfig
+
     result = {}
     print("| model | " + " | ".join(f"N = {n}: paper, ours; window: paper, ours" for n in NODES) + " |")
     for name, (of, paper, paper_window) in MODELS.items():
-        config = asdict(Config(**of) if isinstance(of, dict) else Config.from_name(of))
+        config = ModelConfig.from_litgpt(Config(**of) if isinstance(of, dict) else Config.from_name(of))
         ours = [gigabytes(config, n) for n in NODES]
         cells = [f"{a:g}, {b:.1f}; {c:g}, {d:.2f}" for a, c, (b, d) in zip(paper, paper_window, ours, strict=True)]
         print(f"| {name} | " + " | ".join(cells) + " |")

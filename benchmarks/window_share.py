@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ def write(folder: Path, tokenizer: Path, n_nodes: int, n_layer: int) -> None:
     from litgpt.config import Config
 
     from mdi.checkpoint.chunks import write_chunks
+    from mdi.spec.model import ModelConfig
 
-    whole = asdict(Config.from_name("Llama-2-70b-hf"))
-    whole["intermediate_size"] = whole["intermediate_size"] // n_nodes * n_nodes
-    share = {**share_of(whole, n_nodes), "n_layer": n_layer, "name": "share-of-70b", "hf_config": {}}
-    config = asdict(Config(**share))
+    whole = ModelConfig.from_litgpt(Config.from_name("Llama-2-70b-hf"))
+    whole = replace(whole, intermediate_size=whole.intermediate_size // n_nodes * n_nodes)
+    config = replace(share_of(whole, n_nodes), n_layer=n_layer, name="share-of-70b", hf_config={})
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config))), encoding="utf-8")
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config.plain()), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder / name)
     write_chunks(RandomShare(config, "float32"), folder, (n_layer,))

@@ -12,13 +12,14 @@ the paper's, and on the right neither half of a kept block is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import BLOCKS, shapes_of
+from mdi.spec.model import ModelConfig
 from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units
 
 _NOWHERE = cast(WeightBytes, None)  # the file of units of which only the sizes matter
@@ -122,7 +123,7 @@ def simulate(units: Sequence[UnitTimes], n_slots: int, pause_s: float = 0.0) -> 
 
 
 def units_of(
-    config: Mapping[str, Any], form: str, start: int, stop: int, is_starter: bool
+    config: ModelConfig, form: str, start: int, stop: int, is_starter: bool
 ) -> tuple[list[Unit], StoredMatrix | None]:
     """Units of the blocks [start, stop) and, on a starter, the head, as a chunk in this format would have them."""
     packing, at = Packing(form, form), 0

@@ -254,7 +254,7 @@ def family_blocks() -> str:
 
 
 def guesses(name: str) -> str:
-    """Cases of speculation.py: sources of guesses, texts that nobody can guess, weights of chance, nodes with a share of a core."""
+    """Cases of speculation.py, other than those of its main table."""
     result = load(name)
     has_ideal = any("simulated" in one for one in result["rows"])
     rows = [

@@ -40,10 +40,10 @@ class FrameStarter:
         self._listener, self._capacity = listener(), capacity
         self._ring_port = entry.port_in
         self._source = source = open_source(checkpoint)
-        self._n_layer, self.n_embd = source.config_dict["n_layer"], source.config_dict["n_embd"]
+        self._n_layer, self.n_embd = source.config.n_layer, source.config.n_embd
         parts = [(name, source.info(name)) for name in (f"block.{i}" for i in range(self._n_layer))]
         self._fields: dict[str, Any] = {
-            "model": source.model, "config": source.config_dict, "config_hash": source.config_hash,
+            "model": source.model, "config": source.config, "config_hash": source.config_hash,
             "stored_dtype": source.dtype, "parts": tuple(PartSpec(name, one.sha256, one.n_bytes) for name, one in parts),
         }  # fmt: skip
         self.ring: TcpRing | None = None

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ from mdi.checkpoint.packing import PartWeights, is_packable
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.layout import cut, pack
 from mdi.net.keys import KEY_BYTES, SealedSession
+from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.shard_blocks import GroupSum
@@ -89,14 +89,14 @@ def shard_weights(gpt: GPT, share: Share, form: str, part: str) -> PartWeights:
 def stages_of(
     gpt: GPT, shares: Shares, groups: list[AllReduce], form: str = "float32", cache: str = "float32"
 ) -> list[KernelStage]:
-    config = asdict(gpt.config)
+    config = ModelConfig.from_litgpt(gpt.config)
     stages = []
     for rank, group in enumerate(groups):
         share = Share(shares, rank, config)
-        parts = [f"block.{i}" for i in range(config["n_layer"])]
+        parts = [f"block.{i}" for i in range(config.n_layer)]
         weights = Resident(parts, lambda part, s=share: shard_weights(gpt, s, form, part))
         place = GroupSum(share)
-        stage = KernelStage(config, 0, config["n_layer"], weights, cache_type=cache, group=place)
+        stage = KernelStage(config, 0, config.n_layer, weights, cache_type=cache, group=place)
         stage.prepare(CONTEXT, 64 << 20)
         place.join("all", group)
         stages.append(stage)

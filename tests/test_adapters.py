@@ -154,13 +154,13 @@ def stage_of(made: Made, form: str, has_adapters: bool = True, n_threads: int = 
 
     source = open_source(made.checkpoint)
     adapters = [
-        open_adapter(AdapterName(name, folder), number, source.config_dict, lambda: None)
+        open_adapter(AdapterName(name, folder), number, source.config, lambda: None)
         for number, (name, folder) in enumerate(made.folders.items(), 1)
     ]
     of = AdapterSource(adapters, lambda part: source)
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
     added = {part: of.weights(part) for part in of.part_names()} if has_adapters else {}
-    stage = KernelStage(source.config_dict, 0, 5, weights, n_threads, adapters=added)
+    stage = KernelStage(source.config, 0, 5, weights, n_threads, adapters=added)
     stage.prepare(64)
     return stage
 
@@ -223,7 +223,7 @@ def test_an_adapter_adds_what_it_says_beside_every_format(form: str, made: Made,
             if isinstance(w, np.ndarray)
         }
 
-    reference = KernelStage(source.config_dict, 0, 5, Resident(source.part_names(), merged))
+    reference = KernelStage(source.config, 0, 5, Resident(source.part_names(), merged))
     reference.prepare(64)
     x = np.random.default_rng(6).standard_normal((30, made.gpt.config.n_embd)).astype(np.float32)
     stage = stage_of(made, form)
@@ -302,7 +302,7 @@ def test_texts_go_on_after_a_node_was_lost(replay_memory: int, made: Made, tmp_p
 
 def opened(made: Made, folder: Path, base: str | None = None) -> Adapter:
     source = open_source(made.checkpoint)
-    return open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: base)
+    return open_adapter(AdapterName("x", folder), 1, source.config, lambda: base)
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -475,7 +475,7 @@ def test_a_node_checks_the_adapters_that_it_gets(made: Made) -> None:
 
     source = open_source(made.checkpoint)
     of = AdapterSource([opened(made, made.folders["all"])], lambda part: source)
-    specs, config = of.part_specs("adapter.2"), source.config_dict
+    specs, config = of.part_specs("adapter.2"), source.config
     check_stored(specs, "adapter.2", config, "it")
     name = "transformer.h.2.attn.qkv.1.0"
     a, b = f"{name}.a", f"{name}.b"
@@ -506,7 +506,7 @@ def test_a_request_lists_adapters_of_its_blocks_only(made: Made, tmp_path: Path)
     source = open_source(made.checkpoint)
     part = {"sha256": "a" * 64, "n_bytes": 10}
     body = InitRequest(
-        "0" * 16, "1" * 16, 1, ("a", "b"), "p", "127.0.0.1", 1, "m", source.config_dict, "c", "float32", (1, 3), (), 60
+        "0" * 16, "1" * 16, 1, ("a", "b"), "p", "127.0.0.1", 1, "m", source.config, "c", "float32", (1, 3), (), 60
     ).to_json()  # fmt: skip
     assert body["layout_version"] == LAYOUT_VERSION
 

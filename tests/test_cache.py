@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,17 +14,18 @@ from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, CacheClass
+from mdi.spec.model import ModelConfig
 from mdi.stages import torch_cache as cache_module
 from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
 
-HEADS: dict[str, Any] = {
-    "sliding_window_size": 20, "sliding_window_indices": [0, 1, 0], "latent_attention": None,
-    "n_query_groups": 2, "head_size": 5,
-}  # fmt: skip
-LATENT: dict[str, Any] = {**HEADS, "latent_attention": {"kv_lora_rank": 4, "qk_rope_head_dim": 3}}
+HEADS = ModelConfig(
+    n_layer=3, sliding_window_size=20, sliding_window_indices=(0, 1, 0), n_head=2, n_query_groups=2, head_size=5,
+)  # fmt: skip
+_RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 3, "qk_nope_head_dim": 2, "v_head_dim": 5}
+LATENT = replace(HEADS, latent_attention=_RANKS)
 
 
-def caches_of(config: dict[str, Any], is_device: bool, dtype: torch.dtype = torch.float32) -> TorchCaches:
+def caches_of(config: ModelConfig, is_device: bool, dtype: torch.dtype = torch.float32) -> TorchCaches:
     """On the CPU; with `is_device` in slabs of two pages, as on a GPU."""
     caches = TorchCaches(config, 0, 3, 640, CPU, dtype, 64 * 8192)
     if is_device:
@@ -43,7 +44,7 @@ def caches_of(config: dict[str, Any], is_device: bool, dtype: torch.dtype = torc
     slices=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(0, 5)), min_size=1, max_size=12),
 )  # fmt: skip
 def test_a_block_reads_what_was_written(
-    is_device: bool, config: dict[str, Any], slices: list[tuple[int, int, int]]
+    is_device: bool, config: ModelConfig, slices: list[tuple[int, int, int]]
 ) -> None:
     caches = caches_of(config, is_device)
     memory = Memory(CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
 from mdi.files import replacing
+from mdi.spec.model import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_damaged_headers(tmp_path: Path, entries: Any) -> None:
 
 
 def _manifest(**changes: Any) -> Manifest:
-    config = asdict(config_of("Llama-3.1-8B"))
+    config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     parts = tuple(PartInfo(name, "ab" * 32, 100) for name in stage_parts(2, 5, starter=False))
     manifest = Manifest("tiny", config, config_hash(config), "float32", 3, "secondary1", (2, 5), 5, parts)
     return Manifest(**{**manifest.__dict__, **changes})
@@ -255,12 +256,18 @@ def test_no_manifest(text: str) -> None:
 
 
 def test_config_hash() -> None:
-    config = asdict(config_of("Llama-3.1-8B"))
-    same = {**config, "name": "other", "hf_config": {"org": "x"}, "rope_base": float(config["rope_base"])}
+    config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
+    same = replace(config, name="other", hf_config={"org": "x"}, rope_base=float(config.rope_base))
     assert config_hash(same) == config_hash(config)
-    assert config_hash(json.loads(json.dumps(config))) == config_hash(config)
-    for change in ({"n_layer": 6}, {"norm_eps": 1e-3}, {"rope_adjustments": None}, {"name": "a Gemma"}):
-        assert config_hash({**config, **change}) != config_hash(config)
+    assert config_hash(ModelConfig.of(json.loads(json.dumps(config.plain())))) == config_hash(config)
+    for change in (
+        {"n_layer": 6},
+        {"norm_eps": 1e-3},
+        {"rope_adjustments": None},
+        {"name": "a Gemma"},
+        {"norm_unit_offset": True},
+    ):
+        assert config_hash(replace(config, **change)) != config_hash(config)
 
 
 # -- splits
@@ -326,19 +333,19 @@ def test_layers_by_hand() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cost_of_the_head_is_that_of_its_weights(family: str) -> None:
-    config = asdict(config_of(family))
-    if config["mlp_class_name"] == "LLaMAMoE":  # make every expert one that a token meets
-        config["n_expert_per_token"] = config["n_expert"]
+    config = ModelConfig.from_litgpt(config_of(family))
+    if config.mlp_class_name == "LLaMAMoE":  # make every expert one that a token meets
+        config = replace(config, n_expert_per_token=config.n_expert)
     shapes = model_shapes(config, family)
-    last = config["n_layer"] - 1
+    last = config.n_layer - 1
     block = sum(
         a * b
         for name, (a, b) in _matrices(shapes)
         if name.startswith(f"transformer.h.{last}.") and "gate.w" not in name
     )
-    head = config["n_embd"] * config["padded_vocab_size"]
+    head = config.n_embd * config.padded_vocab_size
     assert head_cost_blocks(config) == pytest.approx(head / block)
-    assert sum(default_split(config, 3)) == config["n_layer"]
+    assert sum(default_split(config, 3)) == config.n_layer
 
 
 def _matrices(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:

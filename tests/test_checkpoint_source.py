@@ -9,7 +9,6 @@ import random
 import shutil
 import struct
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from mdi.checkpoint.manifest import METADATA_KEY, config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.source import LitCheckpoint, open_source
 from mdi.errors import CheckpointError
+from mdi.spec.model import ModelConfig
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 
 
@@ -40,7 +40,7 @@ def test_a_checkpoint(tmp_path: Path, safetensors: bool) -> None:
     path = write_lit(tmp_path / "model", config, state, safetensors=safetensors)
     source = open_source(path)
     assert (source.model, source.dtype) == (config.name, "float32")
-    assert source.config_hash == config_hash(asdict(config))
+    assert source.config_hash == config_hash(ModelConfig.from_litgpt(config))
     assert source.part_names() == stage_parts(0, 5, starter=True)
     seen: State = {}
     for part in source.part_names():
@@ -61,7 +61,7 @@ def test_a_checkpoint(tmp_path: Path, safetensors: bool) -> None:
 def test_chunks_hold_the_checkpoint(tmp_path: Path, family: str) -> None:
     path, state = tiny_lit(tmp_path / "model", family)
     source = LitCheckpoint(path)
-    n_layer = source.config_dict["n_layer"]
+    n_layer = source.config.n_layer
     union: State = {}
     for file in write_chunks(source, path, (1, n_layer - 3, 2)):
         chunk = ChunkFile(file)

@@ -22,6 +22,7 @@ from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.records import BELIEVED_S, stamp_of
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError
+from mdi.spec.model import ModelConfig
 from mdi.stages.window_files import WeightBytes
 
 TENSORS = {"transformer.h.0.a": torch.arange(700_000.0), "transformer.h.0.b": torch.ones(3)}
@@ -58,7 +59,7 @@ def test_a_part_arrives(tmp_path: Path) -> None:
     assert store.path(INFO.sha256).read_bytes() == DATA
     assert max(asked) <= PIECE_BYTES
     assert sum(counted) == len(DATA)
-    tensors = store.part(INFO, {}, "").tensors("block.0")
+    tensors = store.part(INFO, ModelConfig(), "").tensors("block.0")
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
     assert sorted(p.name for p in store.directory.iterdir()) == sorted([f"{INFO.sha256}.safetensors", "checked.json"])
 
@@ -144,11 +145,11 @@ def test_a_file_damaged_later(tmp_path: Path) -> None:
         assert store.has(INFO.sha256)
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError):
-            store.part(INFO, {}, "")
+            store.part(INFO, ModelConfig(), "")
         assert not store.has(INFO.sha256) and not path.exists(), "it can come again"
         store.receive(INFO, 0, io.BytesIO(DATA).read)
     with pytest.raises(CheckpointError):
-        store.part(PartInfo("block.0", "ab" * 32, 1), {}, "")
+        store.part(PartInfo("block.0", "ab" * 32, 1), ModelConfig(), "")
 
 
 def test_a_bit_that_was_lost_while_no_process_looked(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_part_that_the_disk_cannot_read_stays_until_it_has_come_again(
         broken.setattr("builtins.open", lambda p, *a, **o: FailingFile(p) if p == path else opened(p, *a, **o))
         assert not store.has(INFO.sha256)
         with pytest.raises(CheckpointError):
-            store.part(INFO, {}, "")
+            store.part(INFO, ModelConfig(), "")
         assert path.exists()
         store.receive(INFO, 0, io.BytesIO(DATA).read)
     assert path.read_bytes() == DATA and store.has(INFO.sha256)
@@ -221,7 +222,7 @@ def test_using_a_part_does_not_look_like_writing_to_it(tmp_path: Path) -> None:
     os.utime(path, (1000, 1000))
     store.checked.put(INFO.sha256, INFO, stamp_of(path))
     file = WeightBytes(path)
-    store.part(INFO, {}, "")
+    store.part(INFO, ModelConfig(), "")
     file.check()
     file.close()
     assert path.stat().st_mtime == 1000 < path.stat().st_atime
@@ -234,7 +235,7 @@ def test_a_part_that_was_used_stays_longer(tmp_path: Path) -> None:
     newer.write_bytes(bytes(900))
     for path, used_s in ((store.path(INFO.sha256), 1000), (newer, 2000)):
         os.utime(path, (used_s, used_s))
-    store.part(INFO, {}, "")
+    store.part(INFO, ModelConfig(), "")
     assert store.free_space(500, set()) == 900 and store.parts() == (INFO.sha256,)
 
 
@@ -243,7 +244,7 @@ def test_a_part_is_hashed_once_by_all_processes(tmp_path: Path) -> None:
     for _ in range(3):
         store = BlockStore(tmp_path)  # as another process has it
         asked: list[int] = []
-        assert store.has(INFO.sha256, Asked(asked)) and store.part(INFO, {}, "")
+        assert store.has(INFO.sha256, Asked(asked)) and store.part(INFO, ModelConfig(), "")
         assert not asked, "using a file sets its time, which is no reason to hash it"
 
 

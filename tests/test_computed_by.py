@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Speeds
 from mdi.run.choice import planned_ring
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 from secondaries import entry_of, secondary
-from tiny_checkpoint import plain, tiny_config
+from tiny_checkpoint import tiny_config
 
-CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
+CONFIG = ModelConfig.from_litgpt(tiny_config())
 SHAPE = model_shape(CONFIG, "float32")
 KERNELS = "kernels (avx2)"
 
@@ -43,7 +44,7 @@ def cluster(*nodes: NodeProfile) -> ClusterProfile:
     return ClusterProfile(nodes, links, SHAPE.name, SHAPE.config_hash, "float32")
 
 
-def paths(profile: ClusterProfile, config: dict[str, Any], form: str) -> list[str]:
+def paths(profile: ClusterProfile, config: ModelConfig, form: str) -> list[str]:
     found = with_paths(profile, config, model_shape(config, form).config_hash, form)
     return [one.computed_by for one in found.nodes]
 
@@ -51,7 +52,7 @@ def paths(profile: ClusterProfile, config: dict[str, Any], form: str) -> list[st
 def test_a_secondary_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Profiler, "measure", lambda *args: Speeds(0.0, 1e9, (), ()))
     expected = f"kernels ({library.instruction_set()})"
-    latent = plain(asdict(config_of("deepseek-v3-shape")))
+    latent = ModelConfig.from_litgpt(config_of("deepseek-v3-shape"))
     asked = (
         (CONFIG, None, expected),
         (CONFIG, "bfloat16", "torch: --dtype bfloat16"),
@@ -69,8 +70,8 @@ def test_a_model_that_was_not_measured() -> None:
     nodes = node("starter", KERNELS), node("a", "torch: a node without kernels"), node("b", "", "cuda:0")
     gpu = "torch: the device cuda:0"
     assert paths(cluster(*nodes), CONFIG, "int8") == [KERNELS, "torch: a node without kernels", gpu]
-    assert paths(cluster(*nodes), {**CONFIG, "n_layer": 3}, "float32") == [KERNELS, "", gpu]
-    latent = plain(asdict(config_of("deepseek-v3-shape")))
+    assert paths(cluster(*nodes), replace(CONFIG, n_layer=3), "float32") == [KERNELS, "", gpu]
+    latent = ModelConfig.from_litgpt(config_of("deepseek-v3-shape"))
     assert paths(cluster(*nodes), latent, "int8")[0] == "torch: latent attention"
     assert paths(cluster(*nodes), CONFIG, "bfloat16")[0] == "torch: --dtype bfloat16"
 
@@ -95,8 +96,8 @@ def test_caches_in_int8_where_torch_computes_are_told() -> None:
 def tight() -> ClusterProfile:
     """Memory for the caches of sixteen sequences in int8, and not in float32."""
     shape = model_shape(CONFIG, "float32", "int8")
-    caches = [16 * sum(b.cache_bytes(CONFIG["block_size"]) for b in s.blocks) for s in (shape, SHAPE)]
-    used = plan(cluster(node("starter", KERNELS)), shape, Workload(16, CONFIG["block_size"])).nodes[0].memory.total
+    caches = [16 * sum(b.cache_bytes(CONFIG.block_size) for b in s.blocks) for s in (shape, SHAPE)]
+    used = plan(cluster(node("starter", KERNELS)), shape, Workload(16, CONFIG.block_size)).nodes[0].memory.total
     assert caches[1] > 2 * caches[0]
     return cluster(replace(node("starter", KERNELS), memory_bytes=used + (caches[1] - caches[0]) // 2))
 
@@ -108,7 +109,7 @@ def test_a_run_is_placed_by_what_its_caches_hold() -> None:
 
     def place(kv_dtype: str) -> Any:
         computing = choose_computing(CONFIG, Requested(device="cpu", kv_dtype=kv_dtype), "float32")
-        work = Workload(16, CONFIG["block_size"])
+        work = Workload(16, CONFIG.block_size)
         return planned_ring(tight(), weights, StarterOptions(ckpt=Path()), computing, work).placement
 
     assert place("int8").counts == (5,)
@@ -119,7 +120,7 @@ def test_a_run_is_placed_by_what_its_caches_hold() -> None:
 def test_the_command_reckons_with_what_caches_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, config = tmp_path / "cluster.json", tmp_path / "model_config.yaml"
     path.write_text(json.dumps(tight().to_json()))
-    config.write_text(yaml.safe_dump(CONFIG))
+    config.write_text(yaml.safe_dump(CONFIG.plain()))
     flags = ["--profiles", str(path), "--config", str(config), "--n-samples", "16", "--json"]
     assert launch("plan", flags) == 1
     capsys.readouterr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -17,12 +16,12 @@ from mdi.host import resources
 from mdi.host.computing import choose_computing
 from mdi.kernels.layout import codes_of, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 from mdi.stages import torch_stage as stage_module
 from mdi.stages.torch_packed import DeviceLayers, DeviceLinear, unpacked
 from mdi.stages.torch_stage import StarterStage
 from test_packed_linear import weights_of
-from tiny_checkpoint import plain as plain_config
 from tolerance import assert_alike
 
 CPU = torch.device("cpu")
@@ -84,7 +83,7 @@ def test_a_stage_with_the_layers_of_a_gpu(family: str, form: str, monkeypatch: p
 
 def test_formats_and_types_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    config = plain_config(asdict(config_of("Llama-3.1-8B")))
+    config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     asked = choose_computing(config, Requested(device="cuda:0", quantize="int4", quantize_head="int4"), "bfloat16")
     assert (asked.format, asked.head_format, asked.dtype, asked.kv_dtype) == ("int4", "int4", "bfloat16", "bf16")
     assert asked.packing is None, "torch computes"

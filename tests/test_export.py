@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_there_and_back(tmp_path: Path, family: str) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in found)
     convert(out, progress=False)
     again = LitCheckpoint(out)
-    differing = {k for k, v in again.config_dict.items() if v != first.config_dict[k]}
+    differing = {k for k, v in vars(again.config).items() if v != getattr(first.config, k)}
     assert differing <= {"name", "hf_config", "padding_multiple", "vocab_size"}
     for name in first.specs:
         assert torch.equal(again.tensor(name), state[name])
@@ -62,7 +63,7 @@ def test_a_model_that_transformers_does_not_have(tmp_path: Path) -> None:
     config = yaml.safe_load((directory / "model_config.yaml").read_text())
     for change in ({"norm_qk": True, "post_mlp_norm": True}, {"scale_embeddings": True}, {"bias": True}):
         with pytest.raises(CheckpointError) as e:
-            hf_config({**LitCheckpoint(directory).config_dict, **change})
+            hf_config(replace(LitCheckpoint(directory).config, **change))
         assert any(key in str(e.value) for key in change)
     assert config["name"]
 

@@ -417,7 +417,7 @@ def test_blocks_that_only_the_kernels_compute_are_a_base(family: str, tmp_path: 
 def base_stage(source: LitCheckpoint, n_blocks: int) -> KernelStage:
     """The first blocks of a model, with embedding and head."""
     weights = Resident(stage_parts(0, n_blocks, starter=True), source.weights)
-    stage = KernelStage(source.config_dict, 0, n_blocks, weights)
+    stage = KernelStage(source.config, 0, n_blocks, weights)
     stage.prepare(64)
     return stage
 

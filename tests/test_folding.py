@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 
@@ -13,6 +11,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import pack, unpack
+from mdi.spec.model import ModelConfig
 
 
 def plain_tensors(family: str) -> dict[str, np.ndarray]:
@@ -21,11 +20,11 @@ def plain_tensors(family: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folded_weights_are_the_same_model(family: str) -> None:
-    if library.load() is None or why_not_in_kernels(asdict(model_of(family).config)) is not None:
+    if library.load() is None or why_not_in_kernels(ModelConfig.from_litgpt(model_of(family).config)) is not None:
         pytest.skip("computed in torch")
     tensors = plain_tensors(family)
     specs = {name: TensorSpec("F32", tensor.shape) for name, tensor in tensors.items()}
-    config = asdict(model_of(family).config)
+    config = ModelConfig.from_litgpt(model_of(family).config)
     packing = Packing("int8", "int8")
     changed = {name: folded(name, packing, config, tensors.__getitem__, specs)[0][:] for name in tensors}
     norms = [
@@ -35,7 +34,7 @@ def test_folded_weights_are_the_same_model(family: str) -> None:
     ]
     assert bool(norms) == any(not np.array_equal(changed[name], tensors[name]) for name in tensors)
 
-    rows = np.random.default_rng(0).standard_normal((9, config["n_embd"])).astype(np.float32)
+    rows = np.random.default_rng(0).standard_normal((9, config.n_embd)).astype(np.float32)
     results = []
     for state in (tensors, changed):
 
@@ -60,7 +59,7 @@ def test_a_channel_with_a_large_gain_keeps_its_precision() -> None:
     weight[:, [5, 100]] /= 30
     tensors = {"transformer.h.0.attn.qkv.weight": weight, "transformer.h.0.norm_1.weight": gain}
     specs = {name: TensorSpec("F32", tensor.shape) for name, tensor in tensors.items()}
-    config = {"norm_class_name": "RMSNorm", "name": "x", "shared_attention_norm": False}
+    config = ModelConfig(norm_class_name="RMSNorm")
     name = "transformer.h.0.attn.qkv.weight"
     better, _ = folded(name, Packing("int4", "int4"), config, tensors.__getitem__, specs)
     x = rng.standard_normal((4, 192)).astype(np.float32)
@@ -73,8 +72,7 @@ def test_a_channel_with_a_large_gain_keeps_its_precision() -> None:
 
 
 def test_which_norm_a_layer_reads() -> None:
-    shared = {"shared_attention_norm": True}
-    own = {"shared_attention_norm": False}
+    shared, own = ModelConfig(shared_attention_norm=True), ModelConfig()
     assert norm_before("transformer.h.3.mlp.fc_1.weight", own) == "transformer.h.3.norm_2.weight"
     assert norm_before("transformer.h.3.mlp.experts.11.fc_2.weight", own) == "transformer.h.3.norm_2.weight"
     assert norm_before("transformer.h.3.mlp.fc.weight", shared) == "transformer.h.3.norm_1.weight"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from families import config_of, random_gpt
+from mdi.spec.model import ModelConfig
 from mdi_training import frozen_head
 from mdi_training.frozen_head import FrozenHead
 
@@ -34,7 +34,7 @@ def head_of(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FrozenHead, t
     weights = {
         f"{of}.{name}": t.detach().numpy() for of, module in names.items() for name, t in module.named_parameters()
     }
-    head = FrozenHead(asdict(gpt.config), weights)
+    head = FrozenHead(ModelConfig.from_litgpt(gpt.config), weights)
     head.weight = head.weight.double()
     head.bias = None if head.bias is None else head.bias.double()
     return head, gpt.transformer.ln_f.double(), gpt.lm_head.double()

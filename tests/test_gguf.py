@@ -50,7 +50,7 @@ def _tied(config: Config, state: State) -> State:
 
 
 def _model(source: GgufSource) -> GPT:
-    gpt = GPT(Config(**source.config_dict)).eval().requires_grad_(False)
+    gpt = GPT(Config(**source.config.plain())).eval().requires_grad_(False)
     gpt.load_state_dict({name: source.tensor(name).float() for name in source.specs})
     return gpt
 
@@ -79,8 +79,8 @@ def test_greedy_tokens_of_a_trained_model_are_llama_cpps(tmp_path: Path, matrice
     path = write_nano(tmp_path / "nano.gguf", matrices)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == expected["sha256"], "write the ids anew"
     source = GgufSource(path)
-    n_layer = source.config_dict["n_layer"]
-    stage = StarterStage(Config(**source.config_dict), n_layer)
+    n_layer = source.config.n_layer
+    stage = StarterStage(Config(**source.config.plain()), n_layer)
     weights = {name: source.tensor(name) for name in source.specs}
     stage.load(["all"], lambda _: weights, CPU, torch.float32)
     stage.prepare(64, CPU, torch.float32)
@@ -313,7 +313,7 @@ def test_scaling_of_positions_by_yarn_is_read_from_the_file(tmp_path: Path) -> N
         "qwen2.rope.scaling.original_context_length": 40, "qwen2.rope.scaling.yarn_beta_fast": 16.0,
     }  # fmt: skip
     path = write_gguf(tmp_path / "m.gguf", "Qwen2.5-0.5B", config, state, changes=changes)
-    assert GgufSource(path).config_dict["rope_adjustments"] == {
+    assert GgufSource(path).config.rope_adjustments == {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40, "beta_fast": 16.0,
         "attention_factor": pytest.approx(0.1 * math.log(4) + 1),
     }  # fmt: skip
@@ -328,7 +328,7 @@ def test_factors_of_longrope_are_read_from_their_tensors(tmp_path: Path) -> None
         changes={"phi3.rope.scaling.original_context_length": 16, "phi3.rope.scaling.attn_factor": 1.25},
         more={f"rope_factors_{which}.weight": of_which for which, of_which in factors.items()},
     )  # fmt: skip
-    found = GgufSource(path).config_dict["rope_adjustments"]
+    found = GgufSource(path).config.plain()["rope_adjustments"]
     assert found == {
         "rope_type": "longrope", "factor": config.block_size / 16, "original_max_position_embeddings": 16,
         "attention_factor": 1.25, **{f"{which}_factor": of_which.tolist() for which, of_which in factors.items()},

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject, reader
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 from mdi.stages.torch_packed import DeviceLinear
 from mdi.stages.torch_stage import Stage, StarterStage
@@ -30,7 +30,6 @@ from secondaries import cluster_of, secondaries, text_of
 from tensor_frames import frame_of, rows_of
 from test_packed_linear import weights_of
 from test_training_processes import torchrun
-from tiny_checkpoint import plain as plain_config
 from tiny_checkpoint import reference, write_checkpoint
 from tiny_training import argv_of, losses, make_dataset, make_shape, train
 
@@ -155,7 +154,7 @@ def test_a_ring_with_a_gpu_gives_the_same_text(tmp_path: Path, starters: str, se
 
 
 def test_a_gpu_measures_itself(tmp_path: Path) -> None:
-    config = plain_config(asdict(config_of("Llama-3.1-8B")))
+    config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     computing = choose_computing(config, Requested(device="cuda:0", dtype="float32"), "float32")
     assert computing.packing is None and computing.format == "float32"
     profile = Profiler("node", tmp_path, span_s=0.005).profile(

@@ -8,7 +8,6 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from mdi.net.keys import KeyFile
 from mdi.net.link import Connection
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import FrameCodec
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import SUMS
 from mdi.tensor import joining
 from mdi.tensor.group import Group, Member
@@ -151,12 +151,12 @@ def test_sums_go_on_whatever_breaks(n: int, algorithm: str, is_sealed: bool, tmp
 def test_frames_go_on_whatever_breaks_while_they_are_computed(n: int) -> None:
     """Connections break at any time, in a sum of the kernels or between two, and other threads replace them meanwhile."""
     gpt, ids = model_of("Llama-3.1-8B"), prompt(40, 3)
-    config, is_over = asdict(gpt.config), threading.Event()
+    config, is_over = ModelConfig.from_litgpt(gpt.config), threading.Event()
     done: list[int] = []
 
     def frames_of(nodes: Nodes) -> list[bytes]:
         stages = stages_of(gpt, share_out(config, [1.0] * n), nodes.sums)
-        rows = [np.random.default_rng(i).normal(0, 1, (1 + i % 3, config["n_embd"])) for i in range(len(ids))]
+        rows = [np.random.default_rng(i).normal(0, 1, (1 + i % 3, config.n_embd)) for i in range(len(ids))]
         x = [one.astype(np.float32) for one in rows]
 
         def work(rank: int) -> list[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window_budget import WindowMemory, WindowOptions
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {li
 
 PROMPTS = ("The ring", "Every node keeps a cache for each sequence. " * 3)
 SAMPLED = SamplingParams(40, temperature=0.8, top_k=20, seed=5)
-KNOWN = [f for f in FAMILIES if why_not_in_kernels(asdict(model_of(f).config)) is None]
+KNOWN = [f for f in FAMILIES if why_not_in_kernels(ModelConfig.from_litgpt(model_of(f).config)) is None]
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def stage_of(gpt: GPT, form: str, cache_type: str) -> KernelStage:
         packed = pack("float32" if "mlp.gate." in name else form, value) if is_linear and value.ndim == 2 else value
         part = f"block.{parts[2]}" if parts[1] == "h" else "embedding" if name == EMBEDDING else "head"
         weights.setdefault(part, {})[name] = packed
-    config = asdict(gpt.config)
+    config = ModelConfig.from_litgpt(gpt.config)
     names = ["embedding", *(f"block.{i}" for i in range(gpt.config.n_layer)), "head"]
     stage = KernelStage(config, 0, gpt.config.n_layer, Resident(names, lambda part: weights[part]), 1, cache_type)
     stage.prepare(CONTEXT)

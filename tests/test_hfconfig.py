@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.placement.model import model_shape
-from mdi.spec.model import litgpt_fields, why_not_litgpt
+from mdi.spec.model import ModelConfig, litgpt_fields, why_not_litgpt
 from real_configs import OFFICIAL, OWN, REAL, REFUSED
 
 # not what is computed; or (eps of Gemma and SmolLM) the table is less exact than the file
@@ -40,8 +39,8 @@ _TABLE_DIFFERS = {
 @pytest.mark.parametrize("form", REAL)
 def test_a_real_config_gives_the_settings_of_litgpts_table(form: str) -> None:
     name, hf = REAL[form]
-    found = derive_config(hf, "my-model", Path("config.json"))
-    expected: dict[str, Any] = asdict(Config.from_name(name))
+    found = derive_config(hf, "my-model", Path("config.json")).plain()
+    expected = ModelConfig.from_litgpt(Config.from_name(name)).plain()
     differing = {key for key in expected if key not in _NOT_COMPARED and found[key] != expected[key]}
     assert differing == _TABLE_DIFFERS.get(form, set())
     eps = next((hf[key] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if key in hf), None)
@@ -86,7 +85,7 @@ def test_a_name_given_by_hand_must_agree_with_config_json(
 ) -> None:
     name, hf = REAL[form]
     config, kind = choose_config(_folder(tmp_path / "a", hf), name)
-    assert config["name"] == name and kind is None
+    assert config.name == name and kind is None
     with pytest.raises(CheckpointError, match=f"'{name}': {field} is "):
         choose_config(_folder(tmp_path / "b", {**hf, **changes}), name)
 
@@ -95,7 +94,7 @@ def test_a_name_given_by_hand_must_agree_with_config_json(
 def test_a_real_config_of_a_family_that_litgpt_lacks(form: str) -> None:
     expected, hf = OWN[form]
     found = derive_config(hf, "my-model", Path("config.json"))
-    assert {key: found[key] for key in expected} == expected
+    assert {key: found.plain()[key] for key in expected} == expected
     assert why_not_litgpt(found) is not None and why_not_in_kernels(found) is None
     with pytest.raises(ValueError, match="only nodes that generate"):
         litgpt_fields(found)
@@ -140,8 +139,8 @@ def test_models_are_as_large_as_their_makers_say(name: str) -> None:
     config = published_config(name)
     assert config is not None and config == published_config(name.partition("/")[2])
     sizes = {name: math.prod(shape) for name, shape in model_shapes(config, "").items()}
-    n_all = sum(sizes.values()) - (0 if config["n_expert"] else sizes["lm_head.weight"])
-    assert n_all / 1e9 == pytest.approx(billions, rel=differs if config["n_expert"] else 2e-5)
+    n_all = sum(sizes.values()) - (0 if config.n_expert else sizes["lm_head.weight"])
+    assert n_all / 1e9 == pytest.approx(billions, rel=differs if config.n_expert else 2e-5)
     shape = model_shape(config, "mxfp4")
     assert (shape.head_macs + sum(block.macs for block in shape.blocks)) / 1e9 == pytest.approx(active, rel=differs)
     if "gpt-oss" in name:
@@ -190,7 +189,7 @@ def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
     whole = {"model_type": "gemma3", "text_config": REAL["Gemma 3 4B, its language part"][1], "vision_config": {}}
     (directory / "config.json").write_text(json.dumps(whole))
     config, kind = choose_config(directory, None)
-    assert kind == "gemma3_text" and config["n_layer"] == 34 and "Gemma" in config["name"]
+    assert kind == "gemma3_text" and config.n_layer == 34 and "Gemma" in config.name
 
 
 @pytest.mark.parametrize(
@@ -225,4 +224,4 @@ def test_scaling_of_positions_is_kept_in_transformers_terms(
     scaling: dict[str, Any], expected: dict[str, Any], context: int
 ) -> None:
     config = derive_config({**REAL["TinyLlama 1.1B"][1], "rope_scaling": scaling}, "my-model", Path("config.json"))
-    assert config["rope_adjustments"] == expected and config["block_size"] == context
+    assert config.plain()["rope_adjustments"] == expected and config.block_size == context

@@ -69,7 +69,7 @@ def test_tokens_over_one_node_and_three_are_litgpts(tmp_path: Path, family: str)
     source = open_source(folder)
     assert isinstance(source, HfFolder)
     assert_holds(source, state)
-    gpt = GPT(Config(**source.config_dict)).eval().requires_grad_(False)
+    gpt = GPT(Config(**source.config.plain())).eval().requires_grad_(False)
     gpt.load_state_dict(state)
     ids = prompt(20, 3)
     expected = greedy(gpt, ids, N_TOKENS)
@@ -305,7 +305,7 @@ def test_a_ring_of_processes_and_a_chat(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_settings_are_read_without_the_weights(folder: Path) -> None:
-    expected = open_source(folder).config_dict
+    expected = open_source(folder).config
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     assert settings_of(folder) == expected

@@ -6,6 +6,7 @@ The layers of the packages stand in pyproject.toml, for `make lint`.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from mdi.spec.model import NAME_WORDS, ModelConfig
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
@@ -196,7 +199,74 @@ def test_a_models_config_is_read_without_torch() -> None:
     code = (
         "import sys; from pathlib import Path; from mdi.checkpoint.shapes import read_config; "
         f"config = read_config(Path({str(path)!r})); "
-        "print(config['n_layer'], 'torch' in sys.modules, 'litgpt' in sys.modules)"
+        "print(config.n_layer, 'torch' in sys.modules, 'litgpt' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=SRC)
     assert done.stdout.split() == ["8", "False", "False"]
+
+
+# What a ModelConfig has, and nothing else that is read by a text.
+FIELDS = {entry.name for entry in dataclasses.fields(ModelConfig)} - {"name", "bias", "vocab_size", "alibi"}
+# Modules that read or write another form of it, or a file that is called a config as well.
+BORDERS = {
+    "mdi.spec.model": "makes the class from its plain form, and knows what litgpt reads in names",
+    "mdi.spec.limits": "checks the plain form",
+    "mdi.checkpoint.hfconfig": "reads config.json",
+    "mdi.checkpoint.ggufconfig": "makes what config.json would say",
+    "mdi.checkpoint.folder": "looks for one number in files of which nothing is known yet",
+    "mdi.checkpoint.quantized": "reads config.json",
+    "mdi.text.tokenizer": "reads tokenizer_config.json",
+    "mdi.text.templates": "reads tokenizer_config.json",
+    "mdi.cli.plan": "looks into litgpt's table",
+}
+
+
+def texts_for_fields(tree: Iterable[ast.AST]) -> list[tuple[str, int]]:
+    """Where a config is read by a text instead of a field, or a family is looked for in a name; with the line."""
+    found = []
+    for node in tree:
+        owner, text = None, None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            owner, text = node.value, node.slice
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and node.args
+        ):
+            owner, text = node.func.value, node.args[0]
+        elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and node.left.value in NAME_WORDS:
+            is_search = isinstance(node.ops[0], (ast.In, ast.NotIn))
+            found += [(ast.unparse(node), node.lineno)] * is_search
+        if owner is not None and isinstance(text, ast.Constant) and isinstance(text.value, str):
+            name = ast.unparse(owner).rpartition(".")[2].strip("_")
+            is_config = name.endswith("config") and name != "hf_config"  # a field itself
+            if is_config or text.value in FIELDS:
+                found.append((ast.unparse(node), node.lineno))
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "config['name']", "self._config['x']", "model.config.get('x')", "c['n_embd']", "c.get('norm_eps', 1e-5)",
+        "f\"{config['x']}\"", "'Gemma' in name", "'OLMo' not in config.name",
+    ],
+)  # fmt: skip
+def test_texts_for_fields_are_found(code: str) -> None:
+    assert texts_for_fields(ast.walk(ast.parse(code)))
+
+
+@pytest.mark.parametrize("code", ["config.n_embd", "own['n_embd'] = 1", "row['name']", "config[0]", "'Gemma' == x"])
+def test_other_texts_are_left_alone(code: str) -> None:
+    assert not texts_for_fields(ast.walk(ast.parse(code)))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_a_models_config_is_read_by_its_fields(path: Path) -> None:
+    """Everything reads a ModelConfig: its plain form is only for files, messages, the hash and litgpt."""
+    found = texts_for_fields(nodes_of(path))
+    if module_name(path) in BORDERS:
+        assert found, "this module needs no exception any more"
+    else:
+        assert not found

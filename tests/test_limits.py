@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.page_sizes import windows_of
 from mdi.spec.limits import LIMITS, excess
+from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_stage import Stage, module_bytes, run_bytes
 from secondaries import entry_of, secondary
@@ -44,12 +46,17 @@ HOSTILE = {
 }
 
 
-def init_request(config: dict[str, Any], stop: int) -> InitRequest:
+def told(plain: dict[str, Any]) -> Any:
+    """What a stranger says instead of a ModelConfig."""
+    return SimpleNamespace(plain=lambda: plain)
+
+
+def init_request(config: Any, stop: int) -> InitRequest:
     """One that claims that its parts have a byte each."""
     parts = tuple(PartSpec(f"block.{i}", f"{i:064x}", 1) for i in range(1, stop))
     return InitRequest(
         run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
-        model="m", config=config, config_hash=config_hash(config),
+        model="m", config=config, config_hash=config_hash(config) if isinstance(config, ModelConfig) else "c",
         stored_dtype="float32", blocks=(1, stop), parts=parts, max_length=10,
     )  # fmt: skip
 
@@ -70,20 +77,17 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_too_large_is_refused_at_each_door(name: str) -> None:
-    config = HOSTILE[name]
+    config, stop = HOSTILE[name], 2
     assert excess(config)
-    stop = 2
     for read, request in (
-        (InitRequest.from_json, init_request(config, stop).to_json()),
-        (ProfileRequest.from_json, ProfileRequest(config, "c", "float32").to_json()),
+        (InitRequest.from_json, init_request(told(config), stop).to_json()),
+        (ProfileRequest.from_json, ProfileRequest(told(config), "c", "float32").to_json()),
     ):
         with pytest.raises(ControlError) as caught:
             read({**request, "parts": [vars(part) for part in request.get("parts", ()) if isinstance(part, PartSpec)]})
         assert caught.value.status == 400
     with pytest.raises(CheckpointError):
         full_config(config, "model_config.yaml")
-    with pytest.raises(CheckpointError):
-        model_shapes(config, "a model")
 
 
 def test_no_model_that_exists_is_refused() -> None:
@@ -101,7 +105,7 @@ def test_shapes_are_those_of_the_whole_model(family: str) -> None:
     config = config_of(family)
     with torch.device("meta"):
         expected = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
-    assert model_shapes(asdict(config), family) == expected
+    assert model_shapes(ModelConfig.from_litgpt(config), family) == expected
 
 
 def test_shapes_of_every_type_of_model_that_litgpt_knows() -> None:
@@ -115,7 +119,7 @@ def test_shapes_of_every_type_of_model_that_litgpt_knows() -> None:
         config.n_layer, config.n_expert, config.block_size = 1, min(config.n_expert, 3), 8
         with torch.device("meta"):
             expected = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
-        assert model_shapes(asdict(config), config.name) == expected
+        assert model_shapes(ModelConfig.from_litgpt(config), config.name) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,13 +133,8 @@ def test_shapes_of_every_type_of_model_that_litgpt_knows() -> None:
 )
 def test_shapes_of_what_litgpt_does_not_build(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError) as e:
-        model_shapes({**asdict(config_of("Llama-2-7b-hf")), **change}, "it")
+        model_shapes(full_config({**asdict(config_of("Llama-2-7b-hf")), **change}, "it"), "it")
     assert "it" in str(e.value) and e.value.code == "weights"
-    missing = asdict(config_of("Llama-2-7b-hf"))
-    del missing["n_query_groups"]
-    with pytest.raises(CheckpointError) as e:
-        model_shapes(missing, "it")
-    assert "n_query_groups" in str(e.value) and e.value.code == "weights"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,7 +146,7 @@ def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int
     config.first_k_dense_replace = n_dense
     with torch.device("meta"):
         expected = {name: tuple(t.shape) for name, t in GPT(config).state_dict().items()}
-    assert model_shapes(asdict(config), family) == expected
+    assert model_shapes(ModelConfig.from_litgpt(config), family) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,7 +154,7 @@ def test_caches_of_blocks_that_are_not_built(family: str) -> None:
     config = config_of(family)
     stage = Stage(config, 1, config.n_layer)
     windows = [getattr(block.attn, "window", None) for block in stage.blocks]
-    assert windows_of(vars(config), 1, config.n_layer) == windows
+    assert windows_of(ModelConfig.from_litgpt(config), 1, config.n_layer) == windows
     assert run_bytes(config, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
 
 
@@ -173,7 +172,7 @@ def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
 
 def test_a_node_builds_nothing_for_weights_that_have_not_come(tmp_path: Path, built: list[int]) -> None:
     """The largest model that is allowed, by parts of a byte: told what it lacks, and nothing of it stands in memory."""
-    config = asdict(config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512))
+    config = ModelConfig.from_litgpt(config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512))
     with secondary(0, tmp_path / "cache") as node:
         client = ControlClient(entry_of(node))
         client.init(init_request(config, 64))
@@ -186,10 +185,10 @@ def test_a_node_builds_nothing_for_weights_that_have_not_come(tmp_path: Path, bu
 def test_modules_count_as_memory(built: list[int]) -> None:
     """Where torch computes, many experts take memory even without weights: on a small board more than there is."""
     config = config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512)
-    request = init_request(asdict(config), 64)
+    request = init_request(ModelConfig.from_litgpt(config), 64)
     caches = run_bytes(config, 1, 64, request.max_length, torch.float32)
     assert (
-        ModelFamily().stage_bytes(asdict(config), (1, 64), request.max_length, "float32") - caches
+        ModelFamily().stage_bytes(ModelConfig.from_litgpt(config), (1, 64), request.max_length, "float32") - caches
         == module_bytes(config, 1, 64)
         > 300e6
     )
@@ -201,8 +200,8 @@ def test_a_stranger_s_request_leaves_the_node_free(tmp_path: Path, built: list[i
         client = ControlClient(entry_of(node))
         for config in (HOSTILE["experts"], HOSTILE["blocks"], HOSTILE["blocks with windows"]):
             for ask in (
-                lambda config=config: client.init(init_request(config, 2)),
-                lambda config=config: client.profile(ProfileRequest(config, "c", "float32")),
+                lambda config=config: client.init(init_request(told(config), 2)),
+                lambda config=config: client.profile(ProfileRequest(told(config), "c", "float32")),
             ):
                 with pytest.raises(ControlError) as caught:
                     ask()  # type: ignore[no-untyped-call]
@@ -213,7 +212,7 @@ def test_a_stranger_s_request_leaves_the_node_free(tmp_path: Path, built: list[i
 def test_measuring_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of large blocks may take long to build: the node is free again at the next block."""
     monkeypatch.setattr("mdi.node.self_measurement.PROFILE_S", 0.2)
-    config = asdict(config_of("Mixtral-8x7B-v0.1", n_layer=8))
+    config = ModelConfig.from_litgpt(config_of("Mixtral-8x7B-v0.1", n_layer=8))
     go_on, n_built = threading.Event(), 0
     real = mdi.stages.torch_stage.Stage.make_block
 

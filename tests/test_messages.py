@@ -31,13 +31,14 @@ from mdi.net.keys import KeyFile
 from mdi.net.message import PIECE_BYTES, ExchangeError, Message
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, read_frame, send_frame
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.model import ModelConfig
 from node_ports import BareNode, Pushing, opened, ring_port_of
 
 DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
 PART = PartSpec("block.1", hashlib.sha256(DATA).hexdigest(), len(DATA))
 RUN = "0123456789abcdef"
-PROFILE = ProfileRequest({"n_layer": 5, "name": "x" * 9000}, "c" * 64, "float32")
+PROFILE = ProfileRequest(ModelConfig(n_layer=5, name="x" * 9000), "c" * 64, "float32")
 
 
 class Node(BareNode):

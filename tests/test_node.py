@@ -35,6 +35,7 @@ from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import check_capacity
@@ -430,7 +431,7 @@ def test_the_same_starter_is_used_for_several_samples_after_one_another(ring: Ri
 def request(**changes: Any) -> InitRequest:
     fields: dict[str, Any] = {
         "run": "0" * 16, "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p",
-        "next_addr": "127.0.0.1", "next_port": 1, "model": "m", "config": {"n_layer": 1}, "config_hash": "h",
+        "next_addr": "127.0.0.1", "next_port": 1, "model": "m", "config": ModelConfig(n_layer=1), "config_hash": "h",
         "stored_dtype": "float32",
         "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "max_length": 10,
     }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.run.run import Run
-from mdi.spec.model import why_not_litgpt
+from mdi.spec.model import ModelConfig, why_not_litgpt
 from mdi.spec.options import Requested
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
@@ -109,12 +110,12 @@ def made(family: str, tmp_path: Path, **sizes: Any) -> LitCheckpoint:
             state[name] += 1
     folder.mkdir()
     save_file(state, folder / "lit_model.safetensors")
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config.plain()), encoding="utf-8")
     return LitCheckpoint(folder)
 
 
 def ids_of(source: WeightSource) -> np.ndarray:
-    return np.random.default_rng(2).integers(0, source.config_dict["vocab_size"], LENGTH)
+    return np.random.default_rng(2).integers(0, source.config.vocab_size, LENGTH)
 
 
 def logits_of(stage: KernelStage, ids: np.ndarray) -> np.ndarray:
@@ -127,16 +128,16 @@ def logits_of(stage: KernelStage, ids: np.ndarray) -> np.ndarray:
 
 
 def stage_of(source: WeightSource, cache_type: str = "float32", packing: Packing | None = None) -> KernelStage:
-    n_layer = source.config_dict["n_layer"]
+    n_layer = source.config.n_layer
     weights = Resident(stage_parts(0, n_layer, starter=True), lambda part: source.weights(part, packing))
-    stage = KernelStage(source.config_dict, 0, n_layer, weights, cache_type=cache_type)
+    stage = KernelStage(source.config, 0, n_layer, weights, cache_type=cache_type)
     stage.prepare(LENGTH)
     return stage
 
 
 def expected(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
     """Logits of the whole text in float64, straight from the definitions."""
-    c, kind = source.config_dict, source.model
+    c, kind = source.config, source.model
     if kind in ("glm", "minimax"):
         return expected_of_experts(source, ids)
     w = {name: source.array(name).astype(np.float64) for name in source.specs}
@@ -144,11 +145,11 @@ def expected(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
         return expected_gpt_oss(c, w, ids)
     positions = np.arange(len(ids))
     mask = np.where(positions[:, None] >= positions, 0.0, -np.inf)
-    size, n_head = c["head_size"], c["n_head"]
+    size, n_head = c.head_size, c.n_head
 
     def norm(x: np.ndarray, path: str) -> np.ndarray:
         x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps)
         return x * w[f"{path}.weight"] + w[f"{path}.bias"]
 
     def linear(x: np.ndarray, path: str) -> np.ndarray:
@@ -179,7 +180,7 @@ def expected(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
         x = norm(x, "transformer.wte_norm")
     elif kind != "falcon-rw":
         x = x + w["transformer.wpe.weight"][: len(ids)]
-    for block in (f"transformer.h.{i}" for i in range(c["n_layer"])):
+    for block in (f"transformer.h.{i}" for i in range(c.n_layer)):
         if kind == "opt-behind":
             x = norm(x + attention(x, f"{block}.attn"), f"{block}.post_attention_norm")
             x = norm(x + mlp(x, f"{block}.mlp"), f"{block}.post_mlp_norm")
@@ -243,13 +244,13 @@ def expected_of_experts(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
     return norm(x, "transformer.ln_f") @ w["lm_head.weight"].T
 
 
-def expected_gpt_oss(c: dict[str, Any], w: Arrays, ids: np.ndarray) -> np.ndarray:
-    n, size, n_head, n_groups = len(ids), c["head_size"], c["n_head"], c["n_query_groups"]
+def expected_gpt_oss(c: ModelConfig, w: Arrays, ids: np.ndarray) -> np.ndarray:
+    n, size, n_head, n_groups = len(ids), c.head_size, c.n_head, c.n_query_groups
     cos, sin = (table[0].astype(np.float64) for table in rope_tables(c, n))
     distance = np.arange(n)[:, None] - np.arange(n)
 
     def norm(x: np.ndarray, path: str) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * w[f"{path}.weight"]
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * w[f"{path}.weight"]
 
     def linear(x: np.ndarray, path: str) -> np.ndarray:
         return x @ w[f"{path}.weight"].T + w[f"{path}.bias"]
@@ -271,7 +272,7 @@ def expected_gpt_oss(c: dict[str, Any], w: Arrays, ids: np.ndarray) -> np.ndarra
     def experts(x: np.ndarray, path: str) -> np.ndarray:
         y = np.zeros_like(x)
         for row, scores in enumerate(linear(x, f"{path}.gate")):
-            best = np.argsort(-scores)[: c["n_expert_per_token"]]
+            best = np.argsort(-scores)[: c.n_expert_per_token]
             for e in best:
                 share = np.exp(scores[e]) / np.exp(scores[best]).sum()
                 gate = np.minimum(linear(x[row], f"{path}.experts.{e}.fc_1"), 1.5)
@@ -280,7 +281,7 @@ def expected_gpt_oss(c: dict[str, Any], w: Arrays, ids: np.ndarray) -> np.ndarra
         return y
 
     x = w["transformer.wte.weight"][ids]
-    for i, block in enumerate(f"transformer.h.{i}" for i in range(c["n_layer"])):
+    for i, block in enumerate(f"transformer.h.{i}" for i in range(c.n_layer)):
         x = x + attention(norm(x, f"{block}.norm_1"), f"{block}.attn", n if i % 2 else 20)
         x = x + experts(norm(x, f"{block}.norm_2"), f"{block}.mlp")
     return norm(x, "transformer.ln_f") @ w["lm_head.weight"].T
@@ -298,9 +299,9 @@ ADAPTED = {
 def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_path: Path) -> None:
     """Learned rows are refused: nothing here could train them."""
     source, folder, generator = made(family, tmp_path), tmp_path / "lora", np.random.default_rng(6)
-    config, layers = source.config_dict, "transformer.h" if family in ("bloom", "falcon-rw", "gpt2") else "model.layers"
+    config, layers = source.config, "transformer.h" if family in ("bloom", "falcon-rw", "gpt2") else "model.layers"
     state, tensors = {name: np.array(source.array(name)) for name in source.specs}, Arrays()
-    for block in range(config["n_layer"]):
+    for block in range(config.n_layer):
         for module in ADAPTED[family]:
             pieces, n_out, n_in = adapted_rows(config, family, block, module)
             a, b = (0.3 * generator.standard_normal(shape, dtype=np.float32) for shape in ((2, n_in), (n_out, 2)))
@@ -313,9 +314,9 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_p
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
     of = AdapterSource([open_adapter(AdapterName("x", folder), 1, config, lambda: None)], lambda part: source)
-    weights = Resident(stage_parts(0, config["n_layer"], starter=True), source.weights)
+    weights = Resident(stage_parts(0, config.n_layer, starter=True), source.weights)
     own = {part: of.weights(part) for part in of.part_names()}
-    stage = KernelStage(config, 0, config["n_layer"], weights, adapters=own)
+    stage = KernelStage(config, 0, config.n_layer, weights, adapters=own)
     stage.prepare(LENGTH)
     ids = ids_of(source)
     part = [Slice(with_adapter(1, 0), 0, LENGTH, LENGTH)]
@@ -354,7 +355,7 @@ def test_neither_clamps_nor_sinks_hide_what_is_not_finite(force: str, tensor: st
         return found
 
     with forced(force):
-        stage = KernelStage(source.config_dict, 0, 3, Resident(stage_parts(0, 3, starter=True), weights))
+        stage = KernelStage(source.config, 0, 3, Resident(stage_parts(0, 3, starter=True), weights))
         stage.prepare(LENGTH)
         found = np.isfinite(logits_of(stage, ids_of(source))).all(axis=1)
     if tensor == "attn.sinks":
@@ -429,20 +430,20 @@ ARCHITECTURES = {"glm": "glm4moe", "minimax": "minimax-m2", "bloom": "bloom", "g
 
 def write_gguf(path: Path, source: LitCheckpoint, **changes: Any) -> Path:
     """As llama.cpp's own converter does, with a block of GLM's that predicts further tokens."""
-    c, is_glm = source.config_dict, source.model == "glm"
+    c, is_glm = source.config, source.model == "glm"
     arch = ARCHITECTURES[source.model]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_string("tokenizer.ggml.model", "none")
     fields: dict[str, Any] = {
-        "vocab_size": 96, "context_length": c["block_size"], "embedding_length": 48, "block_count": 4 if is_glm else 3,
-        "feed_forward_length": c["intermediate_size"], "attention.head_count": 6,
-        "attention.head_count_kv": c["n_query_groups"],
+        "vocab_size": 96, "context_length": c.block_size, "embedding_length": 48, "block_count": 4 if is_glm else 3,
+        "feed_forward_length": c.intermediate_size, "attention.head_count": 6,
+        "attention.head_count_kv": c.n_query_groups,
     }  # fmt: skip
-    if c["n_expert"]:
+    if c.n_expert:
         fields |= {
             "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8, "rope.freq_base": 1e4,
             "attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 7, "expert_used_count": 3, "expert_gating_func": 2,
-            "expert_feed_forward_length": c["moe_intermediate_size"] or c["intermediate_size"],
+            "expert_feed_forward_length": c.moe_intermediate_size or c.intermediate_size,
         }  # fmt: skip
     else:
         fields["attention.layer_norm_epsilon"] = 1e-5
@@ -463,7 +464,7 @@ def write_gguf(path: Path, source: LitCheckpoint, **changes: Any) -> Path:
         theirs = theirs.replace("norm_2", "post_attention_norm" if is_glm else "ffn_norm")
         if "_exps" in theirs:
             stacked.setdefault(theirs, []).append(array)
-        elif ".qkv." in theirs and c["n_expert"]:
+        elif ".qkv." in theirs and c.n_expert:
             for x, part in zip("qkv", np.split(array, [96, 128]), strict=True):
                 written[theirs.replace("attn.qkv", f"attn_{x}")] = part
         else:
@@ -514,9 +515,9 @@ def test_a_gguf_file_is_the_same_model_and_has_llama_cpps_tokens(name: str, tmp_
     assert continued(found, prompt_of(source)) == GREEDY[name]
     assert found.specs.keys() == source.specs.keys()
     assert all(np.array_equal(found.array(key), source.array(key)) for key in source.specs)
-    assert {**found.config_dict, "norm_eps": 1e-5, "name": name} == source.config_dict
+    assert replace(found.config, norm_eps=1e-5, name=name) == source.config
     of_experts = {"expert_gating_func": 1, "expert_count": 6, "nextn_predict_layers": 4}
-    for key, value in {"block_count": 5, **(of_experts if source.config_dict["n_expert"] else {})}.items():
+    for key, value in {"block_count": 5, **(of_experts if source.config.n_expert else {})}.items():
         with pytest.raises(CheckpointError):
             GgufSource(write_gguf(tmp_path / "bad.gguf", source, **{key: value}))
 
@@ -535,22 +536,22 @@ def test_caches_of_fewer_bits_are_near(source: LitCheckpoint, cache_type: str, t
     ids = ids_of(source)
     of_rows = np.abs(logits_of(stage_of(source, cache_type), ids) - logits_of(stage_of(source), ids)).max(axis=1)
     # A row that another expert gets is far away.
-    difference = np.median(of_rows) if source.config_dict["n_expert"] else of_rows.max()
+    difference = np.median(of_rows) if source.config.n_expert else of_rows.max()
     assert 0 < difference < tolerance
 
 
 def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp_path: Path) -> None:
     packed, ids = PackedSource(source, Packing("int8", "int8")), ids_of(source)
-    (path,) = write_chunks(packed, tmp_path / "chunks", (source.config_dict["n_layer"],))
+    (path,) = write_chunks(packed, tmp_path / "chunks", (source.config.n_layer,))
     chunk = ChunkFile(path)
     whole = logits_of(stage_of(chunk), ids)
     assert np.array_equal(whole, logits_of(stage_of(source, packing=Packing("int8", "int8")), ids))
-    parts = stage_parts(0, source.config_dict["n_layer"], starter=True)
+    parts = stage_parts(0, source.config.n_layer, starter=True)
     weights = open_window(
         "starter", WindowOptions(2), parts, lambda part: chunk, Packing("int8", "int8"), tmp_path, RunMemory(0, None, 0),
         Cancel(),
     )  # fmt: skip
-    stage = KernelStage(source.config_dict, 0, source.config_dict["n_layer"], weights)
+    stage = KernelStage(source.config, 0, source.config.n_layer, weights)
     try:
         stage.prepare(LENGTH)
         assert np.array_equal(logits_of(stage, ids), whole)
@@ -559,9 +560,9 @@ def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp
 
 
 def test_shares_of_a_group_add_up(source: LitCheckpoint) -> None:
-    config, ids = source.config_dict, ids_of(source)
+    config, ids = source.config, ids_of(source)
     shares = share_out(config, (1.0, 3.0, 0.0, 2.0))
-    n_layer, n = config["n_layer"], shares.n_nodes
+    n_layer, n = config.n_layer, shares.n_nodes
     with meshes(n) as found:
         reduces = sums(found)
 
@@ -587,7 +588,7 @@ def test_shares_of_a_group_add_up(source: LitCheckpoint) -> None:
 
 
 def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoint) -> None:
-    config = source.config_dict
+    config = source.config
     for asked in (Requested(device="cpu", dtype="bfloat16"), Requested(device="cuda")):
         with pytest.raises(UsageError) as caught:
             choose_computing(config, asked, source.dtype)
@@ -600,12 +601,12 @@ def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoin
 def test_a_node_without_kernels_refuses_what_only_they_compute(
     source: LitCheckpoint, tmp_path: Path, in_torch: None
 ) -> None:
-    request = ProfileRequest(source.config_dict, source.config_hash, source.dtype)
+    request = ProfileRequest(source.config, source.config_hash, source.dtype)
     with secondary(0, tmp_path / "cache") as one, pytest.raises(ControlError) as refused:
         ControlClient(entry_of(one)).profile(request)
     told = str(refused.value)
     assert "can be computed by the kernels alone" in told and "a node without kernels" in told
-    assert str(why_not_litgpt(source.config_dict)) in told
+    assert str(why_not_litgpt(source.config)) in told
 
 
 @pytest.mark.parametrize("method", ["lora", "prompt", "prefix"])
@@ -626,7 +627,7 @@ def test_nothing_is_learned_within_blocks_that_only_the_kernels_compute(
     own = ["--method", method, "--prompt-length", "2", "--sequence-length", "16", "--device", "cpu"]
     assert launch("finetune", [*given, *own]) == 2
     told = capsys.readouterr().err
-    assert f"--method {method}: torch has no blocks with {why_not_litgpt(source.config_dict)}" in told
+    assert f"--method {method}: torch has no blocks with {why_not_litgpt(source.config)}" in told
     assert source.model in told and not (tmp_path / "out").exists()
 
 
@@ -634,23 +635,23 @@ def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:
     source, out = made("gpt-oss", tmp_path), tmp_path / "gpt-oss-again"
     export_hf(source, source.path, out)
     again = HfFolder(out, cache=tmp_path / "cache")
-    assert {**again.config_dict, "name": "gpt-oss"} == source.config_dict
+    assert replace(again.config, name="gpt-oss") == source.config
     assert again.specs == source.specs
     for name in source.specs:
         assert np.array_equal(again.array(name), source.array(name)), name
     for change in ({"router_bias": False}, {"rope_interleave": True}, {"embedding_norm": True}):
         with pytest.raises(CheckpointError, match=next(iter(change))):
-            hf_config({**source.config_dict, **change})
+            hf_config(replace(source.config, **change))
 
 
 def test_falcons_positions_are_rounded_to_bfloat16() -> None:
     """Numbers of 9 bits lose their last one: 257 becomes 256, and 259 becomes 260."""
-    config = {"alibi": "falcon", "n_head": 2, "head_size": 16}
+    config = ModelConfig(alibi="falcon", n_head=2, head_size=16, rotary_percentage=0.0)
     found = score_bias(config, 300)
     assert found is not None and found.shape == (2, 320)
     assert found[0, [255, 257, 259, 261]].tolist() == [n * 2.0**-4 / 4 for n in (255, 256, 260, 260)]
     # As transformers writes it; of twelve heads, four have slopes that are no powers of two.
     slopes = torch.from_numpy(alibi_slopes(12)).bfloat16()[:, None]
     expected = (slopes * torch.arange(320)).float().numpy() / 4
-    twelve = score_bias({**config, "n_head": 12}, 300)
+    twelve = score_bias(replace(config, n_head=12, n_query_groups=12), 300)
     assert twelve is not None and np.array_equal(twelve, expected)

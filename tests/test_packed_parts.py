@@ -64,7 +64,7 @@ def to_pack(source: PackedSource, state: State) -> State:
     """The numbers that are packed: with gains of norms in the weights behind them, where that is done."""
     arrays = {name: as_array(tensor.float()) for name, tensor in state.items()}
     specs = {name: TensorSpec("F32", array.shape) for name, array in arrays.items()}
-    config = source.config_dict
+    config = source.config
     return {
         name: torch.from_numpy(folded(name, source.packing, config, arrays.__getitem__, specs)[0][:]) for name in arrays
     }
@@ -80,7 +80,7 @@ def test_chunks_stand_for_the_checkpoint(tmp_path: Path, family: str, form: str)
     path, state = tiny_lit(tmp_path / "model", family)
     source = packed(path, form)
     seen: dict[str, np.ndarray] = {}
-    for file in write_chunks(source, path, (1, source.config_dict["n_layer"] - 1)):
+    for file in write_chunks(source, path, (1, source.config.n_layer - 1)):
         chunk = ChunkFile(file)
         assert chunk.packing == Packing(form, form) and chunk.dtype == "float32"
         for part in chunk.part_names():
@@ -199,7 +199,7 @@ def test_a_part_that_was_sent_is_read_as_the_chunk_is(lit: tuple[Path, State], t
         info = source.info(part)
         assert info == PartInfo(part, hashlib.sha256(data).hexdigest(), len(data))
         store.receive(info, 0, io.BytesIO(data).read)
-        kept = store.part(info, source.config_dict, source.config_hash)
+        kept = store.part(info, source.config, source.config_hash)
         assert kept.packing == Packing("int8", "int8") and kept.part_names() == [part]
         for name, weight in kept.weights(part).items():
             expected = LitCheckpoint(path).weights(part, Packing("int8", "int8"))[name]
@@ -322,7 +322,7 @@ def test_a_kept_part_is_checked_against_the_models_config(lit: tuple[Path, State
     store.receive(source.info("block.3"), 0, io.BytesIO(data).read)
     other, _ = tiny_lit(tmp_path / "other", intermediate_size=80)
     config = LitCheckpoint(other)
-    kept = store.part(source.info("block.3"), config.config_dict, config.config_hash)
+    kept = store.part(source.info("block.3"), config.config, config.config_hash)
     with pytest.raises(CheckpointError) as e:
         kept.weights("block.3")
     assert "h.3.mlp" in str(e.value)
@@ -334,7 +334,7 @@ def test_a_kept_part_is_checked_against_the_models_config(lit: tuple[Path, State
 def _kept_with(store: BlockStore, data: bytes, source: WeightSource) -> None:
     info = PartInfo("block.3", hashlib.sha256(data).hexdigest(), len(data))
     store.receive(info, 0, io.BytesIO(data).read)
-    store.part(info, source.config_dict, source.config_hash)
+    store.part(info, source.config, source.config_hash)
 
 
 # -- the pieces

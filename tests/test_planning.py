@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ from mdi.placement.profiling import Bench, Speeds, Subject
 from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.torch_stage import Stage
 from secondaries import cluster_of, entry_of, secondaries
-from tiny_checkpoint import encode, plain, reference, tiny_config, write_checkpoint
+from tiny_checkpoint import encode, reference, tiny_config, write_checkpoint
 
 GB = 1 << 30
 
@@ -294,7 +295,7 @@ def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:
 # The survey
 
 
-REQUEST = ProfileRequest({"n_layer": 1}, "h", "float32")
+REQUEST = ProfileRequest(ModelConfig(n_layer=1), "h", "float32")
 OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 
@@ -346,7 +347,7 @@ def test_what_takes_long_is_told(
         cluster = replace(cluster_of(nodes), starter=replace(OWN_NODE, port=port, port_in=port_in))
         measurement_of(cluster, ask=Answering()).run()
     assert "measuring the link from secondary0 to starter (1 of 2)" in caplog.messages
-    config = plain(asdict(tiny_config()))
+    config = ModelConfig.from_litgpt(tiny_config())
     Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", Computing("cpu", "float32")), None)
     assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages
 

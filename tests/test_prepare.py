@@ -59,7 +59,7 @@ def test_every_derived_family(tmp_path: Path, family: str) -> None:
     derived = LitCheckpoint(directory)
     differing = {
         key: (value, getattr(expected, key))
-        for key, value in derived.config_dict.items()
+        for key, value in derived.config.plain().items()
         if value != getattr(expected, key) and key not in ("name", "hf_config", "padding_multiple", "norm_eps")
     }
     assert differing == {}
@@ -444,5 +444,5 @@ def test_converted_and_ready_made_are_the_same_model(tmp_path: Path) -> None:
     lit, _ = tiny_lit(tmp_path / "b")
     convert(hf, progress=False)
     one, other = LitCheckpoint(hf), LitCheckpoint(lit)
-    assert one.config_hash == config_hash(one.config_dict)
+    assert one.config_hash == config_hash(one.config)
     assert [one.info(p) for p in one.part_names()] == [other.info(p) for p in other.part_names()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +26,12 @@ from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import FILE, Profiler, bench_of
 from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
+from mdi.spec.model import ModelConfig
 from secondaries import entry_of, secondary
-from tiny_checkpoint import plain, tiny_config
+from tiny_checkpoint import tiny_config
 from waiting import until
 
-CONFIG: dict[str, Any] = plain(asdict(tiny_config()))
+CONFIG = ModelConfig.from_litgpt(tiny_config())
 SUBJECT = Subject(CONFIG, "h" * 64, Computing("cpu", "float32"))
 
 
@@ -69,7 +70,7 @@ def test_a_node_measures_itself(tmp_path: Path, subject: Subject) -> None:
 
 def test_a_larger_model_takes_longer(tmp_path: Path) -> None:
     """The times are of this model: twenty times the work is seen, whatever the machine."""
-    large = plain(asdict(tiny_config(n_embd=256, n_head=8, head_size=32, intermediate_size=8192, n_layer=2)))
+    large = ModelConfig.from_litgpt(tiny_config(n_embd=256, n_head=8, head_size=32, intermediate_size=8192, n_layer=2))
     small_s, large_s = (
         bench_of(replace(SUBJECT, config=config), 0.05, quiet).run(tmp_path, with_head=False).block_s[2][1]
         for config in (CONFIG, large)
@@ -78,7 +79,7 @@ def test_a_larger_model_takes_longer(tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_context_smaller_than_what_is_measured(tmp_path: Path) -> None:
-    config = plain(asdict(tiny_config(block_size=40)))
+    config = ModelConfig.from_litgpt(tiny_config(block_size=40))
     speeds = bench_of(replace(SUBJECT, config=config), 0.005, quiet).run(tmp_path, with_head=False)
     assert len(speeds.block_s) == len(ROWS) and speeds.head_s == ()
 
@@ -158,7 +159,7 @@ REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
 
 def init_request(**changes: Any) -> InitRequest:
     return InitRequest(
-        "0" * 16, "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", {"n_layer": 1}, "h", "float32",
+        "0" * 16, "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", ModelConfig(n_layer=1), "h", "float32",
         (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10, **changes,
     )  # fmt: skip
 
@@ -282,8 +283,8 @@ def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatc
 @pytest.mark.parametrize(
     "body",
     [{}, [], {"config": {}}, {**REQUEST.to_json(), "fresh": 1}, {**REQUEST.to_json(), "quantize": 4},
-     {**REQUEST.to_json(), "config": {"n_layer": -1}}, {**REQUEST.to_json(), "dtype": "float7"},
-     {**REQUEST.to_json(), "config": {**CONFIG, "n_head": 7}}],
+     {**REQUEST.to_json(), "config": {**CONFIG.plain(), "n_layer": -1}}, {**REQUEST.to_json(), "dtype": "float7"},
+     {**REQUEST.to_json(), "config": {**CONFIG.plain(), "n_head": 7}}],
 )  # fmt: skip
 def test_a_subject_that_makes_no_sense_is_refused(node: SecondaryNode, body: Any) -> None:
     data = json.dumps(body).encode()

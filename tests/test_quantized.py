@@ -149,7 +149,7 @@ def test_a_format_is_carried_over(tmp_path: Path, form: str) -> None:
     folder, same = folders(tmp_path, form)
     source, expected = open_source(folder), open_source(same)
     packing = Packing(form, "int8")
-    shares = share_out(source.config_dict, (1, 2), is_head_shared=True)
+    shares = share_out(source.config, (1, 2), is_head_shared=True)
     for name, tensor in expected.tensors("block.1").items():
         if packing.format_of(name, tuple(tensor.shape)) != form:
             continue
@@ -158,7 +158,7 @@ def test_a_format_is_carried_over(tmp_path: Path, form: str) -> None:
         assert np.array_equal(unpack(weight), tensor.numpy()), name
         for rank in range(2):  # shards are cut out of what is carried over
             shards = (
-                ShardSource(s, Share(shares, rank, source.config_dict), packing)
+                ShardSource(s, Share(shares, rank, source.config), packing)
                 for s in (source, PackedSource(source, packing))
             )
             first, second = (s.shard_of(name)[name] for s in shards)
@@ -290,7 +290,7 @@ def test_a_head_is_never_whole_in_plain_numbers(tmp_path: Path, stored: str, for
         packed = PackedSource(source, Packing("int8", "int8")) if stored == "int8" else source
         path = tmp_path / part
         path.write_bytes(b"".join(packed.pieces(part)))
-        source = PartFile(path, packed.info(part), source.config_dict, source.config_hash)
+        source = PartFile(path, packed.info(part), source.config, source.config_hash)
     most = weight_format(form).load_bytes(128)
     assert most < 4 * 128 * 9000 / 10
     if (stored, form) != ("int8", "int8"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 from mdi.stages.window_budget import WindowMemory, WindowOptions
@@ -66,7 +67,7 @@ def options_of(checkpoint: Path, folder: Path, **changes: Any) -> StarterOptions
 )
 def test_a_stages_gradients_are_those_of_the_model(family: str) -> None:
     gpt = model_of(family)
-    config = asdict(gpt.config)
+    config = ModelConfig.from_litgpt(gpt.config)
 
     def weights(index: int) -> dict[str, Matrix | np.ndarray]:
         return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "float32").items()}
@@ -92,8 +93,8 @@ def test_inputs_of_blocks_are_computed_once_as_long_as_there_is_memory_for_them(
 
     n_each, free = list[int](), [1 << 30]
     kept = KeptInputs(lambda: free[0])
-    blocks = PlainBlocks(asdict(gpt.config), weights, lambda: n_each.append(1), kept)
-    alone = PlainBlocks(asdict(gpt.config), weights)
+    blocks = PlainBlocks(ModelConfig.from_litgpt(gpt.config), weights, lambda: n_each.append(1), kept)
+    alone = PlainBlocks(ModelConfig.from_litgpt(gpt.config), weights)
     dy = rows(n_embd, 1).numpy()
     one, other = ({"transformer.h.1.prompt": rows(n_embd, k)[0, :3].numpy()} for k in (2, 3))
     passes = [
@@ -205,7 +206,7 @@ def test_what_has_no_gradients_is_refused_by_name(checkpoint: Path, tmp_path: Pa
     ):
         RingBlocks(run)(rows(tiny_gpt().config.n_embd, 1))
     with pytest.raises(UsageError, match="torch has no blocks"):
-        PlainBlocks({**asdict(tiny_gpt().config), "learned_positions": True}, lambda index: {})
+        PlainBlocks(replace(ModelConfig.from_litgpt(tiny_gpt().config), attention_sinks=True), lambda index: {})
 
 
 NODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -9,7 +9,6 @@ import re
 import signal
 import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.trained_tensors import header_of, joined_bytes
@@ -66,12 +66,12 @@ def blocks_of(gpt: GPT) -> PlainBlocks:
     def weights(index: int) -> dict[str, Matrix | np.ndarray]:
         return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "float32").items()}
 
-    return PlainBlocks(asdict(gpt.config), weights)
+    return PlainBlocks(ModelConfig.from_litgpt(gpt.config), weights)
 
 
 def drawn(kind: TuningKind, config: Config, seed: int = 1) -> TunedTensors:
     """Tensors that are all different from what they begin with."""
-    made = new_tensors(kind, asdict(config), seed, lambda part: NoNorms())
+    made = new_tensors(kind, ModelConfig.from_litgpt(config), seed, lambda part: NoNorms())
     draw(made.named.values(), seed)
     return made
 
@@ -563,7 +563,7 @@ def test_what_was_written_is_read_again(method: str, tmp_path: Path) -> None:
     config = tiny_config(n_layer=N)
     tuned = drawn(TuningKind(method, 2, 4, EVERY, LENGTH, ("a", "b")), config)
     tuned.write(tmp_path, "tiny", None)
-    found = read_tensors(tmp_path, asdict(config), lambda part: NoNorms())
+    found = read_tensors(tmp_path, ModelConfig.from_litgpt(config), lambda part: NoNorms())
     assert found.kind == tuned.kind
     for name, parameter in tuned.named.items():
         assert torch.equal(found.named[name], parameter)
@@ -583,13 +583,13 @@ def test_what_was_written_is_read_again(method: str, tmp_path: Path) -> None:
 )
 def test_the_folder_of_lora_is_what_the_nodes_had(family: str, tmp_path: Path) -> None:
     """As --adapter reads it, by the names of transformers' modules."""
-    config = asdict(config_of(family))
+    config = ModelConfig.from_litgpt(config_of(family))
     tuned = drawn(TuningKind("lora", 2, 5, EVERY), config_of(family))
     tuned.write(tmp_path, family, None)
     read = open_adapter(AdapterName("own", tmp_path), 1, config, lambda: None)
-    found = {name: array for i in range(config["n_layer"]) for name, array in read.arrays(i).items()}
+    found = {name: array for i in range(config.n_layer) for name, array in read.arrays(i).items()}
     had = arrays(tuned)
-    assert found.keys() == had.keys() and len(found) >= 8 * config["n_layer"]
+    assert found.keys() == had.keys() and len(found) >= 8 * config.n_layer
     for name in found:
         np.testing.assert_allclose(found[name], had[name], rtol=1e-6)
 
@@ -606,7 +606,7 @@ def test_a_step_of_lora_takes_what_the_documents_say() -> None:
         ("prompt", 0),
     ):
         assert n_numbers(drawn(TuningKind(method), config).of_blocks().values()) == expected
-    lora = Lora(TuningKind("lora"), asdict(config), 1, lambda norm: np.ones(4096, dtype=np.float32))
+    lora = Lora(TuningKind("lora"), ModelConfig.from_litgpt(config), 1, lambda norm: np.ones(4096, dtype=np.float32))
     assert n_numbers([one for name, one in lora.of_blocks().items() if name.endswith(".gain")]) == 131_072
 
 
@@ -642,7 +642,7 @@ def test_what_cannot_be_learned_is_refused_before_a_node_is_asked(
                      ("prefix", "base_model.score.weight")],
 )  # fmt: skip
 def test_classes_have_the_name_under_which_peft_looks_for_them(method: str, name: str, tmp_path: Path) -> None:
-    config = asdict(tiny_config(n_layer=N))
+    config = ModelConfig.from_litgpt(tiny_config(n_layer=N))
     made = drawn(TuningKind(method, labels=("a", "b")), tiny_config(n_layer=N))
     path = made.write(tmp_path, "it", None)
     assert [one for one in read_header(path).specs if "score" in one] == [name]
@@ -667,7 +667,7 @@ STRANGE: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
 def test_what_a_stranger_has_learned_is_checked(case: str, tmp_path: Path) -> None:
     """Before memory is taken: `--predict` reads a folder's classes."""
     description, shapes, words = STRANGE[case]
-    config = asdict(tiny_config(n_layer=N))
+    config = ModelConfig.from_litgpt(tiny_config(n_layer=N))
     path = drawn(TuningKind("prompt", length=4, labels=("a", "b")), tiny_config(n_layer=N)).write(
         tmp_path, "it", "1" * 64
     )
@@ -689,4 +689,4 @@ def test_numbers_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
     made.named["prompt_embeddings"].data[2, 3] = float("nan")
     made.write(tmp_path, "it", None)
     with pytest.raises(CheckpointError, match="not finite"):
-        read_tensors(tmp_path, asdict(tiny_config(n_layer=N)), lambda part: NoNorms())
+        read_tensors(tmp_path, ModelConfig.from_litgpt(tiny_config(n_layer=N)), lambda part: NoNorms())

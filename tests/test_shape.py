@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from mdi.errors import CheckpointError
 from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
 from mdi.placement.model import model_shape
+from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import StarterStage
-from tiny_checkpoint import plain, tiny_config
+from tiny_checkpoint import tiny_config
 
 FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qwen3-30B-A3B"]
 
@@ -25,22 +26,23 @@ FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qw
 def test_bytes_are_those_of_the_tensors(family: str) -> None:
     config = config_of(family)
     stage = StarterStage(config, config.n_layer)
-    shape = model_shape(asdict(config), "float32")
+    shape = model_shape(ModelConfig.from_litgpt(config), "float32")
     assert shape.weight_bytes == sum(t.numel() * 4 for t in stage.state_dict().values())
-    assert model_shape(asdict(config), "bfloat16").weight_bytes * 2 == shape.weight_bytes
-    assert shape.n_layer == config.n_layer and shape.config_hash == config_hash(asdict(config))
+    assert model_shape(ModelConfig.from_litgpt(config), "bfloat16").weight_bytes * 2 == shape.weight_bytes
+    assert shape.n_layer == config.n_layer and shape.config_hash == config_hash(ModelConfig.from_litgpt(config))
     assert shape.row_bytes == config.n_embd * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_are_those_of_the_stage(family: str) -> None:
     config = config_of(family)
-    shape = model_shape(asdict(config), "float32")
+    shape = model_shape(ModelConfig.from_litgpt(config), "float32")
     stage = StarterStage(config, config.n_layer)
     for length in (5, 100, 160):
         ours = sum(block.cache_bytes(length) for block in shape.blocks) + shape.table_bytes * length
         rounded = sum(
-            c.n_pages(length) * mmap.PAGESIZE for c in cache_classes(vars(config), 0, config.n_layer, "float32")[0]
+            c.n_pages(length) * mmap.PAGESIZE
+            for c in cache_classes(ModelConfig.from_litgpt(config), 0, config.n_layer, "float32")[0]
         )
         assert ours <= stage.run_bytes(length, torch.float32) < ours + rounded
 
@@ -49,20 +51,20 @@ def test_latent_attention_and_dense_layers_make_blocks_differ() -> None:
     from litgpt.config import Config
 
     config = Config(**DEEPSEEK_V3)
-    shape = model_shape(asdict(config), "float32")
+    shape = model_shape(ModelConfig.from_litgpt(config), "float32")
     assert shape.blocks[0].page_bytes == 32 * 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
     assert shape.is_uniform == (not config.first_k_dense_replace)
 
 
 def test_a_head_is_worth_as_many_blocks_as_the_even_split_says() -> None:
-    config = asdict(config_of("Llama-3.1-8B"))
+    config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     shape = model_shape(config, "int8")
     assert shape.head_macs / shape.reference.macs == pytest.approx(head_cost_blocks(config))
 
 
 def test_experts_are_read_but_not_all_are_used() -> None:
     config = config_of("Mixtral-8x7B-v0.1")
-    found = model_shape(asdict(config), "float32").reference
+    found = model_shape(ModelConfig.from_litgpt(config), "float32").reference
     assert found.macs < found.weight_bytes / 4
 
 
@@ -71,9 +73,9 @@ def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
     config = config_of("Llama-2-7b-hf")
     stage = StarterStage(config, config.n_layer)
     linear = sum(m.weight.numel() for m in stage.blocks[0].modules() if isinstance(m, torch.nn.Linear))
-    plain = model_shape(asdict(config), "float32").blocks[0]
+    plain = model_shape(ModelConfig.from_litgpt(config), "float32").blocks[0]
     for name, each in (("fp16", 2), ("int8", 1)):
-        block = model_shape(asdict(config), name).blocks[0]
+        block = model_shape(ModelConfig.from_litgpt(config), name).blocks[0]
         assert block.weight_bytes >= plain.weight_bytes - linear * (4 - each)
         widest = max(m.weight.shape[1] for m in stage.blocks[0].modules() if isinstance(m, torch.nn.Linear))
         assert block.load_bytes == 64 * 48 * widest and plain.load_bytes == 0
@@ -86,7 +88,7 @@ def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
 @pytest.mark.parametrize("kv_dtype", CACHE_TYPES)
 def test_caches_of_a_plan_are_those_of_a_run(kv_dtype: str) -> None:
     """What admission reckons with, for every type of cache; Gemma 2 has blocks with and without a window."""
-    config = plain(asdict(config_of("Gemma-2-9b")))
+    config = ModelConfig.from_litgpt(config_of("Gemma-2-9b"))
     shape, n_rows = model_shape(config, "int8", kv_dtype), 2000
     classes, _ = cache_classes(config, 0, shape.n_layer, kv_dtype)
     planned = sum(block.cache_bytes(n_rows) for block in shape.blocks)
@@ -98,13 +100,13 @@ def test_caches_of_a_plan_are_those_of_a_run(kv_dtype: str) -> None:
 
 
 def test_caches_hold_what_is_computed_in_unless_told() -> None:
-    config = plain(asdict(tiny_config()))
+    config = ModelConfig.from_litgpt(tiny_config())
     for form, expected in (("int4", "float32"), ("float32", "float32"), ("bfloat16", "bf16")):
         assert model_shape(config, form) == model_shape(config, form, expected)
 
 
 def test_what_litgpt_cannot_build_is_refused() -> None:
-    config = asdict(config_of("Llama-3.1-8B"))
+    config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     with pytest.raises(CheckpointError) as e:
-        model_shape({**config, "norm_class_name": "NoNorm"}, "float32")
+        model_shape(replace(config, norm_class_name="NoNorm"), "float32")
     assert e.value.code == "weights"

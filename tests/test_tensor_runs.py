@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint: Path, t
 def test_shards_of_a_checkpoint_and_of_its_chunks_are_the_same(form: str, checkpoint: Path, tmp_path: Path) -> None:
     """Plain weights are cut before they are packed, chunks after; files give back what was written."""
     source = open_source(checkpoint)
-    config, packing = source.config_dict, Packing(form, form)
+    config, packing = source.config, Packing(form, form)
     for rank in range(3):
         share = Share(share_out(config, (3, 1, 2), is_head_shared=True), rank, config)
         from_plain, from_packed = (ShardSource(one, share, packing) for one in (source, PackedSource(source, packing)))
@@ -327,7 +327,7 @@ def test_a_shard_does_not_look_through_the_whole_model_for_each_tensor(
     with contextlib.closing(open_source(checkpoint)) as source:
         packing = Packing("int8", "int8")
         packed = PackedSource(source, packing)
-        shard = ShardSource(packed, Share(share_out(source.config_dict, (1, 1)), 0, source.config_dict), packing)
+        shard = ShardSource(packed, Share(share_out(source.config, (1, 1)), 0, source.config), packing)
         for module in (mdi.checkpoint.weights, mdi.checkpoint.shapes):
             monkeypatch.setattr(module, "part_of", lambda name: looks.append(name) or part_of(name))
         found = shard.weights("block.0")
@@ -340,7 +340,7 @@ def test_a_shard_does_not_look_through_the_whole_model_for_each_tensor(
     {"n_here": [1]}, {"is_last": 1},
 ])  # fmt: skip
 def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], checkpoint: Path) -> None:
-    config = open_source(checkpoint).config_dict
+    config = open_source(checkpoint).config
     shares = share_out(config, (1, 1))
     good = {
         "rank": 1, "members": [["starter", "127.0.0.1", 1], ["secondary0", "127.0.0.1", 2]], "heads": list(shares.heads),

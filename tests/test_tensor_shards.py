@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 import torch
@@ -13,13 +11,14 @@ from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
+from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 from tensor_groups import meshes, on_all, shard_weights, stages_of, sums
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
-KNOWN = [f for f in FAMILIES if why_not_shared_out(asdict(model_of(f).config)) is None]
+KNOWN = [f for f in FAMILIES if why_not_shared_out(ModelConfig.from_litgpt(model_of(f).config)) is None]
 PARTS = [(3, 2), (1, 3, 2), (2, 0, 1, 1), (1, 2, 1, 1, 1.5), (0, 1)]  # uneven; some nodes have nothing
 
 
@@ -51,7 +50,7 @@ def test_greedy_tokens_equal_the_whole_model(family: str) -> None:
     parts = PARTS[KNOWN.index(family) % 4]
     wanted = greedy(gpt, ids, 12)
     for uneven in (parts, PARTS[(KNOWN.index(family) + 2) % 5]):
-        shares = share_out(asdict(gpt.config), uneven)
+        shares = share_out(ModelConfig.from_litgpt(gpt.config), uneven)
         with meshes(len(uneven)) as found:
             assert generate(stages_of(gpt, shares, sums(found)), gpt, ids, 12, 17) == wanted
 
@@ -70,7 +69,7 @@ def assert_logits_of_the_whole(gpt: GPT, shares: Shares) -> None:
 @pytest.mark.parametrize("family", KNOWN)
 def test_logits_equal_those_of_the_whole_model(family: str) -> None:
     gpt = model_of(family)
-    assert_logits_of_the_whole(gpt, share_out(asdict(gpt.config), (1, 3, 2)))
+    assert_logits_of_the_whole(gpt, share_out(ModelConfig.from_litgpt(gpt.config), (1, 3, 2)))
 
 
 @pytest.mark.parametrize("family", ["pythia-14m", "phi-2"])  # these add biases behind both sums
@@ -101,14 +100,14 @@ def test_any_heads_and_columns(bounds: tuple[int, ...]) -> None:
 def test_packed_shares_compute_what_the_whole_does(family: str, form: str) -> None:
     """Weights are the same numbers; bytes of activations have other neighbours in a group, and round otherwise."""
     gpt, ids = model_of(family), prompt(30, 5)
-    config = asdict(gpt.config)
-    one = Shares((0, config["n_head"]), (0, share_out(config, (1,)).columns[-1]))
-    parts = [f"block.{i}" for i in range(config["n_layer"])]
+    config = ModelConfig.from_litgpt(gpt.config)
+    one = Shares((0, config.n_head), (0, share_out(config, (1,)).columns[-1]))
+    parts = [f"block.{i}" for i in range(config.n_layer)]
     weights = Resident(parts, lambda p: shard_weights(gpt, Share(one, 0, config), form, p))
-    whole = KernelStage(config, 0, config["n_layer"], weights)
+    whole = KernelStage(config, 0, config.n_layer, weights)
     whole.prepare(CONTEXT, 64 << 20)
     x = gpt.transformer.wte(torch.tensor(ids))
-    wanted = whole((x * config["n_embd"] ** 0.5 if config["scale_embeddings"] else x).numpy(), [Slice(0, 0, len(ids))])
+    wanted = whole((x * config.n_embd**0.5 if config.scale_embeddings else x).numpy(), [Slice(0, 0, len(ids))])
     with meshes(3) as found:
         rows = rows_of(stages_of(gpt, share_out(config, (3, 1, 2)), sums(found), form), gpt, ids)[0]
     error = np.linalg.norm(rows - wanted) / np.linalg.norm(wanted)
@@ -117,7 +116,7 @@ def test_packed_shares_compute_what_the_whole_does(family: str, form: str) -> No
 
 def test_rounded_sums_and_caches_stay_close() -> None:
     gpt, ids = model_of("tiny-llama-1.1b"), prompt(30, 5)
-    shares = share_out(asdict(gpt.config), (1, 2))
+    shares = share_out(ModelConfig.from_litgpt(gpt.config), (1, 2))
     results = {}
     for reduce_dtype in ("float32", "fp16", "int8"):
         with meshes(2) as found:
@@ -131,27 +130,27 @@ def test_rounded_sums_and_caches_stay_close() -> None:
 def test_finished_blocks_are_counted(family: str) -> None:
     gpt = model_of(family)
     with meshes(2) as found:
-        stages = stages_of(gpt, share_out(asdict(gpt.config), (1, 1)), sums(found))
+        stages = stages_of(gpt, share_out(ModelConfig.from_litgpt(gpt.config), (1, 1)), sums(found))
         for n_frames in (1, 2):
             rows_of(stages, gpt, [1, 2, 3], 3 * (n_frames - 1))
             assert {stage.n_finished for stage in stages} == {n_frames * gpt.config.n_layer}
 
 
 def test_caches_hold_the_groups_that_a_node_reads() -> None:
-    config = asdict(model_of("Llama-3.1-8B").config)  # six heads, two groups
+    config = ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config)  # six heads, two groups
     sizes = [Share(Shares((0, 2, 4, 6), (0, 21, 42, 64)), rank, config).groups for rank in range(3)]
     assert sizes == [(0, 1), (0, 2), (1, 2)]
 
 
 def test_shares_are_in_proportion_to_what_nodes_can_do() -> None:
-    config = asdict(model_of("Llama-3.1-8B").config)  # six heads, 64 columns, 97 tokens
+    config = ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config)  # six heads, 64 columns, 97 tokens
     assert share_out(config, (1, 3, 2), True) == Shares((0, 1, 4, 6), (0, 11, 43, 64), (0, 16, 64, 97))
     assert share_out(config, (2, 0, 1, 0)).heads == (0, 4, 4, 6, 6)
 
 
 def test_what_cannot_be_shared_out_is_told() -> None:
-    config = asdict(model_of("deepseek-v3-shape").config)
+    config = ModelConfig.from_litgpt(model_of("deepseek-v3-shape").config)
     with pytest.raises(UsageError):
         share_out(config, (1, 1))
     with pytest.raises(UsageError):
-        share_out(asdict(model_of("phi-2").config), (0, 0))
+        share_out(ModelConfig.from_litgpt(model_of("phi-2").config), (0, 0))

@@ -122,7 +122,7 @@ def test_what_was_trained_is_served_as_an_adapter(tmp_path: Path) -> None:
         out = tmp_path / targets
         assert train(base, dataset, *flags, "--lora-targets", targets, "--out", out) == 0
         source, merged = open_source(base), torch.load(out / "lit_model.pth", weights_only=True)
-        adapter = open_adapter(AdapterName("a", out / "adapter"), 1, source.config_dict, partial(weights_hash, source))
+        adapter = open_adapter(AdapterName("a", out / "adapter"), 1, source.config, partial(weights_hash, source))
         for block in range(2):
             found = {name: source.array(name).astype("float64") for name in source.part_specs(f"block.{block}")}
             for name, a in adapter.arrays(block).items():
@@ -133,7 +133,7 @@ def test_what_was_trained_is_served_as_an_adapter(tmp_path: Path) -> None:
             for name, weight in found.items():
                 assert np.abs(weight - merged[name].float().numpy()).max() < 1e-5, name
         with pytest.raises(CheckpointError, match="trained on other weights"):
-            open_adapter(AdapterName("a", out / "adapter"), 1, source.config_dict, lambda: "other")
+            open_adapter(AdapterName("a", out / "adapter"), 1, source.config, lambda: "other")
     assert train(base, dataset, *flags, "--lora-targets", "head", "--out", tmp_path / "head") == 0
     assert not (tmp_path / "head" / "adapter").exists()
 

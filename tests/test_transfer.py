@@ -42,10 +42,10 @@ def parts_of(checkpoint: Path) -> tuple[dict[str, Any], dict[PartSpec, bytes]]:
     """Fields of a request for all blocks of a model, and the bytes of each."""
     source = open_source(checkpoint)
     data = {}
-    for i in range(source.config_dict["n_layer"]):
+    for i in range(source.config.n_layer):
         raw = b"".join(bytes(piece) for piece in source.pieces(f"block.{i}"))
         data[PartSpec(f"block.{i}", hashlib.sha256(raw).hexdigest(), len(raw))] = raw
-    fields = {"model": source.model, "config": source.config_dict, "config_hash": source.config_hash}
+    fields = {"model": source.model, "config": source.config, "config_hash": source.config_hash}
     source.close()
     return {**fields, "blocks": (0, len(data)), "parts": tuple(data)}, data
 

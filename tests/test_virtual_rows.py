@@ -9,7 +9,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from mdi.run.journal import Journal
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.plain_blocks import PlainBlocks
@@ -81,7 +82,7 @@ class Tuned(Made):
     def logits(self, adapter: str, ids: Sequence[int]) -> np.ndarray:
         """Of the next token, by torch, as in training: all rows again."""
         gpt, tuned = self.gpt, self.tuned.get(adapter)
-        blocks = PlainBlocks(asdict(gpt.config), lambda i: named(gpt, i))
+        blocks = PlainBlocks(ModelConfig.from_litgpt(gpt.config), lambda i: named(gpt, i))
         before = None if tuned is None else tuned.before()
         own = {} if tuned is None else {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
         x = gpt.transformer.wte(torch.tensor(ids))
@@ -101,7 +102,7 @@ def tuned_in(folder: Path) -> Tuned:
     source, generator = open_source(checkpoint), torch.Generator().manual_seed(3)
     folders, tuned = {}, {}
     for name, kind in KINDS.items():
-        tuned[name] = new_tensors(kind, source.config_dict, 1, lambda part: source)
+        tuned[name] = new_tensors(kind, source.config, 1, lambda part: source)
         for parameter in tuned[name].named.values():
             parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
         folders[name] = tuned[name].write(folder / name, "tiny", None).parent
@@ -440,14 +441,14 @@ def stage_of(made: Tuned, start: int, stop: int, *names: str) -> KernelStage:
     source = open_source(made.checkpoint)
     numbers = {name: number for number, name in enumerate(KINDS, 1)}
     adapters = [
-        open_adapter(AdapterName(name, made.folders[name]), numbers[name], source.config_dict, lambda: None)
+        open_adapter(AdapterName(name, made.folders[name]), numbers[name], source.config, lambda: None)
         for name in names
     ]
     of = AdapterSource(adapters, lambda part: source)
     parts = [f"block.{i}" for i in range(start, stop)]
     weights = Resident(parts, lambda part: source.weights(part, Packing("float32", "float32")))
     own = {part: of.weights(part) for part in of.part_names() if start <= int(part.split(".")[1]) < stop}
-    stage = KernelStage(source.config_dict, start, stop, weights, adapters=own)
+    stage = KernelStage(source.config, start, stop, weights, adapters=own)
     stage.prepare(200)
     return stage
 
@@ -517,7 +518,7 @@ def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
     """As the table of docs/training.md says: trained, and served from its folder in the kernels."""
     gpt, why_not = model_of(family), FAMILY[family, name]
     source = open_source(write_checkpoint(tmp_path / "ckpt", gpt=gpt))
-    config = source.config_dict
+    config = source.config
     if why_not:
         with pytest.raises(UsageError, match=why_not):
             new_tensors(OF_FAMILIES[name], config, 1, lambda part: source)
@@ -527,7 +528,7 @@ def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     folder = tuned.write(tmp_path / "own", family, None).parent
     adapter = open_adapter(AdapterName("x", folder), 1, config, lambda: None)
-    of, n, n_layer = AdapterSource([adapter], lambda part: source), adapter.n_virtual, config["n_layer"]
+    of, n, n_layer = AdapterSource([adapter], lambda part: source), adapter.n_virtual, config.n_layer
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
     stage = KernelStage(config, 0, n_layer, weights, adapters={p: of.weights(p) for p in of.part_names()})
     stage.prepare(120)
@@ -627,7 +628,7 @@ def changed(made: Tuned, name: str, folder: Path, settings: dict[str, Any], **te
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_setting_that_is_not_served_is_refused_by_name(case: str, made: Tuned, tmp_path: Path) -> None:
     name, settings, words = SETTINGS[case]
-    config = open_source(made.checkpoint).config_dict
+    config = open_source(made.checkpoint).config
     with pytest.raises(CheckpointError, match=words):
         open_adapter(AdapterName("x", changed(made, name, tmp_path, settings)), 1, config, lambda: None)
 
@@ -636,15 +637,17 @@ def test_a_file_or_a_model_that_does_not_fit_is_refused_by_name(made: Tuned, tmp
     source = open_source(made.checkpoint)
     folder = changed(made, "prompt", tmp_path, {}, **{"base_model.score.weight": torch.zeros(3, 48)})
     with pytest.raises(CheckpointError, match="base_model.score.weight', which is none of PROMPT_TUNING"):
-        open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
+        open_adapter(AdapterName("x", folder), 1, source.config, lambda: None)
     changed(made, "prompt", tmp_path, {}, prompt_embeddings=torch.full((5, 48), float("nan")))
     with pytest.raises(CheckpointError, match="not finite"):
-        open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
+        open_adapter(AdapterName("x", folder), 1, source.config, lambda: None)
     for name, family, words in (
         ("prompt", "Gemma-2-9b", "multiplies its embeddings"), ("prefix", "Gemma-2-9b", "which see no prefix"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
-            open_adapter(AdapterName("x", made.folders[name]), 1, asdict(config_of(family)), lambda: None)
+            open_adapter(
+                AdapterName("x", made.folders[name]), 1, ModelConfig.from_litgpt(config_of(family)), lambda: None
+            )
 
 
 Change = Callable[[Path], object]  # of a folder in its place
@@ -739,7 +742,7 @@ def test_a_strangers_folder_is_refused_in_one_line_before_a_node_is_asked(
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=words):
-            open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: "1" * 64)
+            open_adapter(AdapterName("x", folder), 1, source.config, lambda: "1" * 64)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
@@ -752,7 +755,7 @@ def test_a_strangers_folder_is_refused_in_one_line_before_a_node_is_asked(
 @pytest.mark.parametrize("name", KINDS)
 def test_damaged_bytes_are_refused_or_change_numbers_only(name: str, made: Tuned, tmp_path: Path) -> None:
     """Some bytes of a file are others, there are more, or fewer."""
-    chance, config = random.Random(name), open_source(made.checkpoint).config_dict
+    chance, config = random.Random(name), open_source(made.checkpoint).config
     folder = shutil.copytree(made.folders[name], tmp_path / "strange")
     n_refused = 0
     for _ in range(150):
@@ -783,7 +786,7 @@ def test_damaged_bytes_are_refused_or_change_numbers_only(name: str, made: Tuned
 
 
 def test_the_hash_is_that_of_what_was_learned(made: Tuned, tmp_path: Path) -> None:
-    config, tensor = open_source(made.checkpoint).config_dict, "prompt_embeddings"
+    config, tensor = open_source(made.checkpoint).config, "prompt_embeddings"
     learned = load_file(made.folders["prompt"] / "adapter_model.safetensors")[tensor].clone()
     learned[4, 47] += 1
     folders = [*made.folders.values(), changed(made, "prompt", tmp_path, {}, **{tensor: learned})]
@@ -794,7 +797,7 @@ def test_the_hash_is_that_of_what_was_learned(made: Tuned, tmp_path: Path) -> No
 
 def test_a_node_checks_the_rows_that_it_gets(made: Tuned) -> None:
     source = open_source(made.checkpoint)
-    config = source.config_dict
+    config = source.config
     prompt, key, value = (stored_name(2, 1, what) for what in ("prompt", "prefix_key", "prefix_value"))
     right = {prompt: TensorSpec("F32", (5, 48)), key: TensorSpec("F32", (7, 16)), value: TensorSpec("F32", (7, 16))}
     check_stored(right, "adapter.2", config, "it")

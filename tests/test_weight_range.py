@@ -129,7 +129,7 @@ def test_the_request_reaches_packing(tmp_path: Path, clips: bool) -> None:
     asked = Requested(quantize="fp16", allow_clipping=clips)
     computing = choose_computing(None, asked, "float32")  # torch, which packs here, too
     assert computing.clips == clips
-    in_kernels = choose_computing(source.config_dict, asked, "float32").packing
+    in_kernels = choose_computing(source.config, asked, "float32").packing
     if clips:
         assert in_kernels is None or in_kernels.clips
         assert plain({FC_1: torch_weights(source, "block.3", computing)[FC_1]})[FC_1].min() == -65504  # type: ignore[dict-item]

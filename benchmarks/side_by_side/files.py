@@ -58,7 +58,7 @@ class Chunks:
         say(f"  making {self.form} chunks of {self.shape} for {self.n_nodes} nodes")
         source = self._source()
         try:
-            counts = self.counts or default_split(source.config_dict, self.n_nodes)
+            counts = self.counts or default_split(source.config, self.n_nodes)
             if self.folder != self.ckpt:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for name in ("model_config.yaml", "tokenizer.json", "tokenizer_config.json"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig, config_of
 from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, WholeTextStage
@@ -16,6 +15,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError, UsageError
+from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_cache import TORCH_TYPES
 from mdi.stages.torch_stage import Stage
@@ -43,18 +43,18 @@ class WholeTextFamily(ModelFamily):
             raise UsageError("give the model: --ckpt DIRECTORY")
         return GPTWeights(self.open_source(ckpt), n_nodes, layers, self.cuts)
 
-    def config(self, fields: dict[str, Any]) -> GPTConfig:
-        return config_of(fields, f"this model of {self.system}")
+    def torch_config(self, config: ModelConfig) -> GPTConfig:
+        return config_of(config.plain(), f"this model of {self.system}")
 
-    def kernel_config(self, fields: dict[str, Any]) -> None:
+    def kernel_config(self, config: ModelConfig) -> None:
         """These models compute in torch."""
         return None
 
     def stage(
-        self, fields: Mapping[str, Any], blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
+        self, config: ModelConfig, blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
     ) -> Stage:
-        config = self.config(dict(fields))
-        return self.starter_stage(config, blocks[1], n_nodes) if has_ends else self.make(config, *blocks, cancel)
+        own = self.torch_config(config)
+        return self.starter_stage(own, blocks[1], n_nodes) if has_ends else self.make(own, *blocks, cancel)
 
     def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
         return GPTStarterStage(config, stop)
@@ -64,19 +64,19 @@ class WholeTextFamily(ModelFamily):
         """Of a secondary's stage."""
         return WholeTextStage
 
-    def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
-        no_blocks = WholeTextStage(self.config(dict(fields)), 0, 0)
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+        no_blocks = WholeTextStage(self.torch_config(config), 0, 0)
         return no_blocks.run_bytes(max_length, TORCH_TYPES[kv_dtype])
 
     def check(self, request: InitRequest) -> None:
-        if "qkv_bias" not in request.config:
+        if request.config.qkv_bias is None:
             raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
         super().check(request)
 
-    def max_length(self, config: GPTConfig) -> int:
+    def max_length(self, config: ModelConfig) -> int:
         return LONGEST_TEXT
 
-    def scheduler(self, config: GPTConfig, n_nodes: int) -> Scheduler:
+    def scheduler(self, config: ModelConfig, n_nodes: int) -> Scheduler:
         return WholeTextScheduler(n_nodes, config.block_size)
 
 
@@ -129,10 +129,10 @@ class NanoFamily(WholeTextFamily):
             raise ControlError(f"this node was started as {self._role}, but the nodes file has it as {wanted}", 409)
         if wanted == "intermediate":
             super().check(request)
-        elif "qkv_bias" not in request.config:
+        elif request.config.qkv_bias is None:
             raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
 
-    def widest_row(self, config: GPTConfig) -> int:
+    def widest_row(self, config: ModelConfig) -> int:
         return max(config.n_embd, config.padded_vocab_size)
 
 

@@ -27,6 +27,7 @@ from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.spec.cluster import nearest_existing, read_json
+from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_yaml
 from mdi.stages.starter_weights import StarterWeights
 
@@ -58,8 +59,8 @@ class GPTSource(WeightSource):
         self, where: Path, config: GPTConfig, stored: dict[str, tuple[WeightFile, str]], is_turned: bool
     ) -> None:
         self.path = where
-        self.config_dict = asdict(config)
-        self.config_hash = config_hash(self.config_dict)
+        self.config = ModelConfig.from_litgpt(config)
+        self.config_hash = config_hash(self.config)
         self.model = config.name
         if EMBEDDING in stored:
             stored.setdefault(HEAD, stored[EMBEDDING])
@@ -79,7 +80,7 @@ class GPTSource(WeightSource):
         return np.ascontiguousarray(array.T) if self._turns(name) else array
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+        return stage_parts(0, self.config.n_layer, starter=True)
 
     def release(self) -> None:
         for file, _ in self._stored.values():
@@ -245,7 +246,7 @@ class GPTWeights(StarterWeights):
         source = self._source
         self.sources.append(source)
         self.directory = source.path
-        self.model, self.config, self.dtype = source.model, source.config_dict, source.dtype
+        self.model, self.config, self.dtype = source.model, source.config, source.dtype
         self.config_hash = source.config_hash
         self.quantize = self.quantize_head = self.stored_format = self.native = None
         self.is_cut_by_chunks = False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mdi.errors import SplitError
+from mdi.spec.model import ModelConfig
 
 ADAPTER_PREFIX = "adapter."  # of a part with what adapters add to a block, before its number (checkpoint.adapters)
 
@@ -52,9 +52,9 @@ def split_layers(n_layer: int, n_nodes: int, cost_embedding_blocks: float = 0.0)
     return min((counts(own) for own in range(n_layer - n_secondaries + 1)), key=unevenness)
 
 
-def default_split(config: dict[str, Any], n_nodes: int) -> tuple[int, ...]:
-    """The most even split of a model; `config` is its litgpt Config as a plain dict. Raises SplitError."""
-    return split_layers(config["n_layer"], n_nodes, head_cost_blocks(config))
+def default_split(config: ModelConfig, n_nodes: int) -> tuple[int, ...]:
+    """The most even split of a model. Raises SplitError."""
+    return split_layers(config.n_layer, n_nodes, head_cost_blocks(config))
 
 
 def check_n_nodes(n_layer: int, n_nodes: int) -> None:
@@ -98,29 +98,29 @@ def ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
     return result
 
 
-def head_cost_blocks(config: dict[str, Any]) -> float:
+def head_cost_blocks(config: ModelConfig) -> float:
     """Work of the head for one token, in units of one block: the ratio of the weights that each reads.
 
     The embedding counts as nothing, because a token reads one row of it. Norms and attention over the cache are left out.
     """
-    head: int = config["n_embd"] * config["padded_vocab_size"]
+    head: int = config.n_embd * config.padded_vocab_size
     return head / _block_weights(config)
 
 
-def _block_weights(config: dict[str, Any]) -> int:
+def _block_weights(config: ModelConfig) -> int:
     """Weights that one token meets in one block; of experts, those that it is sent to."""
-    n_embd, n_head = config["n_embd"], config["n_head"]
-    if latent := config.get("latent_attention"):
+    n_embd, n_head = config.n_embd, config.n_head
+    if latent := config.latent_attention:
         rope, nope, value = latent["qk_rope_head_dim"], latent["qk_nope_head_dim"], latent["v_head_dim"]
         q_rank, kv_rank = latent["q_lora_rank"], latent["kv_lora_rank"]
         query = (n_embd + n_head * (rope + nope)) * q_rank if q_rank else n_embd * n_head * (rope + nope)
         attention = query + n_embd * (kv_rank + rope) + kv_rank * n_head * (nope + value) + n_head * value * n_embd
     else:
-        groups, head_size = config.get("n_query_groups") or n_head, config.get("head_size") or n_embd // n_head
+        groups, head_size = config.n_query_groups or n_head, config.head_size or n_embd // n_head
         attention = n_embd * head_size * (2 * n_head + 2 * groups)
-    width = config.get("intermediate_size") or 4 * n_embd
-    kind = config.get("mlp_class_name")
+    width = config.intermediate_size or 4 * n_embd
+    kind = config.mlp_class_name
     if kind == "LLaMAMoE":
-        n_experts = config["n_expert_per_token"] + (config.get("n_shared_expert") or 0)
-        width = n_experts * (config.get("moe_intermediate_size") or width)
+        n_experts = config.n_expert_per_token + (config.n_shared_expert or 0)
+        width = n_experts * (config.moe_intermediate_size or width)
     return int(attention + (2 if kind in ("GptNeoxMLP", "ReluMLP") else 3) * n_embd * width)

@@ -28,7 +28,7 @@ import queue
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import EngineError, UsageError
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
 
@@ -132,7 +133,7 @@ class _Model:
         self._options = options
         self.weights = weights = self._family.open_weights(options.ckpt, None, 1, None, options.quantize, False)
         try:
-            config = self._family.config(weights.config)
+            config = weights.config
             longest = self._family.max_length(config)
             self.max_length = context_length(config, longest, options.sequence_length)
             if options.sequence_length is None:
@@ -180,10 +181,10 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
     config, work = model.weights.config, out / WORK
     n_logits = _n_logits(asked, config)
     examples, n_train, labels = _examples(options, model, model.max_length)
-    taps = _taps(asked.taps, config["n_layer"])
-    width = asked.width or max(1, config["n_embd"] // 8)
-    shape = SideShape(base_of(model.weights), config["n_embd"], taps, width, asked.task, labels)
-    kind = FeatureKind(digest_of(examples), model.identity, taps, config["n_embd"], asked.feature_bits, n_logits)
+    taps = _taps(asked.taps, config.n_layer)
+    width = asked.width or max(1, config.n_embd // 8)
+    shape = SideShape(base_of(model.weights), config.n_embd, taps, width, asked.task, labels)
+    kind = FeatureKind(digest_of(examples), model.identity, taps, config.n_embd, asked.feature_bits, n_logits)
     _check_new(options, work, out / SIDE_FILE)
     _say_disk(work, kind, sum(example.n_rows for example in examples))
     settings = _settings(options)
@@ -283,13 +284,13 @@ def _taps(asked: tuple[int, ...] | int, n_layer: int) -> tuple[int, ...]:
     return asked
 
 
-def _n_logits(asked: TuningOptions, config: Mapping[str, Any]) -> int:
+def _n_logits(asked: TuningOptions, config: ModelConfig) -> int:
     """Logits of a row that are kept on the disk. Raises UsageError."""
     if not asked.keep_logits:
         return 0
-    if asked.task != "lm" or config["final_logit_softcapping"] is not None:
+    if asked.task != "lm" or config.final_logit_softcapping is not None:
         raise UsageError("--keep-logits: only with --head lm, and for models whose logits have no cap", code="flags")
-    return int(config["padded_vocab_size"])
+    return config.padded_vocab_size
 
 
 def _keep_logits(training: SideTraining, n_rows: int) -> float:
@@ -433,7 +434,7 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
                 return number
             _say_rate(training, steps)
             known = weights_hash(model.weights.sources[0])
-            path = tuned.write(out, str(config["name"]), known)
+            path = tuned.write(out, str(config.name), known)
             shutil.rmtree(out / WORK, ignore_errors=True)
         if not labels:
             options = replace(options, adapter=(f"learned={out}",))
@@ -453,13 +454,13 @@ def _kind(options: Options, labels: tuple[str, ...]) -> TuningKind:
     return TuningKind(asked.method, asked.lora_r, asked.lora_alpha, asked.lora_targets, asked.prompt_length, labels)
 
 
-def _check_gradients(method: str, config: dict[str, Any]) -> None:
+def _check_gradients(method: str, config: ModelConfig) -> None:
     """Raises UsageError if no gradients go through blocks of this model."""
     from mdi.spec.model import why_not_litgpt
 
     if (lacking := why_not_litgpt(config)) is not None:
         raise UsageError(
-            f"--method {method}: torch has no blocks with {lacking}, so no gradients go through {config['name']}; "
+            f"--method {method}: torch has no blocks with {lacking}, so no gradients go through {config.name}; "
             "--method side needs none", code="kernels",
         )  # fmt: skip
 

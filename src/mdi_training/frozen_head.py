@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from mdi.spec.model import ModelConfig
+
 CHUNK_ROWS = 256  # whose logits are in memory at the same time
 KEPT_ROWS = 32  # the same where a product has few numbers a row: as many logits as stay in the processor's caches
 
@@ -41,17 +43,17 @@ class FrozenHead:
         weight: H, (padded_vocab_size, n_embd).
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray]) -> None:
         tensors = {name: torch.from_numpy(np.array(array, dtype=np.float32)) for name, array in weights.items()}
         weight, bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
         gain, shift = tensors.get("transformer.ln_f.weight"), tensors.get("transformer.ln_f.bias")
-        self._is_rms, self._eps = config["norm_class_name"] == "RMSNorm", float(config["norm_eps"])
-        self._has_norm = not config.get("norm_after_residual")
-        self.cap: float | None = config["final_logit_softcapping"]
+        self._is_rms, self._eps = config.norm_class_name == "RMSNorm", config.norm_eps
+        self._has_norm = not config.norm_after_residual
+        self.cap: float | None = config.final_logit_softcapping
         if self._has_norm and shift is not None:
             bias = weight @ shift + (0 if bias is None else bias)
         if self._has_norm and gain is not None:
-            gain = gain + (1.0 if self._is_rms and "Gemma" in config["name"] else 0.0)
+            gain = gain + float(config.norm_unit_offset)
             weight *= gain
         if self._has_norm and not self._is_rms:  # such a norm takes the mean of a row away
             weight -= weight.mean(dim=1, keepdim=True)

@@ -18,8 +18,8 @@ from litgpt.model import GPT
 
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.errors import CheckpointError
-from mdi.spec.model import litgpt_fields
-from mdi.spec.settings_file import check_counts, parse_yaml
+from mdi.spec.model import ModelConfig, litgpt_fields
+from mdi.spec.settings_file import parse_yaml
 from mdi_training.storage import missing
 
 
@@ -49,9 +49,7 @@ def load_shape(source: str | Path) -> Config:
 def parse_shape(content: bytes, where: Path) -> Config:
     """The Config that a model_config.yaml describes. Raises CheckpointError."""
     try:
-        fields = parse_yaml(content, str(where))
-        check_counts(fields, str(where))
-        return Config(**litgpt_fields(fields))
+        return Config(**litgpt_fields(ModelConfig.of(parse_yaml(content, str(where)))))
     except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
         raise CheckpointError(
             f"{where} does not describe a litgpt model: {type(err).__name__}: {err}", code="shape"

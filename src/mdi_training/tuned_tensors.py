@@ -30,6 +30,7 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
 from mdi.spec.decode import Meta, decode_text
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import ADAPTED, DEEP_PROMPT, LORA, PREFIX, PROMPT
 from mdi.stages.side import MOST_LABELS
 
@@ -67,12 +68,12 @@ class TunedTensors(ABC):
     n_rows = 0
     _score = SCORE  # its name in the file
 
-    def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
-        self.kind, self.config = kind, dict(config)
+    def __init__(self, kind: TuningKind, config: ModelConfig, seed: int) -> None:
+        self.kind, self.config = kind, config
         self.named: Named = {}
         self._generator = torch.Generator().manual_seed(seed)
         if kind.labels:
-            self._add(SCORE, (len(kind.labels), config["n_embd"]), 0.02)
+            self._add(SCORE, (len(kind.labels), config.n_embd), 0.02)
 
     def _add(self, name: str, shape: tuple[int, ...], scale: float) -> torch.nn.Parameter:
         self.named[name] = torch.nn.Parameter(scale * torch.randn(shape, generator=self._generator))
@@ -80,7 +81,7 @@ class TunedTensors(ABC):
 
     @property
     def _blocks(self) -> range:
-        return range(self.config["n_layer"])
+        return range(self.config.n_layer)
 
     def before(self) -> torch.Tensor | None:
         """The rows before each text, (n_rows, n_embd)."""
@@ -137,7 +138,7 @@ class TunedTensors(ABC):
     def _virtual(self, peft_type: str, n_heads: int, width: int) -> dict[str, Any]:
         return {
             "peft_type": peft_type, "num_virtual_tokens": self.kind.length, "token_dim": width,
-            "num_transformer_submodules": 1, "num_attention_heads": n_heads, "num_layers": self.config["n_layer"],
+            "num_transformer_submodules": 1, "num_attention_heads": n_heads, "num_layers": self.config.n_layer,
         }  # fmt: skip
 
 
@@ -170,7 +171,7 @@ class Lora(TunedTensors):
     """
 
     def __init__(
-        self, kind: TuningKind, config: Mapping[str, Any], seed: int, gain: Callable[[str], np.ndarray | None]
+        self, kind: TuningKind, config: ModelConfig, seed: int, gain: Callable[[str], np.ndarray | None]
     ) -> None:
         super().__init__(kind, config, seed)
         family = transformers_type(self.config)
@@ -229,20 +230,18 @@ class Prompt(TunedTensors):
     _score = SCORE_OF_VIRTUAL
 
     def __init__(
-        self, kind: TuningKind, config: Mapping[str, Any], seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
+        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
     ) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(False, config)) is not None:
-            raise UsageError(
-                f"--method {kind.method}: {config['name']} {why_not}: choose lora or prefix", code="kernels"
-            )
+            raise UsageError(f"--method {kind.method}: {config.name} {why_not}: choose lora or prefix", code="kernels")
         self.n_rows = kind.length
-        rows = self._add(EMBEDDINGS, (kind.length, config["n_embd"]), 0.02)
+        rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
         if embed is not None:
-            ids = torch.randint(0, config["vocab_size"], (kind.length,), generator=self._generator)
+            ids = torch.randint(0, config.vocab_size, (kind.length,), generator=self._generator)
             rows.data = torch.tensor(embed(ids.numpy()))
         for i in self._blocks[1:] if kind.method == DEEP_PROMPT else ():
-            self._add(f"transformer.h.{i}.prompt", (kind.length, config["n_embd"]), 0)
+            self._add(f"transformer.h.{i}.prompt", (kind.length, config.n_embd), 0)
 
     def before(self) -> torch.Tensor | None:
         return self.named[EMBEDDINGS]
@@ -252,7 +251,7 @@ class Prompt(TunedTensors):
 
     def _settings(self) -> dict[str, Any]:
         kind = DEEP_TYPE if self.kind.method == DEEP_PROMPT else PROMPT_TYPE
-        return {**self._virtual(kind, self.config["n_head"], self.config["n_embd"]), "prompt_tuning_init": "RANDOM"}
+        return {**self._virtual(kind, self.config.n_head, self.config.n_embd), "prompt_tuning_init": "RANDOM"}
 
 
 class Prefix(TunedTensors):
@@ -260,10 +259,10 @@ class Prefix(TunedTensors):
 
     _score = SCORE_OF_VIRTUAL
 
-    def __init__(self, kind: TuningKind, config: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, kind: TuningKind, config: ModelConfig, seed: int) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(True, config)) is not None:
-            raise UsageError(f"--method {PREFIX}: {config['name']} {why_not}", code="kernels")
+            raise UsageError(f"--method {PREFIX}: {config.name} {why_not}", code="kernels")
         self._width = row_widths(config)[PREFIX_KEY]
         for i in self._blocks:
             for name in ("key", "value"):
@@ -283,12 +282,12 @@ class Prefix(TunedTensors):
             self.named[SCORE].copy_(arrays[self._score])
 
     def _settings(self) -> dict[str, Any]:
-        own = self._virtual(PREFIX_TYPE, self.config["n_query_groups"], self._width)
+        own = self._virtual(PREFIX_TYPE, self.config.n_query_groups, self._width)
         return {**own, "encoder_hidden_size": self._width, "prefix_projection": False}
 
 
 def new_tensors(
-    kind: TuningKind, config: Mapping[str, Any], seed: int, source: Callable[[str], WeightSource],
+    kind: TuningKind, config: ModelConfig, seed: int, source: Callable[[str], WeightSource],
     embed: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> TunedTensors:  # fmt: skip
     """Tensors that are not trained yet. Raises UsageError, CheckpointError: the model cannot have them.
@@ -306,7 +305,7 @@ def new_tensors(
 
 
 def read_tensors(
-    folder: Path, config: Mapping[str, Any], source: Callable[[str], WeightSource], base: str | None = None
+    folder: Path, config: ModelConfig, source: Callable[[str], WeightSource], base: str | None = None
 ) -> TunedTensors:
     """Tensors that `TunedTensors.write` has written, perhaps for a stranger. Raises UsageError, CheckpointError.
 

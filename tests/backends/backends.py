@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices
 from mdi.net.wire import Frame, FrameType
+from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.torch_stage import Stage, TorchStage
 
@@ -45,14 +45,17 @@ class Loaded:
 
 
 def _kernels(gpt: GPT, cache_type: str) -> Backend:
-    if why := why_not_in_kernels(asdict(gpt.config)):
+    config = ModelConfig.from_litgpt(gpt.config)
+    if why := why_not_in_kernels(config):
         pytest.skip(f"not in the kernels: {why}")
     n_layer = gpt.config.n_layer
     tensors = [tensors_of(gpt, i, "float32") for i in range(n_layer)]
     parts = {
         f"block.{i}": {f"transformer.h.{i}.{name}": w for name, w in found.items()} for i, found in enumerate(tensors)
     }
-    return KernelStage(asdict(gpt.config), 0, n_layer, Resident(parts, parts.__getitem__), cache_type=cache_type)
+    return KernelStage(
+        ModelConfig.from_litgpt(gpt.config), 0, n_layer, Resident(parts, parts.__getitem__), cache_type=cache_type
+    )
 
 
 def _torch(gpt: GPT, cache_type: str, device: str = "cpu") -> Backend:

@@ -8,6 +8,7 @@ import pytest
 from gpu import GPU_SCENARIOS, LARGE, Gpu
 from mdi.checkpoint.packing import plain
 from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS
+from mdi.spec.model import ModelConfig
 from peers.litgpt_peer import LitgptPeer
 from peers.protocol import Case
 from random_checkpoint import config_of, make_checkpoint
@@ -44,7 +45,7 @@ def test_a_peer_makes_weights_up_where_there_are_none(tmp_path):
 
 @pytest.mark.parametrize("form", LAYOUTS)
 def test_made_up_weights_exist_in_every_format(form):
-    source = RandomPacked(vars(config_of("tiny-3m")), form)
+    source = RandomPacked(ModelConfig.from_litgpt(config_of("tiny-3m")), form)
     table = plain(source.weights("embedding", source.packing))[EMBEDDING]
     assert table.shape == (32000, 256) and 0.015 < np.std(table) < 0.025
     assert all(len(source.array(name)) == spec.shape[0] for name, spec in source.specs.items())

@@ -7,7 +7,6 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import LitCheckpoint
+from mdi.spec.model import ModelConfig
 from mdi.tensor.shares import Share, share_out
 from random_checkpoint import config_of, make_checkpoint
 from tensor_speed import WaitingHalves, halves_s
@@ -107,7 +107,7 @@ def test_a_half_of_a_block_ends_when_its_time_is_over(monkeypatch: pytest.Monkey
 
 
 def test_nodes_share_the_time_as_they_share_heads_and_columns() -> None:
-    config = asdict(config_of("tiny-1m"))
+    config = ModelConfig.from_litgpt(config_of("tiny-1m"))
     shares = [Share(share_out(config, [3.0, 1.0], False), rank, config) for rank in range(2)]
     of_nodes = [halves_s(share, 4, 0.8) for share in shares]
     assert [sum(times) for times in zip(*of_nodes, strict=True)] == pytest.approx([0.1, 0.1])

@@ -63,7 +63,7 @@ def test_nanogpt_from_a_text_to_three_roles(spawn: Spawn, tmp_path: Path) -> Non
     found = json.loads(run.out)
     assert [node["name"] for node in found["nodes"]] == ["starter", "intermediate0", "finisher"]
     source = open_nano(ckpt)
-    model = PositionGPT(GPTConfig(**source.config_dict)).eval()
+    model = PositionGPT(GPTConfig(**source.config.plain())).eval()
     model.load_state_dict({name: source.tensor(name) for name in source.specs})
     for sample in found["samples"]:
         assert sample["token_ids"] == greedy(model, sample["prompt_ids"], 30)
@@ -79,7 +79,7 @@ def test_gpt2_over_three_nodes_of_this_machine(spawn: Spawn, tmp_path: Path) -> 
                    "--json")  # fmt: skip
     assert run.wait() == 0, run.story()
     source = open_gpt2(ckpt)
-    model = PositionGPT(GPTConfig(**source.config_dict)).eval()
+    model = PositionGPT(GPTConfig(**source.config.plain())).eval()
     model.load_state_dict({name: source.tensor(name) for name in source.specs})
     vocab = json.loads((ckpt / "vocab.json").read_text())
     for prompt, sample in zip(prompts, json.loads(run.out)["samples"], strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -14,8 +13,9 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of, prompt
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack
+from mdi.spec.model import ModelConfig
 
-KNOWN = [f for f in FAMILIES if why_not_in_kernels(asdict(model_of(f).config)) is None]
+KNOWN = [f for f in FAMILIES if why_not_in_kernels(ModelConfig.from_litgpt(model_of(f).config)) is None]
 Tensors = dict[str, Matrix | np.ndarray]
 TEXTS = [prompt(CONTEXT, 1), prompt(1, 2), prompt(70, 3)]
 
@@ -50,8 +50,8 @@ def blocks_of(
 
     with forced(force):
         context = Context(n_threads)
-    config = asdict(gpt.config)
-    blocks = Blocks(config, 0, config["n_layer"], tensors, cache_type, context)
+    config = ModelConfig.from_litgpt(gpt.config)
+    blocks = Blocks(config, 0, config.n_layer, tensors, cache_type, context)
     blocks.prepare(CONTEXT, [64] * len(blocks.classes))
     return blocks
 

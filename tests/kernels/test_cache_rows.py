@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 from kernel_models import tensors_of
@@ -15,6 +13,7 @@ from mdi.kernels.cache_rows import CacheRows
 from mdi.kernels.page_sizes import CACHE_TYPES, PAGE
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.slices import Slice
+from mdi.spec.model import ModelConfig
 from tiny_checkpoint import tiny_config
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -26,7 +25,9 @@ SIZE, WIDE, GROUPS = 20, 32, 2  # of a head, and of its values in whole vectors
 def blocks_with(cache_type: str) -> Blocks:
     config = tiny_config(n_layer=1, n_head=4, n_query_groups=GROUPS, head_size=SIZE)
     gpt = random_gpt(config, 3)
-    blocks = Blocks(asdict(config), 0, 1, lambda i: tensors_of(gpt, i, "float32"), cache_type, Context(1))
+    blocks = Blocks(
+        ModelConfig.from_litgpt(config), 0, 1, lambda i: tensors_of(gpt, i, "float32"), cache_type, Context(1)
+    )
     blocks.prepare(2 * N, [8])
     return blocks
 

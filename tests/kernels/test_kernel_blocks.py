@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, Head, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import ROUNDED
+from mdi.spec.model import ModelConfig
 from tolerance import assert_alike
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -114,7 +114,7 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
 def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     from mdi.kernels.blocks import Linear, model_of
 
-    config = asdict(globals()["model_of"]("Llama-3.1-8B").config)
+    config = ModelConfig.from_litgpt(globals()["model_of"]("Llama-3.1-8B").config)
     return Linear(Context(), model_of(config), None, matrix, bias)(x)
 
 
@@ -180,14 +180,14 @@ def test_wrong_slices_and_tensors_are_refused() -> None:
         blocks.forward(x.copy(), [(0, 0, 2)])
     with pytest.raises(EngineError):
         blocks.forward(x.copy(), [(0, -1, 1)])
-    config = asdict(gpt.config)
+    config = ModelConfig.from_litgpt(gpt.config)
     for change in ({"attn.qkv.weight": pack("int8", np.zeros((8, 8), np.float32))}, {"norm_1.weight": np.zeros(3)}):
         with pytest.raises(KernelError):
             Blocks(config, 0, 1, lambda i, c=change: {**tensors_of(gpt, i, "int8"), **c}, "float32", Context())
     cut = pack("int8", np.zeros((8, 8), np.float32))
     with pytest.raises(KernelError):
         multiplied(Matrix("int8", 8, 8, cut.data[:-64]), np.zeros((1, 8), np.float32))
-    n_embd = config["n_embd"]
+    n_embd = config.n_embd
     head = {"lm_head.weight": pack("int8", np.zeros((16, n_embd), np.float32))}
     for name in ("transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.bias"):
         with pytest.raises(KernelError):
@@ -215,21 +215,25 @@ def test_a_half_is_what_forward_adds() -> None:
 )  # fmt: skip
 def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dict[str, Any]) -> None:
     """A config may come from another node, and the kernels would read beyond their memory."""
-    config = asdict(model_of("Llama-3.1-8B").config)
+    config = ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config)
     assert why_not_in_kernels(config) is None
-    assert why_not_in_kernels({**config, **changes}) is not None
+    try:
+        changed = ModelConfig.of({**config.plain(), **changes})
+    except ValueError:
+        return  # it was refused where it was read
+    assert why_not_in_kernels(changed) is not None
 
 
 def test_a_router_in_plain_numbers_as_files_hold_it() -> None:
     family = next(f for f in KNOWN if model_of(f).config.mlp_class_name == "LLaMAMoE")
     gpt = model_of(family)
-    config, context = asdict(gpt.config), Context(1)
+    config, context = ModelConfig.from_litgpt(gpt.config), Context(1)
     plain = {"mlp.gate.weight": gpt.transformer.h[0].mlp.gate.weight.detach().numpy()}
     packed, found = (
         Blocks(config, 0, 1, lambda i, own=own: {**tensors_of(gpt, i, "float32"), **own}, "float32", context)
         for own in ({}, plain)
     )
-    rows = np.random.default_rng(1).standard_normal((3, config["n_embd"]), dtype=np.float32)
+    rows = np.random.default_rng(1).standard_normal((3, config.n_embd), dtype=np.float32)
     results = []
     for blocks in (packed, found):
         blocks.prepare(CONTEXT, [8] * len(blocks.classes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.blocks import model_of as structure_of
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.spec.model import ModelConfig
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -26,7 +27,7 @@ CACHES = ["float32", "bf16", "fp16", "int8"]
 def product(force: str, matrix: Matrix, x: np.ndarray, softcap: float | None = None) -> np.ndarray:
     with forced(force):
         context = Context()
-    structure = structure_of(asdict(model_of("Llama-3.1-8B").config))
+    structure = structure_of(ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config))
     return Linear(context, structure, None, matrix, None, softcap)(x)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mdi.errors import EngineError
 from mdi.kernels import pages as pages_module
 from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass, cache_classes, classes_of, n_pages
 from mdi.kernels.pages import CachePages, Pool, capacity_of
+from mdi.spec.model import ModelConfig
 
 BYTES = mmap.PAGESIZE
 
@@ -281,13 +283,12 @@ def test_classes_of_a_stage() -> None:
     classes, places = classes_of([None, 8, 8, None, 8], 1000)
     assert [c.window for c in classes] == [None, 8] and places == [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2)]
     assert [c.page_bytes for c in classes] == [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in (2000, 3000)]
-    config = {
-        "sliding_window_size": 16, "sliding_window_indices": [1, 0, 1], "latent_attention": None,
-        "n_query_groups": 2, "head_size": 20,
-    }  # fmt: skip
+    config = ModelConfig(
+        n_layer=3, sliding_window_size=16, sliding_window_indices=(1, 0, 1), n_head=2, n_query_groups=2, head_size=20
+    )
     found, _ = cache_classes(config, 1, 3, "fp16")
     assert [c.window for c in found] == [None, 16]
     assert found[0].page_bytes == -(-2 * (20 + 32) * PAGE * 2 // mmap.PAGESIZE) * mmap.PAGESIZE
-    latent = {**config, "latent_attention": {"kv_lora_rank": 64, "qk_rope_head_dim": 32}}
-    big = {**latent, "sliding_window_indices": None}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    big = replace(config, latent_attention=ranks, sliding_window_size=None, sliding_window_indices=None)
     assert cache_classes(big, 0, 3, "float32")[0] == [CacheClass(None, 3 * 96 * PAGE * 4)]

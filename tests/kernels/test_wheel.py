@@ -101,7 +101,7 @@ def test_the_embedded_model_comes_with_all_its_weights_in_a_form_that_needs_no_t
     folder = project / "installed" / "mdi" / "nano-llama"
     assert not list(folder.glob("*.pth"))
     installed, original = LitCheckpoint(folder), LitCheckpoint(MODEL)
-    assert installed.specs == original.specs and installed.config_dict == original.config_dict
+    assert installed.specs == original.specs and installed.config == original.config
     assert all(np.array_equal(installed.array(name), original.array(name)) for name in original.specs)
     read_tokenizer(folder, {}, {})
 

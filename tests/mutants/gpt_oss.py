@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     Mutant("gates let nothing through at zero", "csrc:clamped_glu", "add(up, splat(1.0f))", "up", LOGITS),
     Mutant("gates are SiLU", "csrc:clamped_glu", "splat(1.702f)", "splat(1.0f)", LOGITS),
-    Mutant("the router has no bias", "checkpoint.shapes:_experts", 'bool(config.get("router_bias"))', "False", LOGITS),
+    Mutant("the router has no bias", "checkpoint.shapes:_experts", "config.router_bias", "False", LOGITS),
     Mutant(
         "layers are windowed the other way round",
         "checkpoint.hfconfig:_gpt_oss",

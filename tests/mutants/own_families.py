@@ -107,7 +107,7 @@ MUTANTS = [
         "positions",
         f"{FAMILIES}::test_falcons_positions_are_rounded_to_bfloat16",
     ),
-    Mutant("Falcon's bias is not divided", "score_bias", 'math.sqrt(config["head_size"])', "1.0", LOGITS),
+    Mutant("Falcon's bias is not divided", "score_bias", "math.sqrt(config.head_size)", "1.0", LOGITS),
     Mutant("learned positions are not added", "Ends.embed", "self._positions is not None", "False", LOGITS),
     Mutant(
         "learned positions begin anew in each frame",
@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     Mutant("the embedding is not normed", "Ends.embed", "self._norm is None", "True", LOGITS),
     Mutant("norms come before the sums", "csrc:add_normed", "model_.norm_after_residual", "false", LOGITS),
-    Mutant("there is a norm before the head", "Head.__init__", 'config.get("norm_after_residual")', "False", LOGITS),
+    Mutant("there is a norm before the head", "Head.__init__", "config.norm_after_residual", "False", LOGITS),
     Mutant("ReLU lets all through", "csrc:activate", "kind == kRelu", "false", LOGITS),
     Mutant("experts are chosen without the correction", "csrc:choose", "by = sums", "by = score", LOGITS),
     Mutant(
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "MiniMax is exported with whole heads rotated",
         "checkpoint.export:_own",
-        'int(config["rotary_percentage"] * config["head_size"])',
-        'config["head_size"]',
+        "config.rope_n_elem",
+        "config.head_size",
         FAMILIES,
     ),
     Mutant(

@@ -88,7 +88,7 @@ MUTANTS = [
         "tests/test_cli_plan.py::test_a_rate_of_right_guesses_predicts_the_speed_of_one_text",
     ),
     Mutant(
-        "a plan has several rows of a mixture in a frame", "plan_on", "1 if config.get(\"n_expert\") else", "1 if False else",
+        "a plan has several rows of a mixture in a frame", "plan_on", "1 if config.n_expert else", "1 if False else",
         "tests/test_cli_plan.py::test_one_node_computes_several_rows_of_a_text_but_of_experts",
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS = [
         "n_tokens", f"{LIMITS}::test_the_tokens_of_a_round_are_counted",
     ),
     Mutant(
-        "mixtures guess several rows a frame", "Run._speculation", "1 if getattr(model.config, \"n_expert\", 0) else",
+        "mixtures guess several rows a frame", "Run._speculation", "1 if model.config.n_expert else",
         "1 if False else", "tests/test_guessed_runs.py::test_a_mixture_of_experts_guesses_one_row_a_frame",
     ),
     Mutant(

@@ -49,7 +49,7 @@ def test_it_goes_on_from_a_hugging_face_directory(tmp_path: Path) -> None:
     assert all(torch.equal(begun[name], source.tensor(name)) for name in source.specs)
     assert train(tmp_path, first, 2, "--init", "finetune", "--out", out) == 0
     tuned = open_gpt2(out)
-    assert tuned.config_dict["n_layer"] == source.config_dict["n_layer"]
+    assert tuned.config.n_layer == source.config.n_layer
     assert not torch.equal(tuned.tensor("lm_head.weight"), source.tensor("lm_head.weight"))
 
 

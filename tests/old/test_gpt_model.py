@@ -41,7 +41,7 @@ def test_the_cuts_cover_all_blocks() -> None:
 
 def model_of(folder: Path) -> PositionGPT:
     source = open_gpt2(folder)
-    model = PositionGPT(GPTConfig(**source.config_dict)).eval()
+    model = PositionGPT(GPTConfig(**source.config.plain())).eval()
     model.load_state_dict({name: source.tensor(name) for name in source.specs}, strict=True)
     source.close()
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +12,7 @@ from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import boards
 from mdi.placement.tensor_plan import plan_tensor, shares_of
+from mdi.spec.model import ModelConfig
 from tiny_checkpoint import tiny_config
 
 
@@ -28,7 +29,7 @@ def test_a_model_that_fits_nowhere_is_told() -> None:
 
 
 def test_a_plan_says_what_shares_of_all_blocks_would_bring_to_one_text() -> None:
-    profile, shape = boards(), model_shape(asdict(tiny_config()), "float32")
+    profile, shape = boards(), model_shape(ModelConfig.from_litgpt(tiny_config()), "float32")
     report = plan(profile, shape, Workload(1, 64))
     assert report.tensor is not None and report.to_json()["tensor"]["algorithm"] == "exchange"
     assert sum(report.tensor.parts) == pytest.approx(1) and "--parallel tensor" in format_plan(report)
@@ -36,7 +37,7 @@ def test_a_plan_says_what_shares_of_all_blocks_would_bring_to_one_text() -> None
 
 
 def test_a_token_takes_the_slowest_share_the_sums_and_the_head() -> None:
-    cost = CostModel(boards(), model_shape(asdict(tiny_config()), "float32"), Workload(1, 64))
+    cost = CostModel(boards(), model_shape(ModelConfig.from_litgpt(tiny_config()), "float32"), Workload(1, 64))
     found = plan_tensor(cost)
     assert found.token_s == pytest.approx(found.blocks_s + found.sums_s + found.head_s)
     alone = cost.block_s(0, 1) * cost.work[cost.n_layer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,10 @@ from mdi.run.identity import numbers_of
 from mdi.run.journal import Journal, JournalText, find_run, read_record
 from mdi.run.policy import Form, Stage
 from mdi.run.report import REPLAY, TOKENS, Records, format_report
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Options, StarterOptions
 
-CONFIG = asdict(config_of("pythia-14m"))
+CONFIG = ModelConfig.from_litgpt(config_of("pythia-14m"))
 KERNELS = Computing("cpu", "float32", packing=SimpleNamespace(blocks="int8", head="int8"))  # type: ignore[arg-type]
 TORCH = Computing("cpu", "float32")
 NAMES = ("starter", "a", "b")

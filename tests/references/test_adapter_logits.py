@@ -28,13 +28,13 @@ pytestmark = [
 def test_logits_are_those_of_peft() -> None:
     source = open_source(ADAPTERS / "model")
     adapters = [
-        open_adapter(AdapterName(name, ADAPTERS / name), number, source.config_dict, lambda: None)
+        open_adapter(AdapterName(name, ADAPTERS / name), number, source.config, lambda: None)
         for number, name in enumerate(NAMES, 1)
     ]
     of = AdapterSource(adapters, lambda part: source)
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
     added = {part: of.weights(part) for part in of.part_names()}
-    stage = KernelStage(source.config_dict, 0, source.config_dict["n_layer"], weights, adapters=added)
+    stage = KernelStage(source.config, 0, source.config.n_layer, weights, adapters=added)
     stage.prepare(160)
     ids = json.loads((ADAPTERS / "ids.json").read_text(encoding="utf-8"))
     slices = [Slice(with_adapter(number, number), 0, len(ids)) for number in (1, 2)]

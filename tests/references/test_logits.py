@@ -66,7 +66,7 @@ def stages_of(
     stages = []
     for node, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         parts = stage_parts(start, stop, starter=node == 0)
-        stage = KernelStage(source.config_dict, start, stop, Resident(parts, source.weights), cache_type=cache_type)
+        stage = KernelStage(source.config, start, stop, Resident(parts, source.weights), cache_type=cache_type)
         stage.prepare(max_length)
         stages.append(stage)
     return stages
@@ -98,14 +98,14 @@ def same(found: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) 
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder, ids, expected = folder_of(name, tmp_path)
     source = open_source(folder)
-    n_layer = int(source.config_dict["n_layer"])
+    n_layer = source.config.n_layer
     same(logits_of(stages_of(source, [0, n_layer], len(ids)), ids), expected)
     same(logits_of(stages_of(source, [0, 1, 2, n_layer], len(ids)), ids), expected)
     made = tmp_path / "made"
     made.mkdir()
     convert(folder, target=made, progress=False)
     again = open_source(made)
-    assert again.config_dict == source.config_dict
+    assert again.config == source.config
     same(logits_of(stages_of(again, [0, n_layer], len(ids)), ids), expected)
 
 
@@ -265,9 +265,10 @@ LEFT_OUT: dict[str, dict[str, Without]] = {
 def _without(source: WeightSource, without: Without, n_ids: int) -> list[KernelStage]:
     """One node with the model of a Hugging Face folder, but for one thing."""
     assert isinstance(source, HfFolder)
-    config = {**source.config_dict, **without.settings}
-    if scaling := without.settings.get("rope_adjustments"):
-        config["rope_adjustments"] = {**source.config_dict["rope_adjustments"], **scaling}
+    settings = dict(without.settings)
+    if scaling := settings.get("rope_adjustments"):
+        settings["rope_adjustments"] = {**(source.config.rope_adjustments or {}), **scaling}
+    config = replace(source.config, **settings)
     for name, pieces in source.tensor_pieces.items():
         if without.pieces and re.search(without.tensors, name):
             changed = tuple(replace(piece, **without.pieces) for piece in pieces)
@@ -283,7 +284,7 @@ def _without(source: WeightSource, without: Without, n_ids: int) -> list[KernelS
                 assert not np.array_equal(found[key], array)
         return found
 
-    n_layer = int(config["n_layer"])
+    n_layer = config.n_layer
     stage = KernelStage(config, 0, n_layer, Resident(stage_parts(0, n_layer, starter=True), weights))
     stage.prepare(n_ids)
     return [stage]
@@ -301,7 +302,7 @@ def test_gpt_oss_in_mxfp4_keeps_its_numbers_in_whole_weights_and_in_shares(tmp_p
     folder, ids, expected = folder_of("gpt-oss-mxfp4", tmp_path)
     source, packing = open_source(folder), Packing("mxfp4", "int8")
     assert source.native == "mxfp4" and not source.folds_gains
-    config, n_experts = source.config_dict, 0
+    config, n_experts = source.config, 0
     shares = share_out(config, (1.0, 2.0))
     for name, spec in source.specs.items():
         if ".experts." not in name or not name.endswith(".weight"):
@@ -374,7 +375,7 @@ def test_official_names_without_their_prefix_and_in_pickles(name: str, prefix: s
     made = tmp_path / "made"
     made.mkdir()
     convert(folder, target=made, progress=False)
-    n_layer = int(open_source(made).config_dict["n_layer"])
+    n_layer = open_source(made).config.n_layer
     same(logits_of(stages_of(open_source(made), [0, n_layer], len(ids)), ids), expected)
     (folder / "pytorch_model.bin").unlink()
     save_file(tensors, folder / "model.safetensors")
@@ -385,8 +386,8 @@ def test_official_names_without_their_prefix_and_in_pickles(name: str, prefix: s
 def test_torch_has_the_same_positions(name: str, tmp_path: Path) -> None:
     folder, ids, expected = folder_of(name, tmp_path)
     source = open_source(folder)
-    n_layer = int(source.config_dict["n_layer"])
-    stage = StarterStage(Config(**source.config_dict), n_layer)
+    n_layer = source.config.n_layer
+    stage = StarterStage(Config(**source.config.plain()), n_layer)
     stage.load(stage_parts(0, n_layer, starter=True), source.tensors, torch.device("cpu"), torch.float32)
     stage.prepare(len(ids), torch.device("cpu"), torch.float32)
     slices = [(0, 0, len(ids))]

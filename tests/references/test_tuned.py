@@ -65,7 +65,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer().save(str(folder / "model" / "tokenizer.json"))
     source, generator = open_source(folder / "model"), torch.Generator().manual_seed(5)
     for name, kind in KINDS.items():
-        tuned = new_tensors(kind, source.config_dict, 1, lambda part: source)
+        tuned = new_tensors(kind, source.config, 1, lambda part: source)
         with torch.no_grad():
             for parameter in tuned.named.values():
                 parameter.normal_(0, 0.3, generator=generator)
@@ -82,14 +82,14 @@ def test_logits_are_those_of_peft(computed: Path) -> None:
     options = StarterOptions(ckpt=computed / "model", prompt_style="none", device="cpu", dtype="float32")
     model = computed / "model"
     source = open_source(model)
-    head = FrozenHead(source.config_dict, {name: np.asarray(source.array(name)) for name in source.part_specs("head")})
+    head = FrozenHead(source.config, {name: np.asarray(source.array(name)) for name in source.part_specs("head")})
     alone = Example(tuple(ids), 0, (0,) * len(ids))
     with Run(GivenNodes(standalone()), options, len(ids) + 8, n_texts=1) as run, torch.no_grad():
         plain = head(
-            TunedModel(run, new_tensors(KINDS["lora"], source.config_dict, 1, lambda part: source), head)([alone], None)
+            TunedModel(run, new_tensors(KINDS["lora"], source.config, 1, lambda part: source), head)([alone], None)
         )
         for name, kind in KINDS.items():
-            tuned = read_tensors(computed / name, source.config_dict, lambda part: source)
+            tuned = read_tensors(computed / name, source.config, lambda part: source)
             assert tuned.kind == kind
             one = TunedModel(run, tuned, head)
             rows = one([alone], one.learned())
@@ -105,10 +105,10 @@ def test_logits_are_those_of_peft(computed: Path) -> None:
 
 def logits_in_kernels(source: WeightSource, folder: Path, ids: list[int]) -> np.ndarray:
     """Of the rows of a text, as `--adapter` computes them."""
-    adapter = open_adapter(AdapterName("x", folder), 1, source.config_dict, lambda: None)
-    of, n_blocks = AdapterSource([adapter], lambda part: source), source.config_dict["n_layer"]
+    adapter = open_adapter(AdapterName("x", folder), 1, source.config, lambda: None)
+    of, n_blocks = AdapterSource([adapter], lambda part: source), source.config.n_layer
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
-    stage = KernelStage(source.config_dict, 0, n_blocks, weights, adapters={p: of.weights(p) for p in of.part_names()})
+    stage = KernelStage(source.config, 0, n_blocks, weights, adapters={p: of.weights(p) for p in of.part_names()})
     stage.prepare(160)
     whole = np.array(ids[:1] * adapter.n_virtual + ids)
     part = [Slice(with_adapter(1, 1), 0, len(whole))]

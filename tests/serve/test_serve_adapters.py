@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mdi.errors import UsageError
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
+from mdi.spec.model import ModelConfig
 from mdi_training.tuned_tensors import TuningKind, new_tensors
 from tiny_checkpoint import encode, tiny_gpt
 
@@ -60,7 +60,9 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
     gpt = GPT(Config(**yaml.safe_load((NANO / "model_config.yaml").read_text(encoding="utf-8")))).eval()
     gpt.load_state_dict(torch.load(NANO / "lit_model.pth", weights_only=True))
     write_adapter(tmp_path / "a", gpt.float(), 1, size=0.2)
-    learned = new_tensors(TuningKind("prompt", length=6), asdict(gpt.config), 1, lambda part: open_source(NANO))
+    learned = new_tensors(
+        TuningKind("prompt", length=6), ModelConfig.from_litgpt(gpt.config), 1, lambda part: open_source(NANO)
+    )
     learned.named["prompt_embeddings"].data += 1
     learned.write(tmp_path / "b", "nano-llama", None)
     made = Server(tmp_path, "--adapter", f"poet={tmp_path / 'a'}", "--adapter", f"prompted={tmp_path / 'b'}")

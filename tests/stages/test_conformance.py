@@ -74,7 +74,7 @@ def chunk(tmp_path_factory: pytest.TempPathFactory) -> ChunkFile:
     folder = tmp_path_factory.mktemp("model")
     path, _ = tiny_lit(folder / "model", "Llama-3.1-8B")
     source = PackedSource(LitCheckpoint(path), PACKING)
-    (made,) = write_chunks(source, folder / "model", (source.config_dict["n_layer"],))
+    (made,) = write_chunks(source, folder / "model", (source.config.n_layer,))
     return ChunkFile(made)
 
 
@@ -84,16 +84,16 @@ def supply(chunk: ChunkFile, tmp_path: Path) -> FileSupply:
 
 
 def spec_of(chunk: ChunkFile, kind: str, window: WindowOptions | None, rank: int = 0) -> StageSpec:
-    config = chunk.config_dict
+    config = chunk.config
     group = None
     if kind == "member":
         members = (Member("a", "127.0.0.1", 1), Member("b", "127.0.0.1", 2))
         group = Group(rank, members, share_out(config, (1, 2)), PACKING)
-    names = stage_parts(0, config["n_layer"], starter=kind == "starter")
+    names = stage_parts(0, config.n_layer, starter=kind == "starter")
     whole = {name: chunk.info(name) for name in names}
     parts = tuple(PartInfo(name, f"{rank if group else ''}{info.sha256}", info.n_bytes) for name, info in whole.items())
     return StageSpec(
-        "node", "tiny", chunk.config_hash, config, (0, config["n_layer"]), parts, Computing("cpu", "float32", packing=PACKING),
+        "node", "tiny", chunk.config_hash, config, (0, config.n_layer), parts, Computing("cpu", "float32", packing=PACKING),
         "float32", "float32", window, group, 2, LENGTH, 1,
     )  # fmt: skip
 
@@ -116,10 +116,8 @@ def inputs(n_embd: int) -> list[tuple[np.ndarray, list[Slice]]]:
 
 
 def whole(chunk: ChunkFile) -> KernelStage:
-    names = stage_parts(0, chunk.config_dict["n_layer"], starter=True)
-    stage = KernelStage(
-        chunk.config_dict, 0, chunk.config_dict["n_layer"], Resident(names, lambda name: chunk.weights(name))
-    )
+    names = stage_parts(0, chunk.config.n_layer, starter=True)
+    stage = KernelStage(chunk.config, 0, chunk.config.n_layer, Resident(names, lambda name: chunk.weights(name)))
     stage.prepare(LENGTH)
     return stage
 

@@ -17,6 +17,7 @@ from mdi.errors import NoMemoryError
 from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import CacheClass
 from mdi.net.wire import Frame, FrameType, Slice
+from mdi.spec.model import ModelConfig
 from mdi.stages.building import StageSpec
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore
 from waiting import DEADLINE_S, until
@@ -88,8 +89,8 @@ def wanted(
     **changes: Any,
 ) -> tuple[StageSpec, Claim]:  # fmt: skip
     spec = StageSpec(
-        "secondary0", model, model, {"n_layer": 1}, (0, 1), (PartSpec("block.0", "a" * 64, n_bytes),), COMPUTING, "float32",
-        None, None, None, 2, 10, 1,
+        "secondary0", model, model, ModelConfig(n_layer=1), (0, 1), (PartSpec("block.0", "a" * 64, n_bytes),), COMPUTING,
+        "float32", None, None, None, 2, 10, 1,
     )  # fmt: skip
     return replace(spec, **changes), Claim(run, epoch or run, keeps_caches, replay_bytes)
 

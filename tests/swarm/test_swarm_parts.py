@@ -133,7 +133,7 @@ def test_facts_that_do_not_fit_are_refused(checkpoint: Path) -> None:
         facts = SwarmModel.of(source).facts
     told = facts.to_json()
     ModelFacts.from_json(told, "a node")
-    other = {**facts.config, "n_head": 2 * facts.config["n_head"]}
+    other = {**told["config"], "n_head": 2 * facts.config.n_head}
     for change in ({"config": other}, {"parts": []}, {"parts": [vars(PartSpec("block.0", "ab" * 32, 1))]}):
         with pytest.raises(ControlError):
             SwarmModel(ModelFacts.from_json({**told, **change}, "a node"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,12 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
 from mdi.kernels.slices import Slice
+from mdi.spec.model import ModelConfig
 from mdi.stages.window_budget import WindowOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
-KNOWN = [family for family in FAMILIES if why_not_in_kernels(asdict(config_of(family))) is None]
+KNOWN = [family for family in FAMILIES if why_not_in_kernels(ModelConfig.from_litgpt(config_of(family))) is None]
 
 
 def test_every_window_and_retention(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_every_format(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("family", KNOWN)
 def test_every_family(tmp_path: Path, family: str) -> None:
     (chunk,) = chunks(tmp_path, family, n_starter=9)
-    n_layer = chunk.config_dict["n_layer"]
+    n_layer = chunk.config.n_layer
     stage = windowed(chunk, 0, n_layer, WindowOptions(2, 3))
     try:
         assert same(run(stage), run(whole(chunk, 0, n_layer)))

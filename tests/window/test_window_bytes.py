@@ -77,13 +77,11 @@ def test_two_units_take_one_attention_and_one_mlp(tmp_path: Path) -> None:
     (chunk,) = chunks(tmp_path, form="float32")
     stage = windowed(chunk, 0, N_BLOCKS, WindowOptions(2))
     stage.close()
-    c = chunk.config_dict
-    width = (c["n_head"] + 2 * c["n_query_groups"]) * c["head_size"]
-    attention = matrix_bytes("float32", width, c["n_embd"]) + matrix_bytes(
-        "float32", c["n_embd"], c["n_head"] * c["head_size"]
-    )
-    mlp = 2 * matrix_bytes("float32", c["intermediate_size"], c["n_embd"])
-    mlp += matrix_bytes("float32", c["n_embd"], c["intermediate_size"])
+    c = chunk.config
+    width = (c.n_head + 2 * c.n_query_groups) * c.head_size
+    attention = matrix_bytes("float32", width, c.n_embd) + matrix_bytes("float32", c.n_embd, c.n_head * c.head_size)
+    mlp = 2 * matrix_bytes("float32", c.intermediate_size, c.n_embd)
+    mlp += matrix_bytes("float32", c.n_embd, c.intermediate_size)
     slots = window_of(stage).plan.slot_bytes
     for slot, needed in zip(slots, (attention, mlp), strict=True):
         assert needed <= slot <= needed + 4 * PAGE_BYTES
@@ -187,7 +185,7 @@ def test_a_process_that_outgrows_its_limit_ends_with_a_word(tmp_path: Path) -> N
     MemoryLimit(1 << 50).check()
     # Chosen for a process that has nothing yet, so that what this one has is too much.
     limit = taken_bytes() + 512 * MB
-    memory = RunMemory(0, 1, work_bytes(chunk.config_dict, 1, 1))
+    memory = RunMemory(0, 1, work_bytes(chunk.config, 1, 1))
     stage = windowed(chunk, 0, N_BLOCKS, WindowOptions(memory=limit), run=memory)
     try:
         stage.check = MemoryLimit(1 * MB).check

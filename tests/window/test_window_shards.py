@@ -40,7 +40,7 @@ def source_of(chunk: ChunkFile, share: Share, folder: Path | None) -> dict[str, 
     assert chunk.packing is not None
     cut = ShardSource(chunk, share, chunk.packing)
     found: dict[str, WeightSource] = {}
-    for part in stage_parts(0, chunk.config_dict["n_layer"], starter=False):
+    for part in stage_parts(0, chunk.config.n_layer, starter=False):
         found[part] = cut
         if folder is not None:
             path = folder / f"{part}-{share.rank}"
@@ -52,8 +52,8 @@ def source_of(chunk: ChunkFile, share: Share, folder: Path | None) -> dict[str, 
 def stage_of(
     chunk: ChunkFile, shares: Shares, rank: int, group: AllReduce, options: WindowOptions | None, folder: Path | None
 ) -> KernelStage:
-    config = chunk.config_dict
-    share, n_layer = Share(shares, rank, config), config["n_layer"]
+    config = chunk.config
+    share, n_layer = Share(shares, rank, config), config.n_layer
     sources = source_of(chunk, share, folder)
     if options is None:
         weights: Windowed | Resident = Resident(sources, lambda part: sources[part].weights(part))
@@ -77,7 +77,7 @@ def rows_of(chunk: ChunkFile, shares: Shares, options: WindowOptions | None, fol
         stages = [stage_of(chunk, shares, rank, groups[rank], options, folder) for rank in range(shares.n_nodes)]
         position = 0
         for n_rows in FRAMES:
-            x = generator.standard_normal((n_rows, chunk.config_dict["n_embd"]), dtype=np.float32)
+            x = generator.standard_normal((n_rows, chunk.config.n_embd), dtype=np.float32)
             slices = [Slice(0, position, n_rows)]
             results = on_all(len(stages), lambda rank, x=x, at=slices: stages[rank](x, at))
             found.append(results[0].tobytes())
@@ -101,7 +101,7 @@ def rows_of(chunk: ChunkFile, shares: Shares, options: WindowOptions | None, fol
 @pytest.mark.parametrize("parts", [(3, 2), (2, 0, 1)])
 def test_a_window_gives_the_same_bits(tmp_path: Path, family: str, form: str, parts: tuple[int, ...]) -> None:
     (chunk,) = chunks(tmp_path, family, form, n_starter=9)
-    shares = share_out(chunk.config_dict, parts)
+    shares = share_out(chunk.config, parts)
     expected = rows_of(chunk, shares, None)
     for options in (WindowOptions(1), WindowOptions(2), WindowOptions(3, 2)):
         assert rows_of(chunk, shares, options) == expected, options

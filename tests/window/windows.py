@@ -33,7 +33,7 @@ def checkpoint(folder: Path, family: str = "Llama-3.1-8B", **changes: object) ->
 def chunks(folder: Path, family: str = "Llama-3.1-8B", form: str = "float32", n_starter: int = 5) -> list[ChunkFile]:
     """The starter's chunk, and the other node's unless the starter has all blocks."""
     source = PackedSource(checkpoint(folder, family), Packing(form, form))
-    n_layer = source.config_dict["n_layer"]
+    n_layer = source.config.n_layer
     counts = (n_layer,) if n_starter >= n_layer else (n_starter, n_layer - n_starter)
     return [ChunkFile(path) for path in write_chunks(source, folder / "model", counts)]
 
@@ -41,7 +41,7 @@ def chunks(folder: Path, family: str = "Llama-3.1-8B", form: str = "float32", n_
 def whole(source: WeightSource, start: int, stop: int, packing: Packing | None = None) -> KernelStage:
     """A stage that holds everything; the starter's if it begins with block 0."""
     weights = Resident(stage_parts(start, stop, starter=start == 0), lambda part: source.weights(part, packing))
-    stage = KernelStage(source.config_dict, start, stop, weights)
+    stage = KernelStage(source.config, start, stop, weights)
     stage.prepare(LENGTH)
     return stage
 
@@ -55,7 +55,7 @@ def windowed(
     assert packing is not None
     parts = stage_parts(start, stop, starter=start == 0)
     weights = open_window("starter", options, parts, lambda part: source, packing, folder, run, cancel)
-    stage = KernelStage(source.config_dict, start, stop, weights)
+    stage = KernelStage(source.config, start, stop, weights)
     stage.prepare(LENGTH)
     return stage
 
@@ -63,7 +63,7 @@ def windowed(
 def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
     """What comes out of a stage, frame after frame: on a starter the logits of the last row as well."""
     found, position = [], 0
-    ids = np.random.default_rng(3).integers(0, stage.config["vocab_size"], sum(frames))
+    ids = np.random.default_rng(3).integers(0, stage.config.vocab_size, sum(frames))
     for n_rows in frames:
         if stage.ends is not None:
             x = stage.embed(ids[position : position + n_rows])

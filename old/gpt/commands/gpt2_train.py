@@ -108,7 +108,7 @@ def pretrained(folder: Path, dropout: float) -> PositionGPT:
     from gpt.weights import open_gpt2
 
     source = open_gpt2(folder)
-    config = config_of(source.config_dict, str(folder))
+    config = config_of(source.config.plain(), str(folder))
     config.dropout = _dropout(dropout)
     model = random_model(config, 0)
     model.load_state_dict({name: source.tensor(name).float() for name in source.specs})

@@ -45,6 +45,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
+from mdi.spec.model import ModelConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = (
@@ -114,9 +115,7 @@ class AdaptedRows:
         return f"transformer.h.{block}.{self.layer}.{number}.{self.first}"
 
 
-def adapted_rows(
-    config: dict[str, Any], where: str, block: int, module: str
-) -> tuple[tuple[AdaptedRows, ...], int, int]:
+def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tuple[tuple[AdaptedRows, ...], int, int]:
     """A module's rows among our layers, none if the model has no such module, and its number of outputs and inputs."""
     shapes = part_shapes(config, where, f"block.{block}")
     found, n_rows, n_in = [], 0, 0
@@ -182,7 +181,7 @@ class Adapter(ABC):
         self,
         named: AdapterName,
         number: int,
-        config: dict[str, Any],
+        config: ModelConfig,
         told: Mapping[str, Any],
         base: Callable[[], str | None],
     ) -> None:
@@ -347,9 +346,9 @@ class LowRankAdapter(Adapter):
         return found
 
 
-def _of_heads(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _of_heads(config: ModelConfig) -> list[tuple[int, int]]:
     """(first, n) of the outputs of query, key and value."""
-    heads, groups = config["n_head"] * config["head_size"], config["n_query_groups"] * config["head_size"]
+    heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
     return [(0, heads), (heads, groups), (heads + groups, groups)]
 
 
@@ -377,7 +376,7 @@ class AdapterSource(WeightSource):
     def __init__(self, adapters: Sequence[Adapter], model: Callable[[str], WeightSource]) -> None:
         self._adapters, self._model_of = adapters, model
         first = model("block.0")
-        self.model, self.config_dict, self.config_hash = first.model, first.config_dict, first.config_hash
+        self.model, self.config, self.config_hash = first.model, first.config, first.config_hash
         self.hashes = HashRecord()
         self._arrays: tuple[int, dict[str, np.ndarray]] = (-1, {})
         self.specs, self._gains = {}, dict[str, str]()
@@ -392,12 +391,12 @@ class AdapterSource(WeightSource):
         source = self._model_of(f"block.{block}")
         layers = {match[2] for name in self.specs if (match := _STORED.fullmatch(name)) and int(match[1]) == block}
         for layer in layers:
-            norm = norm_before(f"transformer.h.{block}.{layer}.weight", self.config_dict)
+            norm = norm_before(f"transformer.h.{block}.{layer}.weight", self.config)
             if norm is None or norm not in source.specs:
                 continue
             norm_gain(source, norm)  # complain now
             name = f"{norm.removesuffix('weight')}gain"
-            self._gains[name], self.specs[name] = norm, TensorSpec("F32", (self.config_dict["n_embd"],))
+            self._gains[name], self.specs[name] = norm, TensorSpec("F32", (self.config.n_embd,))
 
     def __str__(self) -> str:
         return " and ".join(str(adapter.folder) for adapter in self._adapters)
@@ -438,8 +437,8 @@ def norm_gain(source: WeightSource, norm: str) -> np.ndarray | None:
         return None
     values, code = source.array(norm), source.specs[norm].dtype
     values = floats(values) if code in ("F32", "BF16", "F16") else values.astype(np.float32)
-    values, packing = np.ascontiguousarray(values[: source.config_dict["n_embd"]]), source.packing
-    if packing is not None and packing.blocks in FOLDED_FORMATS and is_folded(values, source.config_dict):
+    values, packing = np.ascontiguousarray(values[: source.config.n_embd]), source.packing
+    if packing is not None and packing.blocks in FOLDED_FORMATS and is_folded(values, source.config):
         raise CheckpointError(
             f"the weights of {source} are stored in {packing.blocks}, without the gains of their norms, which adapters "
             f"need: start from the model's own weights (--quantize {packing.blocks} packs them)", code="adapter",
@@ -454,7 +453,7 @@ class AdapterFile(PartFile):
         CheckpointError: it is damaged, or not for this model.
     """
 
-    def __init__(self, path: Path, info: Part, config: dict[str, Any], config_hash: str) -> None:
+    def __init__(self, path: Path, info: Part, config: ModelConfig, config_hash: str) -> None:
         super().__init__(path, info, config, config_hash)
         check_stored(self.specs, info.name, config, str(path))
 
@@ -466,13 +465,13 @@ class AdapterFile(PartFile):
         return {name: floats(self.array(name)).copy() for name in self.specs}
 
 
-def check_stored(specs: Mapping[str, TensorSpec], part: str, config: dict[str, Any], where: str) -> None:
+def check_stored(specs: Mapping[str, TensorSpec], part: str, config: ModelConfig, where: str) -> None:
     """Raises CheckpointError unless a part's tensors belong to its block, and have shapes that its layers can have."""
     shapes, widths = part_shapes(config, where, f"block.{part.removeprefix(ADAPTER_PREFIX)}"), row_widths(config)
     for name, spec in specs.items():
         n, width = spec.shape if len(spec.shape) == 2 else (0, 0)
         if (match := _GAIN.fullmatch(name)) is not None:
-            is_right = f"{ADAPTER_PREFIX}{match[1]}" == part and spec.shape == (config["n_embd"],)
+            is_right = f"{ADAPTER_PREFIX}{match[1]}" == part and spec.shape == (config.n_embd,)
         elif (match := STORED_ROWS.fullmatch(name)) is not None:
             is_known = f"{ADAPTER_PREFIX}{match[1]}" == part and int(match[2]) <= MOST_ADAPTERS
             pair = {PREFIX_KEY: PREFIX_VALUE, PREFIX_VALUE: PREFIX_KEY}.get(match[3], match[3])
@@ -491,14 +490,12 @@ def check_stored(specs: Mapping[str, TensorSpec], part: str, config: dict[str, A
             raise CheckpointError(f"{where}: {name[:200]}, {list(spec.shape)}, is no part of an adapter for this model")
 
 
-def is_folded(weight: np.ndarray, config: Mapping[str, Any]) -> bool:
+def is_folded(weight: np.ndarray, config: ModelConfig) -> bool:
     """Whether a norm has no gain, because it was multiplied into the layers behind it (checkpoint.packing.folded)."""
     return bool((weight == np.float32(1 - _offset(config))).all())
 
 
-def gain_factor(
-    norm: str, gain: np.ndarray | None, own: np.ndarray | None, config: Mapping[str, Any]
-) -> np.ndarray | None:
+def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, config: ModelConfig) -> np.ndarray | None:
     """The factors of an adapter's A where a node's weights have their norm's gain; None: there are none.
 
     Args:
@@ -515,13 +512,13 @@ def gain_factor(
     return found
 
 
-def _offset(config: Mapping[str, Any]) -> np.float32:
+def _offset(config: ModelConfig) -> np.float32:
     """Of a norm that multiplies by 1 + weight."""
-    return np.float32(config["norm_class_name"] == "RMSNorm" and "Gemma" in config["name"])
+    return np.float32(config.norm_unit_offset)
 
 
 def low_rank(
-    weights: Mapping[str, Any], block: int, own: Callable[[str], np.ndarray | None], config: Mapping[str, Any]
+    weights: Mapping[str, Any], block: int, own: Callable[[str], np.ndarray | None], config: ModelConfig
 ) -> list[LowRank]:
     """A part of adapters as the kernels read it.
 

@@ -32,6 +32,7 @@ from mdi.files import replacing
 from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.spec.cluster import nearest_existing
+from mdi.spec.model import ModelConfig
 
 
 class FileSource(WeightSource):
@@ -70,11 +71,11 @@ class PartFile(FileSource):
         CheckpointError: missing, cut short, damaged, or in a packed form of another version.
     """
 
-    def __init__(self, path: Path, info: Part, config: dict[str, Any], config_hash: str) -> None:
+    def __init__(self, path: Path, info: Part, config: ModelConfig, config_hash: str) -> None:
         self.path = path
         self._info = PartInfo(info.name, info.sha256, info.n_bytes)
         self._file = SafetensorsFile(path)
-        self.model, self.config_dict, self.config_hash = str(config.get("name", "")), config, config_hash
+        self.model, self.config, self.config_hash = config.name, config, config_hash
         self.specs = self._file.specs
         self.packing = packing_of(self._file.metadata, str(path))
         self.dtype = main_dtype(self.specs.values())
@@ -104,7 +105,7 @@ class ChunkFile(FileSource):
             self.manifest = Manifest.from_json(self._file.metadata[METADATA_KEY])
         except CheckpointError as e:
             raise CheckpointError(f"{self.path}: {e}; {_remedy(self.path)}") from None
-        self.model, self.config_dict = self.manifest.model, self.manifest.config
+        self.model, self.config = self.manifest.model, self.manifest.config
         self.config_hash, self.dtype = self.manifest.config_hash, self.manifest.dtype
         self.packing = self.manifest.packing
         self.specs = self._file.specs
@@ -167,7 +168,7 @@ class ChunkFile(FileSource):
             raise CheckpointError(
                 f"{self.path} numbers its blocks from 0, but holds {block_span(start, stop)}; {_remedy(self.path)}"
             )
-        check_tensors(self.config_dict, self.specs, self._infos, str(self.path), self.packing)
+        check_tensors(self.config, self.specs, self._infos, str(self.path), self.packing)
         for part, info in self._infos.items():
             if (n_bytes := self.n_bytes(part)) != info.n_bytes:
                 raise CheckpointError(
@@ -266,13 +267,13 @@ def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
     names = stage_parts(start, stop, starter=node == 0)
     return Manifest(
         model=source.model,
-        config=source.config_dict,
+        config=source.config,
         config_hash=source.config_hash,
         dtype=source.dtype,
         n_nodes=len(counts),
         node=node_names(len(counts))[node],
         blocks=(start, stop),
-        n_layer=source.config_dict["n_layer"],
+        n_layer=source.config.n_layer,
         parts=tuple(PartInfo(name, "0" * 64, source.n_bytes(name)) for name in names),
         format=source.packing.blocks if source.packing else PLAIN,
         format_head=source.packing.head if source.packing else PLAIN,

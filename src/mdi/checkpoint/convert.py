@@ -33,7 +33,7 @@ from mdi.checkpoint.torch_tensors import as_tensor
 from mdi.checkpoint.weightfile import PickledFile, WeightFile, open_weight_file
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.spec.model import why_not_litgpt
+from mdi.spec.model import ModelConfig, why_not_litgpt
 from mdi.units import size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -99,7 +99,7 @@ def convert(
         else:
             _write(unfinished, reader, config, model_type, DTYPES.get(dtype or ""), progress)
         written = PickledFile(unfinished)
-        check_tensors(config, written.specs, stage_parts(0, config["n_layer"], starter=True), str(directory))
+        check_tensors(config, written.specs, stage_parts(0, config.n_layer, starter=True), str(directory))
         written.release()
         _sync(unfinished)
         _write_config(out, config)
@@ -177,7 +177,7 @@ class _Group(Mapping[str, torch.Tensor]):
 def _write(
     target: Path,
     reader: _Reader,
-    config: dict[str, Any],
+    config: ModelConfig,
     model_type: str | None,
     dtype: torch.dtype | None,
     progress: bool,
@@ -209,10 +209,10 @@ def _write(
         saver.save(state)
 
 
-def converter_lacks(config: Mapping[str, Any]) -> str | None:
+def converter_lacks(config: ModelConfig) -> str | None:
     """Name what litgpt's converters do not know of a model; None if they convert it."""
-    is_falcons = config["mlp_class_name"] == "GptNeoxMLP" and config["rotary_percentage"] == 1
-    if is_falcons and (config["bias"] or not config["parallel_residual"]):
+    is_falcons = config.mlp_class_name == "GptNeoxMLP" and config.rotary_percentage == 1
+    if is_falcons and (config.bias or not config.parallel_residual):
         return "a Falcon with biases, or with attention and MLP one after the other"
     return why_not_litgpt(config)
 
@@ -233,13 +233,13 @@ def _write_own(target: Path, source: HfFolder, dtype: str | None, clips: bool) -
         saver.save(state)
 
 
-def _copy_function(config: dict[str, Any], model_type: str | None) -> Callable[..., None]:
+def _copy_function(config: ModelConfig, model_type: str | None) -> Callable[..., None]:
     """litgpt's converter for a family: by its name, as litgpt itself chooses, or by the model_type it was derived from."""
     from litgpt.config import Config
     from litgpt.scripts import convert_hf_checkpoint as litgpt
 
-    name = config["name"] if model_type is None else litgpt_family(model_type, config)
-    lit_config, name = Config(**{**config, "name": name}), name.lower()
+    name = config.name if model_type is None else litgpt_family(model_type, config)
+    lit_config, name = Config(**{**config.litgpt_plain(), "name": name}), name.lower()
     qkv: dict[Any, Any] = {}  # halves of joined tensors, between two calls
     if "falcon" in name:
         return functools.partial(litgpt.copy_weights_falcon, lit_config)
@@ -256,15 +256,15 @@ def _copy_function(config: dict[str, Any], model_type: str | None) -> Callable[.
     for prefixes, function in families.items():
         if name.startswith(prefixes):
             return functools.partial(function, lit_config, qkv)
-    if config["mlp_class_name"] in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"):
+    if config.mlp_class_name in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"):
         return functools.partial(litgpt.copy_weights_hf_llama, lit_config, qkv)
     return functools.partial(litgpt.copy_weights_gpt_neox, lit_config)
 
 
-def litgpt_family(model_type: str, config: dict[str, Any]) -> str:
+def litgpt_family(model_type: str, config: ModelConfig) -> str:
     """A name by which litgpt's converters recognise a model of this model_type: they go by names."""
     if model_type == "falcon":
-        return "falcon-7b" if config["shared_attention_norm"] else "falcon-40b"
+        return "falcon-7b" if config.shared_attention_norm else "falcon-40b"
     families = {
         "olmo2": "OLMo-2-", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "phi": "phi", "phi3": "Phi-3",
         "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "gpt_neox": "pythia",
@@ -272,12 +272,12 @@ def litgpt_family(model_type: str, config: dict[str, Any]) -> str:
     return families.get(model_type, "Llama")
 
 
-def _unknown(error: KeyError, config: dict[str, Any], directory: Path) -> CheckpointError:
+def _unknown(error: KeyError, config: ModelConfig, directory: Path) -> CheckpointError:
     name = str(error.args[0]) if error.args else "?"
     if name == "transformer.wte.weight":
         return CheckpointError(f"{directory} has neither an embedding nor a head")
     return CheckpointError(
-        f"{directory} holds the tensor {name.replace('{}', '<i>')}, which a {config['name']} of litgpt does not have: "
+        f"{directory} holds the tensor {name.replace('{}', '<i>')}, which a {config.name} of litgpt does not have: "
         "is --model-name right?"
     )
 
@@ -295,11 +295,11 @@ def _check_disk(directory: Path, reader: _Reader, dtype: str | None) -> None:
     check_disk(directory, needed, "converting", CheckpointError)
 
 
-def _write_config(directory: Path, config: dict[str, Any]) -> None:
+def _write_config(directory: Path, config: ModelConfig) -> None:
     import yaml
 
     with replacing(directory / CONFIG_FILE) as file:
-        file.write(yaml.safe_dump(config).encode())
+        file.write(yaml.safe_dump(config.plain()).encode())
 
 
 def _sync(path: Path) -> None:

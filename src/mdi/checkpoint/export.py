@@ -22,6 +22,7 @@ from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
+from mdi.spec.model import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ _OPT_EPS = 1e-5  # which its config.json does not say
 _NOT_COMPARED = ("name", "hf_config", "vocab_size", "padding_multiple")
 
 
-def hf_config(config: Json) -> Json:
+def hf_config(config: ModelConfig) -> Json:
     """config.json of a model; its `model_type` says the family.
 
     Raises:
@@ -69,28 +70,28 @@ def hf_config(config: Json) -> Json:
     written = {
         "architectures": [_ARCHITECTURES[model_type]],
         "model_type": model_type,
-        "num_hidden_layers": config["n_layer"],
-        "hidden_size": config["n_embd"],
-        "num_attention_heads": config["n_head"],
-        "num_key_value_heads": config["n_query_groups"],
-        "head_dim": config["head_size"],
-        "intermediate_size": config["intermediate_size"],
-        "vocab_size": config["padded_vocab_size"],
-        "max_position_embeddings": config["block_size"],
-        "rope_theta": config["rope_base"],
+        "num_hidden_layers": config.n_layer,
+        "hidden_size": config.n_embd,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_query_groups,
+        "head_dim": config.head_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.padded_vocab_size,
+        "max_position_embeddings": config.block_size,
+        "rope_theta": config.rope_base,
         "hidden_act": "silu",
-        eps: config["norm_eps"],
+        eps: config.norm_eps,
         **_rope(config),
         **_own(model_type, config),
     }
     for key in _NOT_THERE if model_type in ("bloom", "falcon", "gpt2", "opt") else ():
         del written[key]
-    again = derive_config(written, str(config["name"]), Path("config.json"))
-    for key, value in config.items():
-        if key not in _NOT_COMPARED and again.get(key) != value:
+    again = vars(derive_config(written, config.name, Path("config.json")))
+    for key, value in vars(config).items():
+        if key not in _NOT_COMPARED and again[key] != value:
             raise CheckpointError(
                 f"a Hugging Face {model_type} model has no such settings: {key} is {value!r} here, and would be "
-                f"{again.get(key)!r} there"
+                f"{again[key]!r} there"
             )
     return written
 
@@ -99,40 +100,38 @@ def hf_config(config: Json) -> Json:
 _NOT_THERE = ("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act")
 
 
-def transformers_type(config: Json) -> str:
+def transformers_type(config: ModelConfig) -> str:
     """The family of transformers' model, as its config.json names it."""
-    if config.get("glu_limit"):
+    if config.glu_limit:
         return "gpt_oss"
-    if config.get("embedding_norm"):
+    if config.embedding_norm:
         return "bloom"
-    if config.get("learned_positions"):  # some are both, and computed alike
-        is_opt = config["mlp_class_name"] == "ReluMLP" and config["norm_eps"] == _OPT_EPS
-        return "opt" if is_opt or config.get("norm_after_residual") or not config["bias"] else "gpt2"
-    if config.get("alibi") or (
-        config["n_query_groups"] != config["n_head"] and config["mlp_class_name"] == "GptNeoxMLP"
-    ):
+    if config.learned_positions:  # some are both, and computed alike
+        is_opt = config.mlp_class_name == "ReluMLP" and config.norm_eps == _OPT_EPS
+        return "opt" if is_opt or config.norm_after_residual or not config.bias else "gpt2"
+    if config.alibi or (config.n_query_groups != config.n_head and config.mlp_class_name == "GptNeoxMLP"):
         return "falcon"
-    if config["mlp_class_name"] == "GptNeoxMLP":
-        return "phi" if config["lm_head_bias"] else "gpt_neox" if config["bias"] else "falcon"
-    if config["norm_class_name"] == "LayerNorm":
-        return "olmo" if "OLMo" in str(config["name"]) else "stablelm"
-    if config["mlp_class_name"] == "GemmaMLP":
-        return "gemma3_text" if config["norm_qk"] else "gemma2" if config["post_mlp_norm"] else "gemma"
-    if config.get("sigmoid_router"):
-        return "minimax_m2" if config["norm_qk_type"] == "olmo2" else "glm4_moe"
-    if config["mlp_class_name"] == "LLaMAMoE":
-        return "qwen3_moe" if config["norm_qk"] else "mixtral"
-    if config["norm_qk"]:
-        return "olmo2" if config["norm_qk_type"] == "olmo2" else "qwen3"
-    if config["attn_bias"]:
+    if config.mlp_class_name == "GptNeoxMLP":
+        return "phi" if config.lm_head_bias else "gpt_neox" if config.bias else "falcon"
+    if config.norm_class_name == "LayerNorm":
+        return "stablelm" if config.norm_has_weight else "olmo"
+    if config.mlp_class_name == "GemmaMLP":
+        return "gemma3_text" if config.norm_qk else "gemma2" if config.post_mlp_norm else "gemma"
+    if config.sigmoid_router:
+        return "minimax_m2" if config.norm_qk_type == "olmo2" else "glm4_moe"
+    if config.mlp_class_name == "LLaMAMoE":
+        return "qwen3_moe" if config.norm_qk else "mixtral"
+    if config.norm_qk:
+        return "olmo2" if config.norm_qk_type == "olmo2" else "qwen3"
+    if config.attn_bias:
         return "qwen2"
-    if config["rotary_percentage"] != 1:
+    if config.rotary_percentage != 1:
         return "phi3"
-    return "mistral" if config["sliding_window_size"] else "llama"
+    return "mistral" if config.sliding_window_size else "llama"
 
 
-def _rope(config: Json) -> Json:
-    scaling = config["rope_adjustments"]
+def _rope(config: ModelConfig) -> Json:
+    scaling = config.rope_adjustments
     if scaling and "rope_type" in scaling:
         return {
             "rope_scaling": scaling,
@@ -146,80 +145,78 @@ def _rope(config: Json) -> Json:
         llama3 = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         original = {"original_max_position_embeddings": scaling["original_max_seq_len"]}
         return {"rope_scaling": {"rope_type": "llama3", **llama3, **original}}
-    factor = scaling["factor"] if scaling else config["rope_condense_ratio"]
+    factor = scaling["factor"] if scaling else config.rope_condense_ratio
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
 
 
-def _own(model_type: str, config: Json) -> dict[str, Any]:
+def _own(model_type: str, config: ModelConfig) -> dict[str, Any]:
     """Settings that only this family has."""
-    window = config["sliding_window_size"]
-    gelu = "gelu_pytorch_tanh" if config["gelu_approximate"] == "tanh" else "gelu"
-    layers = [
-        "sliding_attention" if is_near else "full_attention" for is_near in config["sliding_window_indices"] or ()
-    ]
-    near = {"sliding_window": window, "layer_types": layers, "query_pre_attn_scalar": config["attention_scores_scalar"]}
-    experts = {"num_experts_per_tok": config["n_expert_per_token"]}
-    partial = {"partial_rotary_factor": config["rotary_percentage"]}
+    window = config.sliding_window_size
+    gelu = "gelu_pytorch_tanh" if config.gelu_approximate == "tanh" else "gelu"
+    layers = ["sliding_attention" if is_near else "full_attention" for is_near in config.sliding_window_indices or ()]
+    near = {"sliding_window": window, "layer_types": layers, "query_pre_attn_scalar": config.attention_scores_scalar}
+    experts = {"num_experts_per_tok": config.n_expert_per_token}
+    partial = {"partial_rotary_factor": config.rotary_percentage}
     if model_type == "falcon":
-        groups, is_parallel = config["n_query_groups"], config["parallel_residual"]
-        is_new = is_parallel and (groups > 1 or not config["shared_attention_norm"])
+        groups, is_parallel = config.n_query_groups, config.parallel_residual
+        is_new = is_parallel and (groups > 1 or not config.shared_attention_norm)
         new = {"new_decoder_architecture": is_new, "num_kv_heads": groups, "multi_query": groups == 1}
-        norms = {"num_ln_in_parallel_attn": 1 if config["shared_attention_norm"] else 2}
-        old = {"parallel_attn": is_parallel, "bias": config["bias"], "alibi": config.get("alibi") == "falcon"}
+        norms = {"num_ln_in_parallel_attn": 1 if config.shared_attention_norm else 2}
+        old = {"parallel_attn": is_parallel, "bias": config.bias, "alibi": config.alibi == "falcon"}
         return {
-            **new, **(norms if is_new else {}), **old, "activation": gelu, "ffn_hidden_size": config["intermediate_size"],
+            **new, **(norms if is_new else {}), **old, "activation": gelu, "ffn_hidden_size": config.intermediate_size,
         }  # fmt: skip
-    activation = "relu" if config["mlp_class_name"] == "ReluMLP" else "gelu_new" if "tanh" in gelu else "gelu"
+    activation = "relu" if config.mlp_class_name == "ReluMLP" else "gelu_new" if "tanh" in gelu else "gelu"
     own: dict[str, dict[str, Any]] = {
-        "bloom": {"n_layer": config["n_layer"], "n_head": config["n_head"], "seq_length": config["block_size"]},
+        "bloom": {"n_layer": config.n_layer, "n_head": config.n_head, "seq_length": config.block_size},
         "gpt2": {
-            "n_layer": config["n_layer"],
-            "n_head": config["n_head"],
-            "n_embd": config["n_embd"],
-            "n_positions": config["block_size"],
-            "n_inner": config["intermediate_size"],
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_embd": config.n_embd,
+            "n_positions": config.block_size,
+            "n_inner": config.intermediate_size,
             "activation_function": activation,
         },
         "opt": {
-            "ffn_dim": config["intermediate_size"],
+            "ffn_dim": config.intermediate_size,
             "activation_function": activation,
-            "enable_bias": config["bias"],
-            "do_layer_norm_before": not config.get("norm_after_residual", False),
-            "word_embed_proj_dim": config["n_embd"],
+            "enable_bias": config.bias,
+            "do_layer_norm_before": not config.norm_after_residual,
+            "word_embed_proj_dim": config.n_embd,
         },
         "mistral": {"sliding_window": window},
         "phi3": {"sliding_window": window, **partial},
-        "mixtral": {**experts, "num_local_experts": config["n_expert"], "sliding_window": window},
+        "mixtral": {**experts, "num_local_experts": config.n_expert, "sliding_window": window},
         "qwen3_moe": {
             **experts,
-            "num_experts": config["n_expert"],
-            "moe_intermediate_size": config["moe_intermediate_size"],
+            "num_experts": config.n_expert,
+            "moe_intermediate_size": config.moe_intermediate_size,
             "norm_topk_prob": True,
         },
         "gpt_oss": {
             **experts,
-            "num_local_experts": config["n_expert"],
+            "num_local_experts": config.n_expert,
             "sliding_window": window,
             "layer_types": layers,
-            "swiglu_limit": config.get("glu_limit"),
+            "swiglu_limit": config.glu_limit,
             "attention_bias": True,
         },
         "glm4_moe": {
             **experts,
             **partial,
-            "attention_bias": config["attn_bias"],
-            "use_qk_norm": config["norm_qk"],
-            "first_k_dense_replace": config["first_k_dense_replace"],
-            "moe_intermediate_size": config["moe_intermediate_size"],
-            "n_routed_experts": config["n_expert"],
-            "n_shared_experts": config["n_shared_expert"],
-            "routed_scaling_factor": config["routed_scaling_factor"],
+            "attention_bias": config.attn_bias,
+            "use_qk_norm": config.norm_qk,
+            "first_k_dense_replace": config.first_k_dense_replace,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "n_routed_experts": config.n_expert,
+            "n_shared_experts": config.n_shared_expert,
+            "routed_scaling_factor": config.routed_scaling_factor,
             "num_nextn_predict_layers": 0,
         },
         "minimax_m2": {
             **experts,
-            "num_local_experts": config["n_expert"],
-            "rotary_dim": int(config["rotary_percentage"] * config["head_size"]),
+            "num_local_experts": config.n_expert,
+            "rotary_dim": config.rope_n_elem,
             "scoring_func": "sigmoid",
             "use_routing_bias": True,
             "use_qk_norm": True,
@@ -230,20 +227,20 @@ def _own(model_type: str, config: Json) -> dict[str, Any]:
             "hidden_act": gelu,
             "hidden_activation": gelu,
             **near,
-            "attn_logit_softcapping": config["attention_logit_softcapping"],
-            "final_logit_softcapping": config["final_logit_softcapping"],
+            "attn_logit_softcapping": config.attention_logit_softcapping,
+            "final_logit_softcapping": config.final_logit_softcapping,
         },
         "gemma3_text": {
             "hidden_act": gelu,
             "hidden_activation": gelu,
             **near,
-            "rope_local_base_freq": config["rope_local_base_freq"],
+            "rope_local_base_freq": config.rope_local_base_freq,
         },
         "stablelm": partial,
         "gpt_neox": {
-            "hidden_act": "gelu_new" if config["gelu_approximate"] == "tanh" else "gelu",
-            "rotary_pct": config["rotary_percentage"],
-            "use_parallel_residual": config["parallel_residual"],
+            "hidden_act": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
+            "rotary_pct": config.rotary_percentage,
+            "use_parallel_residual": config.parallel_residual,
         },
         "phi": {"hidden_act": "gelu_new", **partial},
     }
@@ -271,7 +268,7 @@ def export_hf(
     """
     import torch
 
-    config = source.config_dict
+    config = source.config
     written = hf_config(config)
     model_type = written["model_type"]
     is_tied = torch.equal(source.tensor(_EMBEDDING), source.tensor(_HEAD))
@@ -300,7 +297,7 @@ def export_hf(
     _write_json(out / "config.json", {**written, "tie_word_embeddings": is_tied, "torch_dtype": source.dtype})
 
 
-def _converter(model_type: str, config: Json) -> Callable[[Tensors], Tensors]:
+def _converter(model_type: str, config: ModelConfig) -> Callable[[Tensors], Tensors]:
     """litgpt's way back for a family, over the tensors of a part; or our own."""
     if model_type in _OWN:
         return functools.partial(_OWN[model_type], config)
@@ -319,7 +316,7 @@ def _converter(model_type: str, config: Json) -> Callable[[Tensors], Tensors]:
         "gpt_neox": litgpt.copy_weights_gpt_neox,
     }
     copy = functions.get(model_type, litgpt.copy_weights_llama)
-    lit_config = Config(**{**config, "name": litgpt_family(model_type, config)})
+    lit_config = Config(**{**config.litgpt_plain(), "name": litgpt_family(model_type, config)})
 
     def convert(tensors: Tensors) -> Tensors:
         found: Tensors = {}
@@ -346,14 +343,14 @@ _GPT_OSS = {
 }
 
 
-def _gpt_oss(config: Json, tensors: Tensors) -> Tensors:
+def _gpt_oss(config: ModelConfig, tensors: Tensors) -> Tensors:
     """As transformers has it: experts in one tensor, with inputs in rows, and the columns of gate and up in turn."""
     import torch
 
     found: Tensors = {}
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
-    n_keys = config["n_query_groups"] * config["head_size"]
-    sizes = [config["n_head"] * config["head_size"], n_keys, n_keys]
+    n_keys = config.n_query_groups * config.head_size
+    sizes = [config.n_head * config.head_size, n_keys, n_keys]
     for name, tensor in tensors.items():
         stem, ending = name.rsplit(".", 1)
         if stem in _GPT_OSS:
@@ -423,11 +420,11 @@ _TOP_NAMES = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "mode
 _IN_BLOCK = re.compile(r"transformer\.h\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
 
 
-def _own_names(names: Mapping[str, str], config: Json, tensors: Tensors) -> Tensors:
+def _own_names(names: Mapping[str, str], config: ModelConfig, tensors: Tensors) -> Tensors:
     names, found = {**_TOP_NAMES, **names}, Tensors()
-    if config["parallel_residual"] and not config["shared_attention_norm"]:  # a new Falcon
+    if config.parallel_residual and not config.shared_attention_norm:  # a new Falcon
         names |= {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
-    n_queries, n_keys = config["n_head"] * config["head_size"], config["n_query_groups"] * config["head_size"]
+    n_queries, n_keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
     for name, tensor in tensors.items():
         stem, ending = name.rsplit(".", 1)
         match = _IN_BLOCK.fullmatch(stem)
@@ -446,7 +443,7 @@ def _own_names(names: Mapping[str, str], config: Json, tensors: Tensors) -> Tens
     return found
 
 
-def _as_stored(module: str, config: Json, tensor: torch.Tensor) -> torch.Tensor:
+def _as_stored(module: str, config: ModelConfig, tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     if module in INTERLEAVED:
@@ -458,7 +455,7 @@ def _as_stored(module: str, config: Json, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T if module in TRANSPOSED and tensor.dim() == 2 else tensor
 
 
-_OWN: dict[str, Callable[[Json, Tensors], Tensors]] = {  # what litgpt's converters lack
+_OWN: dict[str, Callable[[ModelConfig, Tensors], Tensors]] = {  # what litgpt's converters lack
     "gpt_oss": _gpt_oss,
     **{kind: functools.partial(_own_names, names) for kind, names in _OWN_NAMES.items()},
 }

@@ -16,6 +16,7 @@ import numpy as np
 from mdi.checkpoint.gguf import GgufHeader, read_tensor, shown_field
 from mdi.checkpoint.hfconfig import Json, derive_config
 from mdi.errors import CheckpointError
+from mdi.spec.model import ModelConfig
 
 MAX_CONTEXT = 1 << 27
 # frequencies that Llama 3.1's scaling leaves between "as it is" and "divided" tell its settings
@@ -59,8 +60,8 @@ class _Fields:
         return self.header.tensors[tensor].shape
 
 
-def gguf_config(header: GgufHeader) -> Json:
-    """A litgpt Config as a plain dict.
+def gguf_config(header: GgufHeader) -> ModelConfig:
+    """The configuration of the model in a file.
 
     Raises:
         CheckpointError: an architecture that is not supported, or fields that are missing or contradict the tensors.

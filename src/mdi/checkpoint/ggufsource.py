@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,6 +42,7 @@ from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
 from mdi.kernels.weight_formats import PACKED_ROWS
 from mdi.spec.cluster import nearest_existing
+from mdi.spec.model import ModelConfig
 
 _TOP = {
     "transformer.wte": "token_embd",
@@ -97,14 +97,14 @@ class Recipe:
     minus: float = 0.0
 
 
-def recipe(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]) -> Recipe:
+def recipe(name: str, config: ModelConfig, arch: str, tensors: Mapping[str, GgufTensor]) -> Recipe:
     """How `name` of litgpt's model is made."""
     is_norm = "norm" in name.rsplit(".", 2)[-2] or "ln_f" in name
     minus = 1.0 if arch.startswith("gemma") and is_norm else 0.0
     return Recipe(tuple(_pieces(name, config, arch, tensors)), minus)
 
 
-def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]) -> list[GgufPiece]:
+def _pieces(name: str, config: ModelConfig, arch: str, tensors: Mapping[str, GgufTensor]) -> list[GgufPiece]:
     stem, ending = name.rsplit(".", 1)
     if stem in _TOP:
         found = f"{_TOP[stem]}.{ending}"
@@ -122,7 +122,7 @@ def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[st
     if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", part):
         return [GgufPiece(f"{prefix}{_EXPERT[expert[2]]}.{ending}", expert=int(expert[1]))]
     if part in ("mlp.fc_1", "mlp.fc_2") and f"{prefix}ffn_gate.weight" not in tensors:  # Phi 3: one above the other
-        n_rows = config["intermediate_size"]
+        n_rows = config.intermediate_size
         rows = (0, n_rows) if part == "mlp.fc_1" else (n_rows, 2 * n_rows)
         return [GgufPiece(f"{prefix}ffn_up.{ending}", rows=rows)]
     if ending == "sinks":
@@ -133,11 +133,11 @@ def _pieces(name: str, config: Mapping[str, Any], arch: str, tensors: Mapping[st
 
 
 def _qkv(
-    prefix: str, ending: str, config: Mapping[str, Any], arch: str, tensors: Mapping[str, GgufTensor]
+    prefix: str, ending: str, config: ModelConfig, arch: str, tensors: Mapping[str, GgufTensor]
 ) -> list[GgufPiece]:
     if f"{prefix}attn_qkv.{ending}" in tensors:
         return [GgufPiece(f"{prefix}attn_qkv.{ending}")]
-    heads = (config["n_head"], config["n_query_groups"]) if arch == "llama" else (0, 0)
+    heads = (config.n_head, config.n_query_groups) if arch == "llama" else (0, 0)
     paired = {"q": heads[0], "k": heads[1], "v": 0}
     return [GgufPiece(f"{prefix}attn_{which}.{ending}", paired_heads=n) for which, n in paired.items()]
 
@@ -157,16 +157,15 @@ class GgufSource(WeightSource):
         self.path = path
         header = read_gguf(path)
         self._tensors = header.tensors
-        self.config_dict = gguf_config(header)
-        self.config_hash = config_hash(self.config_dict)
-        self.model = self.config_dict["name"]
+        self.config = gguf_config(header)
+        self.config_hash = config_hash(self.config)
+        self.model = self.config.name
         arch = header.fields["general.architecture"]
         self._recipes = {
-            name: recipe(name, self.config_dict, arch, header.tensors)
-            for name in model_shapes(self.config_dict, str(path))
+            name: recipe(name, self.config, arch, header.tensors) for name in model_shapes(self.config, str(path))
         }
         self.specs = {name: self._spec(made) for name, made in self._recipes.items()}
-        check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
+        check_tensors(self.config, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
         kinds = {tensor.type_name for tensor in self._tensors.values()}
         self.native = next((form for kind, form in reversed(CARRIED_OVER.items()) if kind in kinds), None)
@@ -231,7 +230,7 @@ class GgufSource(WeightSource):
         return found
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+        return stage_parts(0, self.config.n_layer, starter=True)
 
     def release(self) -> None:
         """Nothing stays mapped between two tensors."""
@@ -306,7 +305,7 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
         raise CheckpointError(f"cannot make {directory}: {e.strerror or e}") from None
     write_tokenizer(header.fields, directory, path)
     with replacing(directory / CONFIG_FILE) as file:
-        file.write(yaml.safe_dump(source.config_dict).encode())
+        file.write(yaml.safe_dump(source.config.plain()).encode())
     with replacing(directory / GGUF_NOTE) as file:  # last, because it says that the others exist
         file.write(json.dumps({"file": str(path.relative_to(directory.absolute()) if is_inside else path)}).encode())
     return directory

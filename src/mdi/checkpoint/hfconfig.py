@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to a litgpt Config: one derived for its architecture, or litgpt's own for a name.
+"""From a Hugging Face config.json to a ModelConfig: one derived for its architecture, or litgpt's own for a name.
 
 Knows no weights. What an architecture can be set to but litgpt cannot do is refused, not ignored.
 """
@@ -14,6 +14,7 @@ from mdi.checkpoint.folder import model_name as model_folder_name
 from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
+from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_json
 
 Json = dict[str, Any]
@@ -444,6 +445,7 @@ _SAME = {
     "head_dim": "head_size",
     "intermediate_size": "intermediate_size",
 }
+_GEMMAS = ("gemma", "gemma2", "gemma3_text")  # one is added to the weights of their norms
 # In what a named Config may differ from the derived one, because it changes no number that is computed: names, and lengths.
 _FREE = ("name", "hf_config", "padding_multiple", "vocab_size", "padded_vocab_size", "block_size")
 
@@ -475,8 +477,8 @@ def n_predicting(hf: Json) -> int:
     return found if type(found) is int else 0
 
 
-def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | None]:
-    """The litgpt Config for a Hugging Face directory, and the model_type that it was derived from, if it was.
+def choose_config(directory: Path, model_name: str | None) -> tuple[ModelConfig, str | None]:
+    """The configuration of a Hugging Face directory, and the model_type that it was derived from, if it was.
 
     Args:
         directory: with config.json.
@@ -493,7 +495,7 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
     config = next(filter(None, map(_named, candidates)), None)
     if model_name is None and hf.get("model_type") in DERIVED:
         # prompt styles go by litgpt's names
-        return derive_config(hf, config["name"] if config else name, where), str(hf["model_type"])
+        return derive_config(hf, config.name if config else name, where), str(hf["model_type"])
     if config is not None:
         _check_agreement(hf, config, where)
         return config, None
@@ -502,7 +504,7 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[Json, str | 
     return derive_config(hf, name, where), str(hf.get("model_type"))
 
 
-def _named(name: str) -> Json | None:
+def _named(name: str) -> ModelConfig | None:
     """The entry of a model in litgpt's table; None if it is not there, or litgpt is not installed."""
     try:
         return full_config(asdict(litgpt_module("config").Config.from_name(name)), name)
@@ -510,8 +512,8 @@ def _named(name: str) -> Json | None:
         return None
 
 
-def derive_config(hf: Json, name: str, where: Path) -> Json:
-    """A litgpt Config for what config.json describes; see `choose_config`."""
+def derive_config(hf: Json, name: str, where: Path) -> ModelConfig:
+    """The configuration for what config.json describes; see `choose_config`."""
     model_type = hf.get("model_type")
     if model_type not in DERIVED:
         raise CheckpointError(
@@ -525,30 +527,31 @@ def derive_config(hf: Json, name: str, where: Path) -> Json:
     except (TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(f"{where} cannot be understood: {e}") from None
     settings["name"] = _safe_name(name, str(model_type))
+    settings["norm_unit_offset"], settings["norm_has_weight"] = model_type in _GEMMAS, model_type != "olmo"
     return full_config(settings, str(where))
 
 
-def _check_agreement(hf: Json, config: Json, where: Path) -> None:
+def _check_agreement(hf: Json, config: ModelConfig, where: Path) -> None:
     for theirs, ours in _SAME.items():
-        found, expected = hf.get(theirs), config[ours]
-        if theirs == "intermediate_size" and config["mlp_class_name"] == "LLaMAMoE":
+        found, expected = hf.get(theirs), getattr(config, ours)
+        if theirs == "intermediate_size" and config.mlp_class_name == "LLaMAMoE":
             continue  # of experts or of dense layers, depending on the family
         if found is not None and found != expected:
             raise CheckpointError(
-                f"{where}: {theirs} is {found!r}, but {ours} of the litgpt model {config['name']!r} is {expected!r}: "
+                f"{where}: {theirs} is {found!r}, but {ours} of the litgpt model {config.name!r} is {expected!r}: "
                 "give the right --model-name"
             )
     if hf.get("model_type") not in DERIVED:
         return
-    derived = derive_config(hf, config["name"], where)
+    derived = vars(derive_config(hf, config.name, where))
     differing = [
         f"{ours} is {_short(derived[ours])}, not {_short(expected)}"
-        for ours, expected in config.items()
+        for ours, expected in vars(config).items()
         if ours not in _FREE and derived[ours] != expected
     ]
     if differing:
         raise CheckpointError(
-            f"{where} has other settings than the litgpt model {config['name']!r}: {', '.join(differing)}; without "
+            f"{where} has other settings than the litgpt model {config.name!r}: {', '.join(differing)}; without "
             "--model-name config.json is used"
         )
 
@@ -560,7 +563,7 @@ def _short(value: Any) -> str:
 
 def _safe_name(name: str, model_type: str) -> str:
     """The directory's name, such that litgpt sees a Gemma or an OLMo in it just if it is one."""
-    for word, model_types in (("Gemma", ("gemma", "gemma2", "gemma3_text")), ("OLMo", ("olmo", "olmo2"))):
+    for word, model_types in (("Gemma", _GEMMAS), ("OLMo", ("olmo", "olmo2"))):
         if model_type in model_types and word not in name:
             name = f"{word}-{name}"
         if model_type not in model_types:

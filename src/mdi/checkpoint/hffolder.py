@@ -32,6 +32,7 @@ from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
+from mdi.spec.model import ModelConfig
 
 # Names of modules in litgpt's model -> in transformers' one. Of several, the first one that the file has.
 _TOP = {
@@ -138,15 +139,15 @@ class HfFolder(WeightSource):
         opened = _open_files(self.path, takes_pickles)
         self._opened = list({id(file): file for file in opened.values()}.values())
         self._files = decoded(self.path, opened, read_quantization(self.path))
-        self.config_dict = folder_config(self.path, model_name)
-        self.config_hash = config_hash(self.config_dict)
-        self.model = self.config_dict["name"]
+        self.config = folder_config(self.path, model_name)
+        self.config_hash = config_hash(self.config)
+        self.model = self.config.name
         self._prefix = next((p for p in _LANGUAGE if any(name.startswith(f"{p}.") for name in self._files)), "model")
-        shapes = model_shapes(self.config_dict, str(path))
+        shapes = model_shapes(self.config, str(path))
         self.tensor_pieces = {name: self._pieces_of(name, shape) for name, shape in shapes.items()}
         self._check_used()
         self.specs = {name: self._spec(pieces) for name, pieces in self.tensor_pieces.items()}
-        check_tensors(self.config_dict, self.specs, self.part_names(), str(path))
+        check_tensors(self.config, self.specs, self.part_names(), str(path))
         self.dtype = main_dtype(self.specs.values())
         files = sorted({file.path for file in opened.values()})
         self.native = next((f.form for f in self._files.values() if isinstance(f, Decoded) and f.form), None)
@@ -193,13 +194,13 @@ class HfFolder(WeightSource):
 
     @functools.cached_property
     def _interleaved(self) -> np.ndarray:
-        return interleaved_rows(self.config_dict)
+        return interleaved_rows(self.config)
 
     def read_bytes(self, name: str) -> int:
         return self.specs[name].n_bytes if any(file.stays_mapped for file in self._opened) else 0
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+        return stage_parts(0, self.config.n_layer, starter=True)
 
     def release(self) -> None:
         for file in self._opened:
@@ -245,7 +246,7 @@ class HfFolder(WeightSource):
         match = _BLOCK_NAME.fullmatch(stem)
         assert match is not None  # the only ones in litgpt's models
         expert = _EXPERT_NAME.fullmatch(match[2])
-        if expert and self.config_dict.get("glu_limit"):
+        if expert and self.config.glu_limit:
             return (self._stacked(f"{self._layers()}.{match[1]}.mlp.experts", expert, ending, shape),)
         known = _EXPERT[expert[2]] if expert else BLOCK_MODULES.get(match[2], ())
         for one in known:
@@ -279,7 +280,7 @@ class HfFolder(WeightSource):
         tensor = f"{path}.{module}" + ("_bias" if ending == "bias" else "")
         if tensor not in self._files:
             raise self._lacks(alone, (tensor, f"{tensor}_blocks"))
-        self._check_shape(tensor, (self.config_dict["n_expert"], *whole[::-1]))
+        self._check_shape(tensor, (self.config.n_expert, *whole[::-1]))
         return Piece(tensor, rows, int(expert[1]), is_transposed=ending == "weight")
 
     def _top(self, stem: str, ending: str, shape: tuple[int, ...]) -> Piece:
@@ -326,7 +327,7 @@ class HfFolder(WeightSource):
     def _check_used(self) -> None:
         """Raises CheckpointError for a tensor that the model would be computed without."""
         used = {piece.tensor for pieces in self.tensor_pieces.values() for piece in pieces}
-        n_layer, layers = self.config_dict["n_layer"], self._layers()
+        n_layer, layers = self.config.n_layer, self._layers()
         more = n_predicting(read_hf_config(self.path / "config.json"))
         predicting = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
         for name in self._files:
@@ -335,7 +336,7 @@ class HfFolder(WeightSource):
             if name not in used and not is_other and not _NOT_WEIGHTS.fullmatch(name):
                 raise CheckpointError(
                     f"{self.path} holds the tensor {re.sub(r'[.][0-9]+[.]', '.<i>.', name)}, which a "
-                    f"{self.config_dict['name']} does not have"
+                    f"{self.config.name} does not have"
                 )
 
     def _piece_spec(self, piece: Piece) -> TensorSpec:
@@ -360,8 +361,8 @@ class HfFolder(WeightSource):
         )
 
 
-def folder_config(path: Path, model_name: str | None = None) -> dict[str, Any]:
-    """litgpt's Config of a Hugging Face folder as a plain dict. Raises CheckpointError."""
+def folder_config(path: Path, model_name: str | None = None) -> ModelConfig:
+    """The configuration of a Hugging Face folder. Raises CheckpointError."""
     read_quantization(path)  # refuses what cannot be read
     return choose_config(path, model_name)[0]
 

@@ -64,7 +64,7 @@ class KeptPacked:
             except CheckpointError as e:  # the source may be damaged; reading it reports that
                 logger.warning("packed weights are not kept: %s", e)
                 return source
-        return self._store.part(info, source.config_dict, source.config_hash)
+        return self._store.part(info, source.config, source.config_hash)
 
     def may_take(self, source: WeightSource, n_bytes: int) -> bool:
         """Whether a part of so many bytes is worth a file."""

@@ -18,8 +18,8 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.spec.decode import Name, Span, Text, Whole, decode, parsed, shown
-from mdi.spec.limits import excess
+from mdi.spec.decode import Name, Span, Text, Whole, parsed, shown
+from mdi.spec.model import NAME_WORDS, ModelConfig, decode_with_config
 
 FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"
@@ -34,8 +34,8 @@ class Manifest:
     """See the module.
 
     Attributes:
-        model: name of the model, as in its litgpt Config.
-        config: litgpt Config as a plain dict; `config_hash` is its hash.
+        model: name of the model, as in its configuration.
+        config: of the model; `config_hash` is its hash.
         dtype: stored number type of the weights, e.g. "bfloat16".
         n_nodes: length of the ring that the model was cut for.
         node: "starter" or "secondary<i>".
@@ -46,7 +46,7 @@ class Manifest:
     """
 
     model: Text
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: Name
     dtype: Name
     n_nodes: Whole
@@ -68,7 +68,9 @@ class Manifest:
         return None if self.format == PLAIN else Packing(self.format, self.format_head)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return json.dumps(
+            {**dataclasses.asdict(self), "config": self.config.plain()}, sort_keys=True, separators=(",", ":")
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -82,16 +84,14 @@ class Manifest:
         for field in dataclasses.fields(cls):
             if field.name not in data:
                 raise CheckpointError(f"the manifest: the field {field.name!r} is missing")
-        manifest = decode(cls, data, "the manifest", CheckpointError)
+        manifest = decode_with_config(cls, data, "the manifest", CheckpointError)
         manifest._check()
         return manifest
 
     def _check(self) -> None:
         start, stop = self.blocks
-        if too_much := excess(self.config):
-            raise _error("config", "a model that can be built", too_much)
-        if self.n_layer < 1 or self.n_layer != self.config.get("n_layer"):
-            raise _error("n_layer", f"the n_layer of its config, {self.config.get('n_layer')!r}", self.n_layer)
+        if self.n_layer != self.config.n_layer:
+            raise _error("n_layer", f"the n_layer of its config, {self.config.n_layer}", self.n_layer)
         if not 1 <= self.n_nodes <= self.n_layer + 1:
             raise _error("n_nodes", f"a number from 1 to {self.n_layer + 1}", self.n_nodes)
         if self._index() >= self.n_nodes:
@@ -118,15 +118,10 @@ class Manifest:
         return 0 if match[1] is None else 1 + int(match[1])
 
 
-def config_hash(config: dict[str, Any]) -> str:
-    """sha256 of what defines the model in a litgpt Config (as a plain dict), in hex.
-
-    Names do not count, except where litgpt's behaviour hangs on them: "Gemma" adds one to norm weights, "OLMo" with
-    LayerNorm has none.
-    """
-    name = str(config.get("name", ""))
-    defining = {key: value for key, value in config.items() if key not in _NOT_DEFINING}
-    defining["name_says"] = [word for word in ("Gemma", "OLMo") if word in name]
+def config_hash(config: ModelConfig) -> str:
+    """sha256 of what defines the model, in hex. Its name does not count, except for the words in which litgpt sees norms."""
+    defining = {key: value for key, value in config.plain().items() if key not in _NOT_DEFINING}
+    defining["name_says"] = [word for word in NAME_WORDS if word in config.name]
     text = json.dumps(_plain(defining), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from mdi.kernels.layout import (
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
 from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
+from mdi.spec.model import ModelConfig
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
@@ -262,7 +262,7 @@ _MLP = re.compile(r"mlp\.(gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
 
 def folded(
-    name: str, packing: Packing, config: Mapping[str, Any], rows: Callable[[str], Rows], specs: Mapping[str, TensorSpec]
+    name: str, packing: Packing, config: ModelConfig, rows: Callable[[str], Rows], specs: Mapping[str, TensorSpec]
 ) -> tuple[Rows, TensorSpec]:  # fmt: skip
     """A plain tensor in the form for packing.
 
@@ -270,9 +270,7 @@ def folded(
         rows: gives those of tensors of the same part; specs are theirs.
     """
     if packing.of_part(part_of(name)) in FOLDED_FORMATS:
-        offset = np.float32(
-            config["norm_class_name"] == "RMSNorm" and "Gemma" in config["name"]
-        )  # the gain is 1 + weight
+        offset = np.float32(config.norm_unit_offset)  # the gain is 1 + weight
         spec = TensorSpec("F32", specs[name].shape)
         if _is_folded(name, specs):
             return np.full(spec.shape, 1 - offset, dtype=np.float32), spec
@@ -285,7 +283,7 @@ def folded(
     return rows(name), specs[name]
 
 
-def norm_before(name: str, config: Mapping[str, Any]) -> str | None:
+def norm_before(name: str, config: ModelConfig) -> str | None:
     """The norm before a linear layer; None if the layer has another input."""
     if name == "lm_head.weight":
         return "transformer.ln_f.weight"
@@ -296,7 +294,7 @@ def norm_before(name: str, config: Mapping[str, Any]) -> str | None:
     if layer in _ATTENTION:
         return f"{block}norm_1.weight"
     if _MLP.fullmatch(layer):
-        return f"{block}norm_1.weight" if config["shared_attention_norm"] else f"{block}norm_2.weight"
+        return f"{block}norm_1.weight" if config.shared_attention_norm else f"{block}norm_2.weight"
     return None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.hfconfig import derive_config
+from mdi.spec.model import ModelConfig
 
 Json = dict[str, Any]
 
@@ -95,8 +96,8 @@ PUBLISHED: dict[str, Json] = {
 }  # fmt: skip
 
 
-def published_config(name: str) -> Json | None:
-    """The plain configuration of a model of `PUBLISHED`; None if it is not there.
+def published_config(name: str) -> ModelConfig | None:
+    """The configuration of a model of `PUBLISHED`; None if it is not there.
 
     Args:
         name: with its organisation or without.

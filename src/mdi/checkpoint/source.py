@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels.lazy_rows import LazyRows, Rows
+from mdi.spec.model import ModelConfig
 
 
 class LitCheckpoint(WeightSource):
@@ -40,13 +40,13 @@ class LitCheckpoint(WeightSource):
         weights = next((p for name in WEIGHT_FILES if (p := self.path / name).is_file()), None)
         if weights is None or not (self.path / CONFIG_FILE).is_file():
             raise CheckpointError(no_checkpoint(self.path))
-        self.config_dict = read_config(self.path / CONFIG_FILE)
-        self.config_hash = config_hash(self.config_dict)
-        self.model = self.config_dict["name"] or self.path.absolute().name
+        self.config = read_config(self.path / CONFIG_FILE)
+        self.config_hash = config_hash(self.config)
+        self.model = self.config.name or self.path.absolute().name
         self.file: WeightFile = open_weight_file(weights)
         self._stored = _litgpt_names(self.file.specs)  # name -> name in the file
         self.specs = {name: self.file.specs[stored] for name, stored in self._stored.items()}
-        check_tensors(self.config_dict, self.specs, self.part_names(), str(weights))
+        check_tensors(self.config, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
         self.hashes = HashRecord(self.path / "parts.json", weights_stamp([weights], self.config_hash))
 
@@ -57,7 +57,7 @@ class LitCheckpoint(WeightSource):
         stored = self._stored[name]
         array = self.file.array(stored)
         # LitGPT before 0.5 interleaved query, key and value by group
-        return array[interleaved_rows(self.config_dict)] if ".attn.attn." in stored else array
+        return array[interleaved_rows(self.config)] if ".attn.attn." in stored else array
 
     def rows(self, name: str) -> Rows:
         stored, shape = self._stored[name], self.specs[name].shape
@@ -69,7 +69,7 @@ class LitCheckpoint(WeightSource):
         return self.specs[name].n_bytes if self.file.stays_mapped else 0
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config_dict["n_layer"], starter=True)
+        return stage_parts(0, self.config.n_layer, starter=True)
 
     def release(self) -> None:
         self.file.release()
@@ -101,8 +101,8 @@ def open_source(path: str | Path) -> WeightSource:
     return ChunkFile(path)
 
 
-def settings_of(path: Path) -> dict[str, Any]:
-    """litgpt's Config of a checkpoint's folder as a plain dict; the weights need not be there. Raises CheckpointError."""
+def settings_of(path: Path) -> ModelConfig:
+    """The configuration of a checkpoint's folder; the weights need not be there. Raises CheckpointError."""
     if (path / CONFIG_FILE).is_file():
         return read_config(path / CONFIG_FILE)
     if (path / "config.json").is_file():

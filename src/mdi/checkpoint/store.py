@@ -21,6 +21,7 @@ from mdi.checkpoint.disk_space import free_bytes
 from mdi.checkpoint.parts import Part, PartInfo
 from mdi.checkpoint.records import BELIEVED_S, HashRecord, in_threads, stamp_of
 from mdi.errors import CheckpointError
+from mdi.spec.model import ModelConfig
 from mdi.units import size
 
 PIECE_BYTES = 1 << 20
@@ -280,7 +281,7 @@ class BlockStore:
                 info.sha256, PartInfo(info.name, info.sha256, info.n_bytes), stamp_of(self.path(info.sha256))
             )
 
-    def part(self, info: Part, config: dict[str, Any], config_hash: str) -> PartFile:
+    def part(self, info: Part, config: ModelConfig, config_hash: str) -> PartFile:
         """A part that is here, to read weights from; `config` is the model's.
 
         Raises:

@@ -26,12 +26,13 @@ from mdi.checkpoint.virtual_rows import (
     why_no_rows,
 )
 from mdi.errors import CheckpointError
+from mdi.spec.model import ModelConfig
 
 EMBEDDINGS = "prompt_embeddings"
 PROMPT_TYPE, DEEP_TYPE, PREFIX_TYPE = "PROMPT_TUNING", "MDI_DEEP_PROMPT", "PREFIX_TUNING"  # as a folder says peft_type
 
 
-def open_adapter(named: AdapterName, number: int, config: dict[str, Any], base: Callable[[], str | None]) -> Adapter:
+def open_adapter(named: AdapterName, number: int, config: ModelConfig, base: Callable[[], str | None]) -> Adapter:
     """The adapter in a folder. Arguments and errors as of `Adapter`."""
     told = read_settings(named)
     kind = _CLASSES.get(str(told.get("peft_type")))
@@ -52,7 +53,7 @@ class VirtualAdapter(Adapter):
         self._kind, n = told["peft_type"], told.get("num_virtual_tokens")
         self._is_prefix = self._kind == PREFIX_TYPE
         if (why_not := why_no_rows(self._is_prefix, self._config)) is not None:
-            raise self._refused(f"peft_type {self._kind}, and {self._config['name']} {why_not}")
+            raise self._refused(f"peft_type {self._kind}, and {self._config.name} {why_not}")
         if type(n) is not int or not 1 <= n <= MOST_VIRTUAL:
             raise self._refused(f"num_virtual_tokens {str(n)[:100]} in {path}; 1 to {MOST_VIRTUAL} are served")
         if told.get("task_type") not in (None, "CAUSAL_LM"):
@@ -61,7 +62,7 @@ class VirtualAdapter(Adapter):
             raise self._refused(f"rows for an encoder and a decoder in {path}, which are not served")
         self._check_plain(["modules_to_save"])
         self.n_virtual = n
-        width, n_blocks = self._config["n_embd"], self._config["n_layer"]
+        width, n_blocks = self._config.n_embd, self._config.n_layer
         if self._is_prefix:
             width = 2 * n_blocks * row_widths(self._config)[PREFIX_KEY]
         wanted = {EMBEDDINGS: (n, width)}
@@ -78,7 +79,7 @@ class VirtualAdapter(Adapter):
 
     @property
     def blocks(self) -> Collection[int]:
-        return range(1 if self._kind == PROMPT_TYPE else self._config["n_layer"])
+        return range(1 if self._kind == PROMPT_TYPE else self._config.n_layer)
 
     def specs(self, block: int) -> dict[str, TensorSpec]:
         if block not in self.blocks:

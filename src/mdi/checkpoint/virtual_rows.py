@@ -15,10 +15,8 @@ Sources: Lester et al. 2021 (prompts); Liu et al. 2021, P-Tuning v2 (deep prompt
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from mdi.spec.model import why_not_litgpt
+from mdi.spec.model import ModelConfig, why_not_litgpt
 
 MOST_VIRTUAL = 1 << 12  # rows of a prompt or prefix
 PROMPT_TENSOR, PREFIX_KEY, PREFIX_VALUE = "prompt", "prefix_key", "prefix_value"
@@ -30,19 +28,19 @@ def stored_name(block: int, number: int, what: str) -> str:
     return f"transformer.h.{block}.{number}.{what}"
 
 
-def row_widths(config: Mapping[str, Any]) -> dict[str, int]:
+def row_widths(config: ModelConfig) -> dict[str, int]:
     """Numbers in a row of each kind."""
-    width = config["n_query_groups"] * config["head_size"]
-    return {PROMPT_TENSOR: config["n_embd"], PREFIX_KEY: width, PREFIX_VALUE: width}
+    width = config.n_query_groups * config.head_size
+    return {PROMPT_TENSOR: config.n_embd, PREFIX_KEY: width, PREFIX_VALUE: width}
 
 
-def why_no_rows(is_prefix: bool, config: Mapping[str, Any]) -> str | None:
+def why_no_rows(is_prefix: bool, config: ModelConfig) -> str | None:
     """What a model has that such rows cannot stand before, behind the model's name; None: they can."""
-    if not is_prefix and config.get("scale_embeddings"):
+    if not is_prefix and config.scale_embeddings:
         return "multiplies its embeddings, so that rows before them have no one form in other programs"
-    if config.get("latent_attention"):
+    if config.latent_attention:
         return "has latent attention, which the kernels do not compute"
-    if is_prefix and any(config.get("sliding_window_indices") or ()):
+    if is_prefix and any(config.sliding_window_indices or ()):
         return "has attention in windows, which see no prefix"
     lacking = why_not_litgpt(config)
     return None if lacking is None else f"has {lacking}, and such rows are for models that torch computes, too"

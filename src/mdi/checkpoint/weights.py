@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
 from mdi.kernels.lazy_rows import Rows
 from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
+from mdi.spec.model import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class WeightSource(ABC):
 
     Attributes:
         model: its name.
-        config_dict: its litgpt Config as a plain dict; `config_hash` is the hash of that.
+        config: its configuration; `config_hash` is the hash of that.
         dtype: number type of most weights, e.g. "bfloat16"; for packed ones, their type before.
         specs: type and shape of every tensor that can be had, as it is stored.
         packing: the formats of packed weights; None if they are plain, each tensor as torch has it.
@@ -46,7 +47,7 @@ class WeightSource(ABC):
     """
 
     model: str
-    config_dict: dict[str, Any]
+    config: ModelConfig
     config_hash: str
     dtype: str
     specs: dict[str, TensorSpec]
@@ -140,7 +141,7 @@ class WeightSource(ABC):
         stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
         if packing is None or packing.of_part(part) == self.packing.of_part(part):
             return stored
-        return repacked(stored, packing, self.config_dict)
+        return repacked(stored, packing, self.config)
 
     def packed(self, name: str, packing: Packing) -> PartWeights:
         """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
@@ -156,7 +157,7 @@ class WeightSource(ABC):
         """A plain tensor in the form for packing, see checkpoint.packing.folded."""
         if not self.folds_gains:
             return self.rows(name), self.specs[name]
-        return folded(name, packing, self.config_dict, self.rows, self.specs)
+        return folded(name, packing, self.config, self.rows, self.specs)
 
     @property
     def has_single_tensors(self) -> bool:
@@ -169,7 +170,7 @@ class WeightSource(ABC):
 
     def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that the model has in a part."""
-        return dict(part_shapes(self.config_dict, str(self), part))
+        return dict(part_shapes(self.config, str(self), part))
 
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part for torch, on the CPU: plain ones in the memory of `array`, packed ones as float32.
@@ -205,7 +206,7 @@ class DerivedSource(WeightSource):
     def __init__(self, source: WeightSource, form: str, hashes: HashRecord | None = None) -> None:
         self._source, self.form = source, form
         self.hashes = hashes or source.hashes or HashRecord()
-        self.model, self.config_dict = source.model, source.config_dict
+        self.model, self.config = source.model, source.config
         self.config_hash, self.dtype = source.config_hash, source.dtype
 
     def part_names(self) -> list[str]:
@@ -241,7 +242,7 @@ def _joined(weights: Iterable[PartWeights]) -> PartWeights:
     return {name: weight for some in weights for name, weight in some.items()}
 
 
-def repacked(stored: PartWeights, packing: Packing, config: Mapping[str, Any]) -> PartWeights:
+def repacked(stored: PartWeights, packing: Packing, config: ModelConfig) -> PartWeights:
     """Packed weights in another form."""
 
     names = [name for name in stored if name != EMBEDDING_SCALE]

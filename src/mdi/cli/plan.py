@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import MdiError, PlacementError, UsageError
 from mdi.spec.cluster import DTYPES
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
@@ -171,7 +172,7 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
     from mdi.placement.planning import Model, measure_live
 
     config = _config(options, None)
-    model = Model(config["name"] or "", config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
+    model = Model(config.name, config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
     choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
     asked = Requested(
         dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize, kv_dtype=options.kv_dtype
@@ -236,7 +237,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     )
     if options.draft_rate is None:
         return found
-    return found.with_draft(options.draft_rate, 1 if config.get("n_expert") else MOST_ROWS)  # as in a run
+    return found.with_draft(options.draft_rate, 1 if config.n_expert else MOST_ROWS)  # as in a run
 
 
 def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
@@ -250,8 +251,8 @@ def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
     return replace(profile, nodes=tuple(known[name] for name in names), links=links)
 
 
-def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
-    """The plain configuration of the model that is meant."""
+def _config(options: Options, profile: ClusterProfile | None) -> ModelConfig:
+    """The configuration of the model that is meant."""
     from mdi.checkpoint.source import settings_of
 
     if options.ckpt is not None:
@@ -263,7 +264,7 @@ def _config(options: Options, profile: ClusterProfile | None) -> dict[str, Any]:
     return _named(profile.model)
 
 
-def _config_of(name: str) -> dict[str, Any]:
+def _config_of(name: str) -> ModelConfig:
     """Of a folder, a file, or a name."""
     from mdi.checkpoint.shapes import read_config
     from mdi.checkpoint.source import settings_of
@@ -274,7 +275,7 @@ def _config_of(name: str) -> dict[str, Any]:
     return read_config(path) if path.is_file() else _named(name)
 
 
-def _named(name: str) -> dict[str, Any]:
+def _named(name: str) -> ModelConfig:
     """Of a name on the hub, or of litgpt's. Raises UsageError, CheckpointError: nothing here computes this model."""
     from dataclasses import asdict
     from difflib import get_close_matches
@@ -300,7 +301,7 @@ def _named(name: str) -> dict[str, Any]:
     raise UsageError(f"there is no file or directory {name!r}, and no known model has this name{hint}")
 
 
-def _measured(profile: ClusterProfile, config: dict[str, Any], shape: ModelShape) -> ModelShape | None:
+def _measured(profile: ClusterProfile, config: ModelConfig, shape: ModelShape) -> ModelShape | None:
     """The model of the profile's times; None if it is unknown."""
     from mdi.placement.model import model_shape
 

@@ -26,7 +26,7 @@ from mdi.spec.decode import (
     shown,
     spans_rise,
 )
-from mdi.spec.limits import excess
+from mdi.spec.model import ModelConfig, decode_with_config
 from mdi.spec.options import Frames, Length, Requested, Silence
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class InitRequest(Requested):
         index: the receiver's place in the ring; names[0] is the starter.
         placement: hash of model, cut and ring.
         next_addr, next_port: ring port of the next node.
-        config: litgpt Config as a plain object; `config_hash` is its hash.
+        config: of the model, its plain form in JSON; `config_hash` is its hash.
         blocks: (start, stop) of the receiver.
         max_length: tokens that a sequence may reach.
         stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
@@ -111,7 +111,7 @@ class InitRequest(Requested):
     next_addr: Text
     next_port: Port
     model: Text
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: Text
     stored_dtype: Text
     blocks: Span
@@ -133,7 +133,7 @@ class InitRequest(Requested):
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "parts": [vars(part) for part in self.parts]}  # asdict would copy the config
+        return {**vars(self), "config": self.config.plain(), "parts": [vars(part) for part in self.parts]}
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
@@ -142,12 +142,12 @@ class InitRequest(Requested):
         missing = [f.name for f in fields(cls) if f.default is not None and f.name not in data]
         if missing:  # a default is for who makes a request, not for who reads one
             raise _refused(f"request: the field {missing[0]!r} is missing")
-        request = _decoded(cls, data)
+        request = decode_with_config(cls, data, "request", _refused)
         if request.index >= len(request.names):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
         spans_rise("request", _refused, blocks=request.blocks)
         _check_blocks(request)
-        taps_of(request.extensions, request.config["n_layer"])
+        taps_of(request.extensions, request.config.n_layer)
         return request
 
 
@@ -175,27 +175,25 @@ class ProfileRequest(Requested):
     """Bytes of a message `profile`: which model the node is to measure itself with, computed as it would be in a run.
 
     Attributes:
-        config: litgpt Config as a plain object; `config_hash` is its hash.
+        config: of the model, its plain form in JSON; `config_hash` is its hash.
         stored_dtype: as in `InitRequest`.
         fresh: measure again, whatever is kept.
         run: id of the run to place, if there is one: its starter may end the node's process even if the node gets no blocks.
     """
 
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: Text
     stored_dtype: Text
     fresh: bool = False
     run: RunId | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "config": self.config.plain()}
 
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        request = _decoded(cls, data)
-        _check_counts(request.config)
-        return request
+        return decode_with_config(cls, data, "request", _refused)
 
 
 @dataclass(frozen=True)
@@ -411,10 +409,8 @@ def version_error(who: str, version: Any) -> ControlError:
 
 
 def _check_blocks(request: InitRequest) -> None:
-    _check_counts(request.config)
-    start, stop = request.blocks
-    n_layer = request.config.get("n_layer")
-    if not isinstance(n_layer, int) or not 0 <= start < stop <= n_layer:
+    (start, stop), n_layer = request.blocks, request.config.n_layer
+    if not 0 <= start < stop <= n_layer:
         raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
     names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer
     parts = [part for part in request.parts if not part.name.startswith(ADAPTER_PREFIX)]
@@ -435,11 +431,6 @@ def _check_adapters(request: InitRequest) -> None:
         raise ControlError(f"the listed parts of adapters do not match {block_span(start, stop)}", 400)
     if names[len(names) - len(found) :] != found:
         raise ControlError("the parts of adapters do not follow all others", 400)
-
-
-def _check_counts(config: dict[str, Any]) -> None:
-    if too_much := excess(config):
-        raise ControlError(f"field 'config': {too_much}", 400)
 
 
 def _refused(message: str) -> ControlError:

@@ -17,6 +17,7 @@ from mdi.control.messages import PartSpec
 from mdi.errors import ControlError
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import Meta, Name, Number, Port, RunId, Sha256, Text, Whole, decode, spans_rise
+from mdi.spec.model import ModelConfig, decode_with_config
 
 EXPIRY_S = 60.0
 N_LIMIT = 4096  # nodes that one node knows
@@ -159,29 +160,25 @@ class ModelFacts:
     """A model as one node tells another of it.
 
     Attributes:
-        config: litgpt Config as a plain object; `config_hash` is its hash.
+        config: of the model, its plain form in JSON; `config_hash` is its hash.
         stored_dtype, stored_format: of its parts, see InitRequest.
         parts: those of the request that the node knows.
     """
 
     model: Text
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: Text
     stored_dtype: Text
     stored_format: Text | None
     parts: Annotated[tuple[PartSpec, ...], Meta(max_length=N_PARTS)]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "config": self.config.plain()}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> ModelFacts:
         """Raises ControlError."""
-        facts = decode(cls, data, where, ControlError)
-        n_layer = facts.config.get("n_layer")
-        if not isinstance(n_layer, int) or not 1 <= n_layer <= 1 << 16:
-            raise ControlError(f"{where}: a model of {str(n_layer)[:40]} blocks")
-        return facts
+        return decode_with_config(cls, data, where, ControlError)
 
 
 class SwarmTable:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
@@ -18,7 +16,7 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
-from mdi.spec.model import why_not_litgpt
+from mdi.spec.model import ModelConfig, why_not_litgpt
 from mdi.spec.options import Requested
 
 
@@ -70,12 +68,12 @@ class Computing:
 
 
 def choose_computing(
-    config: Mapping[str, Any] | None, asked: Requested, stored: str, stored_format: str | None = None
+    config: ModelConfig | None, asked: Requested, stored: str, stored_format: str | None = None
 ) -> Computing:
     """Decide what a node computes with, from the request.
 
     Args:
-        config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
+        config: of the model; None for one that the kernels do not have.
         asked: its device is one that `choose_device` gave.
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
 
@@ -86,7 +84,7 @@ def choose_computing(
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
-    if why is not None and (lacking := why_not_litgpt(config or {})) is not None:
+    if why is not None and config is not None and (lacking := why_not_litgpt(config)) is not None:
         raise UsageError(f"{lacking} can be computed by the kernels alone, which do not compute {why}", code="kernels")
     clips = asked.allow_clipping
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)

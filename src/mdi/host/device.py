@@ -8,9 +8,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.weights import own_packing
@@ -21,6 +19,7 @@ from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.page_sizes import cache_type_named
 from mdi.kernels.weight_formats import ROUNDED, check_packed
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
+from mdi.spec.model import ModelConfig
 
 logger = logging.getLogger("mdi")
 
@@ -201,18 +200,18 @@ def choose_dtype(wanted: str | None, stored: str, device: str, is_quantized: boo
     return name
 
 
-def why_torch(config: Mapping[str, Any] | None, device: str, dtype: str | None) -> str | None:
+def why_torch(config: ModelConfig | None, device: str, dtype: str | None) -> str | None:
     """Why this node does not compute blocks in the kernels; None if it does. The arguments are those of `why_not_kernels`."""
     if (reason := why_not_kernels(config, device, dtype)) is not None:
         return reason
     return None if library.load() is not None else f"a node without kernels ({library.why_not()})"
 
 
-def why_not_kernels(config: Mapping[str, Any] | None, device: str, dtype: str | None) -> str | None:
+def why_not_kernels(config: ModelConfig | None, device: str, dtype: str | None) -> str | None:
     """Why no node whatsoever computes blocks so in the kernels; None if those that have kernels do.
 
     Args:
-        config: litgpt's Config as a plain dict; None for a model that is none of litgpt's.
+        config: of the model; None for one that the kernels do not have.
         dtype: the user's choice; the kernels compute in float32.
     """
     if config is None:

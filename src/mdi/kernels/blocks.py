@@ -23,9 +23,10 @@ from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
-from mdi.kernels.positions import n_tables, rope_n_elem, rope_tables, score_bias, score_factor
+from mdi.kernels.positions import n_tables, rope_tables, score_bias, score_factor
 from mdi.kernels.slices import Slices, SliceTable
 from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
+from mdi.spec.model import ModelConfig
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}
@@ -333,74 +334,54 @@ def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
     return busy / os.sysconf("SC_CLK_TCK") if n_found == len(cores) else None  # a sandbox may show fewer
 
 
-# Settings of litgpt's Config that are read here.
-# fmt: off
-_SETTINGS = {
-    "attention_logit_softcapping", "attention_scores_scalar", "first_k_dense_replace", "gelu_approximate",
-    "head_size", "intermediate_size", "latent_attention", "mlp_class_name", "moe_intermediate_size", "n_embd", "n_layer",
-    "n_expert", "n_expert_groups", "n_expert_per_token", "n_head", "n_query_groups", "n_shared_expert", "name",
-    "norm_1", "norm_2", "norm_class_name", "norm_eps", "norm_qk", "norm_qk_type", "parallel_residual",
-    "post_attention_norm", "post_mlp_norm", "rope_adjustments", "rope_base", "rope_condense_ratio",
-    "rope_indices", "rope_interleave", "rope_local_base_freq", "rotary_percentage", "routed_scaling_factor",
-    "shared_attention_norm", "sliding_window_indices", "sliding_window_size",
-}
-# fmt: on
 MOST_ROPE = 1024  # csrc/rotary.h
 
 
-def why_not_in_kernels(config: Mapping[str, Any]) -> str | None:
-    """Name the feature of a model (litgpt's Config as a dict) that the kernels lack; None if they compute all blocks."""
-    try:
-        return _unknown(config)
-    except (TypeError, ValueError, AttributeError, OverflowError) as e:  # it may come from another node
-        return f"a config with a setting of the wrong kind ({e})"
-
-
-def _unknown(config: Mapping[str, Any]) -> str | None:
-    if missing := sorted(_SETTINGS - config.keys()):
-        return f"a config without {missing[0]}"
-    if config["latent_attention"]:
+def why_not_in_kernels(config: ModelConfig) -> str | None:
+    """Name the feature of a model that the kernels lack; None if they compute all blocks."""
+    if config.latent_attention:
         return "latent attention"
-    if config["n_expert_groups"]:
+    if config.n_expert_groups:
         return "experts in groups"
-    if config["norm_class_name"] not in NORM_TYPES:
-        return f"norms of type {config['norm_class_name']}"
-    if config["mlp_class_name"] not in _MLPS:
-        return f"MLPs of type {config['mlp_class_name']}"
-    is_rotary = not (config.get("alibi") or config.get("learned_positions"))
-    if not 2 * is_rotary <= rope_n_elem(config) <= MOST_ROPE * is_rotary:
-        return f"rotary positions of {rope_n_elem(config)} numbers"
+    if config.norm_class_name not in NORM_TYPES:
+        return f"norms of type {config.norm_class_name}"
+    if config.mlp_class_name not in _MLPS:
+        return f"MLPs of type {config.mlp_class_name}"
+    is_rotary = not (config.alibi or config.learned_positions)
+    if not 2 * is_rotary <= config.rope_n_elem <= MOST_ROPE * is_rotary:
+        return f"rotary positions of {config.rope_n_elem} numbers"
     return _contradiction(config)
 
 
-def _contradiction(config: Mapping[str, Any]) -> str | None:
+def _contradiction(config: ModelConfig) -> str | None:
     """Numbers that do not fit each other, which may come from another node: the kernels would read beyond their memory."""
-    heads, groups, size = config["n_head"], config["n_query_groups"], config["head_size"]
+    heads, groups, size = config.n_head, config.n_query_groups, config.head_size
     if groups < 1 or heads % groups:
         return f"{heads} heads in {groups} groups"
-    if rope_n_elem(config) > size:
-        return f"rotary positions of {rope_n_elem(config)} numbers in heads of {size}"
-    if config["mlp_class_name"] == "LLaMAMoE" and not 1 <= config["n_expert_per_token"] <= config["n_expert"]:
-        return f"{config['n_expert_per_token']} of {config['n_expert']} experts"
-    if config.get("glu_limit") and _MLPS[config["mlp_class_name"]](config) != "clamped_glu":
-        return f"clamped MLPs of type {config['mlp_class_name']}"
-    if any(table not in range(n_tables(config)) for table in config["rope_indices"] or ()):
-        return f"tables of rotary positions {config['rope_indices']}"
+    if config.rope_n_elem > size:
+        return f"rotary positions of {config.rope_n_elem} numbers in heads of {size}"
+    if config.mlp_class_name == "LLaMAMoE" and not 1 <= config.n_expert_per_token <= config.n_expert:
+        return f"{config.n_expert_per_token} of {config.n_expert} experts"
+    if config.glu_limit and _MLPS[config.mlp_class_name](config) != "clamped_glu":
+        return f"clamped MLPs of type {config.mlp_class_name}"
+    if any(table not in range(n_tables(config)) for table in config.rope_indices or ()):
+        return f"tables of rotary positions {config.rope_indices}"
     for name in ("rope_indices", "sliding_window_indices"):
-        if config[name] and len(config[name]) < config["n_layer"]:
-            return f"{name} of {len(config[name])} blocks, where there are {config['n_layer']}"
+        found = getattr(config, name)
+        if found and len(found) < config.n_layer:
+            return f"{name} of {len(found)} blocks, where there are {config.n_layer}"
     return None
 
 
-def _gelu(config: Mapping[str, Any]) -> str:
-    return "gelu_tanh" if config["gelu_approximate"] == "tanh" else "gelu"
+def _gelu(config: ModelConfig) -> str:
+    return "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu"
 
 
-def _silu(config: Mapping[str, Any]) -> str:
-    return "clamped_glu" if config.get("glu_limit") else "silu"
+def _silu(config: ModelConfig) -> str:
+    return "clamped_glu" if config.glu_limit else "silu"
 
 
-_MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+_MLPS: dict[str, Callable[[ModelConfig], str]] = {
     "GptNeoxMLP": _gelu,
     "GemmaMLP": _gelu,
     "ReluMLP": lambda config: "relu",
@@ -409,30 +390,30 @@ _MLPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def model_of(config: Mapping[str, Any], cache_type: str = "float32") -> MdiModel:
+def model_of(config: ModelConfig, cache_type: str = "float32") -> MdiModel:
     """Settings that all blocks of a model share. The head's norm and linear layer use them as well."""
     return MdiModel(
-        n_embd=config["n_embd"],
-        n_head=config["n_head"],
-        n_groups=config["n_query_groups"],
-        head_size=config["head_size"],
-        rope_n_elem=rope_n_elem(config),
-        rope_interleave=bool(config["rope_interleave"]),
-        norm_type=NORM_TYPES[config["norm_class_name"]],
-        unit_offset=config["norm_class_name"] == "RMSNorm" and "Gemma" in config["name"],
-        parallel_residual=bool(config["parallel_residual"]),
-        shared_attention_norm=bool(config["shared_attention_norm"]),
-        qk_norm_all_heads=config["norm_qk_type"] == "olmo2",
-        activation=ACTIVATIONS[_MLPS[config["mlp_class_name"]](config)],
-        n_expert_per_token=config["n_expert_per_token"],
+        n_embd=config.n_embd,
+        n_head=config.n_head,
+        n_groups=config.n_query_groups,
+        head_size=config.head_size,
+        rope_n_elem=config.rope_n_elem,
+        rope_interleave=config.rope_interleave,
+        norm_type=NORM_TYPES[config.norm_class_name],
+        unit_offset=config.norm_unit_offset,
+        parallel_residual=config.parallel_residual,
+        shared_attention_norm=config.shared_attention_norm,
+        qk_norm_all_heads=config.norm_qk_type == "olmo2",
+        activation=ACTIVATIONS[_MLPS[config.mlp_class_name](config)],
+        n_expert_per_token=config.n_expert_per_token,
         cache_type=CACHE_TYPES[cache_type],
-        heads_per_group=config["n_head"] // config["n_query_groups"],
-        norm_after_residual=bool(config.get("norm_after_residual")),
-        norm_eps=config["norm_eps"],
-        scale=score_factor(config) / math.sqrt(config["attention_scores_scalar"] or config["head_size"]),
-        softcap=config["attention_logit_softcapping"] or 0.0,
-        expert_scale=config["routed_scaling_factor"],
-        glu_limit=config.get("glu_limit") or 0.0,
+        heads_per_group=config.n_head // config.n_query_groups,
+        norm_after_residual=config.norm_after_residual,
+        norm_eps=config.norm_eps,
+        scale=score_factor(config) / math.sqrt(config.attention_scores_scalar or config.head_size),
+        softcap=config.attention_logit_softcapping or 0.0,
+        expert_scale=config.routed_scaling_factor,
+        glu_limit=config.glu_limit or 0.0,
     )
 
 
@@ -477,7 +458,7 @@ class Blocks:
     """Blocks [start, stop) of a model.
 
     Args:
-        config: litgpt's Config as a plain dict, with all defaults.
+        config: of the whole model, or of a share of its blocks (tensor.shares).
         tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
             norms and biases as float32 arrays. Their memory is used without copying.
         cache_type: what caches hold, one of page_sizes.CACHE_TYPES.
@@ -498,12 +479,12 @@ class Blocks:
     _stage: MdiStage
 
     def __init__(
-        self, config: Mapping[str, Any], start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str,
+        self, config: ModelConfig, start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str,
         context: Context, adapters: Callable[[int], Sequence[LowRank]] = lambda block: (),
     ) -> None:  # fmt: skip
         self.config, self.start, self.stop = config, start, stop
         self.context = context
-        self.n_embd = int(config["n_embd"])
+        self.n_embd = config.n_embd
         self.classes, self._places = cache_classes(config, start, stop, cache_type)
         self._model = model_of(config, cache_type)
         self._kept: list[Any] = []  # keeps alive what the structures refer to
@@ -691,46 +672,45 @@ class Blocks:
 
     def _block(self, index: int, tensors: Tensors) -> MdiBlock:
         c = self.config
-        plain = c["norm_class_name"] == "LayerNorm" and "OLMo" in c["name"]
-        reader = BlockReader(index, tensors, self._kept, plain)
-        size, n_embd = c["head_size"], c["n_embd"]
-        heads, groups = c["n_head"] * size, c["n_query_groups"] * size
-        over_heads = (heads, groups) if c["norm_qk_type"] == "olmo2" else (size, size)
+        reader = BlockReader(index, tensors, self._kept, not c.norm_has_weight)
+        size, n_embd = c.head_size, c.n_embd
+        heads, groups = c.n_head * size, c.n_query_groups * size
+        over_heads = (heads, groups) if c.norm_qk_type == "olmo2" else (size, size)
         block = MdiBlock(
-            norm_1=reader.norm("norm_1", n_embd, c["norm_1"]),
-            post_attention_norm=reader.norm("post_attention_norm", n_embd, c["post_attention_norm"]),
-            norm_2=reader.norm("norm_2", n_embd, c["norm_2"] and not c["shared_attention_norm"]),
-            post_mlp_norm=reader.norm("post_mlp_norm", n_embd, c["post_mlp_norm"]),
-            norm_q=reader.norm("attn.norm_q", over_heads[0], c["norm_qk"]),
-            norm_k=reader.norm("attn.norm_k", over_heads[1], c["norm_qk"]),
+            norm_1=reader.norm("norm_1", n_embd, c.norm_1),
+            post_attention_norm=reader.norm("post_attention_norm", n_embd, c.post_attention_norm),
+            norm_2=reader.norm("norm_2", n_embd, c.norm_2 and not c.shared_attention_norm),
+            post_mlp_norm=reader.norm("post_mlp_norm", n_embd, c.post_mlp_norm),
+            norm_q=reader.norm("attn.norm_q", over_heads[0], c.norm_qk),
+            norm_k=reader.norm("attn.norm_k", over_heads[1], c.norm_qk),
             qkv=reader.matrix("attn.qkv", heads + 2 * groups, n_embd),
             attention_proj=reader.matrix("attn.proj", n_embd, heads),
             window=windows_of(c, index, index + 1)[0] or 0,
             cache_class=self._places[index - self.start][0],
             cache_layer=self._places[index - self.start][1],
-            rope_table=c["rope_indices"][index] if n_tables(c) > 1 and c["rope_indices"] else 0,
-            sinks=reader.row("attn.sinks", c["n_head"]) if c.get("attention_sinks") else None,
+            rope_table=c.rope_indices[index] if n_tables(c) > 1 and c.rope_indices else 0,
+            sinks=reader.row("attn.sinks", c.n_head) if c.attention_sinks else None,
         )
-        is_dense = c["first_k_dense_replace"] is not None and index < c["first_k_dense_replace"]
-        if c["mlp_class_name"] == "LLaMAMoE" and not is_dense:
+        is_dense = c.first_k_dense_replace is not None and index < c.first_k_dense_replace
+        if c.mlp_class_name == "LLaMAMoE" and not is_dense:
             self._experts(block, reader)
         else:
-            block.mlp = reader.mlp("mlp", n_embd, c["intermediate_size"], c["mlp_class_name"] not in PLAIN_MLPS)
+            block.mlp = reader.mlp("mlp", n_embd, c.intermediate_size, c.mlp_class_name not in PLAIN_MLPS)
         return block
 
     def _experts(self, block: MdiBlock, reader: BlockReader) -> None:
         c = self.config
-        n_embd, width = c["n_embd"], c["moe_intermediate_size"] or c["intermediate_size"]
-        block.router = reader.router("mlp.gate", c["n_expert"], n_embd)
-        if c.get("sigmoid_router"):
-            block.router_correction = reader.row("mlp.gate.e_score_correction_bias", c["n_expert"])
-        experts = (MdiMlp * c["n_expert"])(
-            *(reader.mlp(f"mlp.experts.{e}", n_embd, width, True) for e in range(c["n_expert"]))
+        n_embd, width = c.n_embd, c.moe_intermediate_size or c.intermediate_size
+        block.router = reader.router("mlp.gate", c.n_expert, n_embd)
+        if c.sigmoid_router:
+            block.router_correction = reader.row("mlp.gate.e_score_correction_bias", c.n_expert)
+        experts = (MdiMlp * c.n_expert)(
+            *(reader.mlp(f"mlp.experts.{e}", n_embd, width, True) for e in range(c.n_expert))
         )
         self._kept.append(experts)
-        block.experts, block.n_expert = experts, c["n_expert"]
-        if c["n_shared_expert"]:
-            block.mlp = reader.mlp("mlp.shared_experts", n_embd, width * c["n_shared_expert"], True)
+        block.experts, block.n_expert = experts, c.n_expert
+        if c.n_shared_expert:
+            block.mlp = reader.mlp("mlp.shared_experts", n_embd, width * c.n_shared_expert, True)
 
 
 Weights = Mapping[str, Matrix | np.ndarray]
@@ -740,7 +720,7 @@ class Head:
     """Rows that went through all blocks -> logits.
 
     Args:
-        config: litgpt's Config as a plain dict.
+        config: of the model.
         weights: of the part "head".
         n_tokens: how many of the vocabulary the weights are for.
 
@@ -748,16 +728,16 @@ class Head:
         KernelError: a tensor is missing or of another shape.
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: Weights, n_tokens: int, context: Context) -> None:
-        matrix, n_embd = weights.get("lm_head.weight"), int(config["n_embd"])
+    def __init__(self, config: ModelConfig, weights: Weights, n_tokens: int, context: Context) -> None:
+        matrix, n_embd = weights.get("lm_head.weight"), config.n_embd
         if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
             raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
         bias = _row(weights, "lm_head.bias", n_tokens)
         norm = _row(weights, "transformer.ln_f.weight", n_embd)
         if norm is None:
             norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
-        norms = None if config.get("norm_after_residual") else (norm, _row(weights, "transformer.ln_f.bias", n_embd))
-        self.linear = Linear(context, model_of(config), norms, matrix, bias, config["final_logit_softcapping"])
+        norms = None if config.norm_after_residual else (norm, _row(weights, "transformer.ln_f.bias", n_embd))
+        self.linear = Linear(context, model_of(config), norms, matrix, bias, config.final_logit_softcapping)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32 (M, n_embd) -> (M, n_tokens)"""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from mdi.spec.model import ModelConfig
 
 PAGE = 32  # positions
 WINDOW_SLACK = 64  # positions that a class with a window keeps beyond it, for slices that go back
@@ -83,13 +84,9 @@ def classes_of(windows: Sequence[int | None], block_bytes: int) -> tuple[list[Ca
     return classes, places
 
 
-def windows_of(config: Mapping[str, Any], start: int, stop: int) -> list[int | None]:
-    """How many positions back the blocks [start, stop) of a model see, themselves included; None is all of them.
-
-    Args:
-        config: litgpt's Config as a plain dict.
-    """
-    size, indices = config["sliding_window_size"], config["sliding_window_indices"]
+def windows_of(config: ModelConfig, start: int, stop: int) -> list[int | None]:
+    """How many positions back the blocks [start, stop) of a model see, themselves included; None is all of them."""
+    size, indices = config.sliding_window_size, config.sliding_window_indices
     if size is None or indices is None:
         return [None] * (stop - start)
     return [size if indices[i] else None for i in range(start, stop)]
@@ -111,15 +108,15 @@ class CacheShape:
         return self.n_groups * slot_bytes(self.k_size, self.v_size, cache_type)
 
 
-def cache_shape(config: Mapping[str, Any]) -> CacheShape:
-    """The same for all blocks of a model, litgpt's Config as a plain dict."""
-    if latent := config["latent_attention"]:
+def cache_shape(config: ModelConfig) -> CacheShape:
+    """The same for all blocks of a model."""
+    if latent := config.latent_attention:
         return CacheShape(1, latent["kv_lora_rank"] + latent["qk_rope_head_dim"], 0)
-    return CacheShape(config["n_query_groups"], config["head_size"], config["head_size"])
+    return CacheShape(config.n_query_groups, config.head_size, config.head_size)
 
 
 def cache_classes(
-    config: Mapping[str, Any], start: int, stop: int, cache_type: str
+    config: ModelConfig, start: int, stop: int, cache_type: str
 ) -> tuple[list[CacheClass], list[tuple[int, int]]]:
     """The classes of the blocks [start, stop) of a model, and each block's class and number there."""
     return classes_of(windows_of(config, start, stop), cache_shape(config).block_bytes(cache_type))

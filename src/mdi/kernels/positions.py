@@ -15,58 +15,51 @@ import numpy as np
 
 from mdi.kernels.layout import bf16_from_float32, floats
 from mdi.kernels.page_sizes import PAGE
+from mdi.spec.model import ModelConfig
 
 Floats = np.ndarray
 
 
-def rope_n_elem(config: Mapping[str, Any]) -> int:
-    """Numbers of a head that are turned."""
-    return int(config["rotary_percentage"] * config["head_size"])
+def n_tables(config: ModelConfig) -> int:
+    return 1 if config.rope_local_base_freq is None else 2
 
 
-def n_tables(config: Mapping[str, Any]) -> int:
-    return 1 if config["rope_local_base_freq"] is None else 2
-
-
-def rope_tables(config: Mapping[str, Any], max_length: int) -> tuple[Floats, Floats]:
+def rope_tables(config: ModelConfig, max_length: int) -> tuple[Floats, Floats]:
     """Cosines and sines, float32 (n_tables, max_length, rope_n_elem).
 
     Angles are rounded where litgpt and transformers round them, to float32; their cosines are then exact to the last bit or so.
-
-    Args:
-        config: a ModelConfig as a plain dict.
     """
-    n = rope_n_elem(config)
+    n = config.rope_n_elem
     theta, scaling = _scaled(config, n, max_length)
     tables = [theta]
-    if config["rope_local_base_freq"] is not None:
-        tables.append(_frequencies(config["rope_local_base_freq"], n))
-    positions = np.arange(max_length, dtype=np.float32) / np.float32(config["rope_condense_ratio"])
+    if config.rope_local_base_freq is not None:
+        tables.append(_frequencies(config.rope_local_base_freq, n))
+    positions = np.arange(max_length, dtype=np.float32) / np.float32(config.rope_condense_ratio)
     angles = [np.tile(np.outer(positions, theta), (1, 2))[:, :n].astype(np.float64) for theta in tables]
     cos = np.stack([np.cos(a).astype(np.float32) * scaling for a in angles])
     sin = np.stack([np.sin(a).astype(np.float32) * scaling for a in angles])
     return np.ascontiguousarray(cos, dtype=np.float32), np.ascontiguousarray(sin, dtype=np.float32)
 
 
-def score_bias(config: Mapping[str, Any], max_length: int) -> Floats | None:
+def score_bias(config: ModelConfig, max_length: int) -> Floats | None:
     """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
 
     ALiBi (Press et al. 2022): the heads' slopes times the position, counted from the text's first token as in transformers
     (softmax takes the same from all keys). With "falcon", slopes, positions and their products are rounded to bfloat16, and
     the whole is divided like the scores.
     """
-    if not config.get("alibi"):
+    if not config.alibi:
         return None
-    slopes = alibi_slopes(config["n_head"])[:, None]
+    slopes = alibi_slopes(config.n_head)[:, None]
     positions = np.arange(-(-max_length // PAGE) * PAGE, dtype=np.float32)[None]
-    if config["alibi"] == "bloom":
+    if config.alibi == "bloom":
         return np.ascontiguousarray(slopes * positions)
     products = _as_bf16(_as_bf16(slopes) * _as_bf16(positions))
-    return np.ascontiguousarray(products / np.float32(math.sqrt(config["head_size"])))
+    return np.ascontiguousarray(products / np.float32(math.sqrt(config.head_size)))
 
 
-def score_bias_bytes(config: Mapping[str, Any], max_length: int) -> int:
-    return 4 * int(config["n_head"]) * -(-max_length // PAGE) * PAGE if config.get("alibi") else 0
+def score_bias_bytes(config: ModelConfig, max_length: int) -> int:
+    return 4 * config.n_head * -(-max_length // PAGE) * PAGE if config.alibi else 0
 
 
 def alibi_slopes(n_head: int) -> Floats:
@@ -81,9 +74,9 @@ def _as_bf16(x: Floats) -> Floats:
     return floats(bf16_from_float32(np.ascontiguousarray(x)))
 
 
-def score_factor(config: Mapping[str, Any]) -> float:
+def score_factor(config: ModelConfig) -> float:
     """The factor of scores besides the root of the head's size: for litgpt's YaRN, which is DeepSeek's."""
-    adjustments = config["rope_adjustments"] or {}
+    adjustments = config.rope_adjustments or {}
     if "rope_type" in adjustments or not (adjustments.get("mscale_all_dim") and adjustments.get("factor")):
         return 1.0
     return _mscale(adjustments["factor"], adjustments["mscale_all_dim"]) ** 2
@@ -98,9 +91,9 @@ def _frequencies(base: float, n: int) -> Floats:
     return np.float32(1) / _powers(base, n)
 
 
-def _scaled(config: Mapping[str, Any], n: int, max_length: int) -> tuple[Floats, np.float32]:
+def _scaled(config: ModelConfig, n: int, max_length: int) -> tuple[Floats, np.float32]:
     """Frequencies of the first table, and a factor on cosines and sines."""
-    one, base, adjustments = np.float32(1), config["rope_base"], config["rope_adjustments"]
+    one, base, adjustments = np.float32(1), config.rope_base, config.rope_adjustments
     theta = _frequencies(base, n)
     if not adjustments:
         return theta, one

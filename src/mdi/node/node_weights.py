@@ -217,9 +217,9 @@ class NodeWeights:
             source.release()  # parts are needed one after the other
         if source is not None and _holds(source, part):
             return source
-        file = self.store.part(part, dict(spec.config), spec.config_hash)
+        file = self.store.part(part, spec.config, spec.config_hash)
         if part.name in spec.adapter_parts:
-            return AdapterFile(file.path, part, dict(spec.config), spec.config_hash)
+            return AdapterFile(file.path, part, spec.config, spec.config_hash)
         if spec.group is not None:  # a shard that the starter sent
             return ShardFile(file.path, part, spec.group.share(spec.config), spec.config_hash)
         return file

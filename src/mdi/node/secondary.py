@@ -307,7 +307,7 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        row_bytes = request.config.get("n_embd", 0) * ROW_VALUE_BYTES
+        row_bytes = request.config.n_embd * ROW_VALUE_BYTES
         rows = most_bytes(request.replay_bytes, request.n_sequences, request.max_length, row_bytes)
         claim = Claim(
             request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions),
@@ -414,7 +414,7 @@ class SecondaryNode:
         stage = None if worker is None or worker.has_ended.is_set() else worker.held.stage
         if worker is None or stage is None:
             raise self._unknown_run()
-        (start, stop), n_embd = request.blocks, int(worker.request.config["n_embd"])
+        (start, stop), n_embd = request.blocks, worker.request.config.n_embd
         shape = request.n_texts, request.n_tokens, n_embd
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
         if not stage.start <= start < stop <= stage.stop:

@@ -169,7 +169,7 @@ class SwarmMember:
         )  # fmt: skip
         self._ask_others()
         bytes_s = self._way_bytes_s()
-        row_bytes = int(facts.config["n_embd"]) * ROW_BYTES
+        row_bytes = facts.config.n_embd * ROW_BYTES
         self._own = replace(self._own, speed=min(1 / (block_s * n_blocks), bytes_s / row_bytes))
         try:
             self._take_weakest()

@@ -42,15 +42,13 @@ class SwarmModel:
     def of(cls, source: WeightSource) -> SwarmModel:
         """Of files on this machine. Raises CheckpointError."""
         stored = source.packing.blocks if source.packing else None
-        last = source.info(f"block.{int(source.config_dict['n_layer']) - 1}")
+        last = source.info(f"block.{source.config.n_layer - 1}")
         parts = (PartSpec(last.name, last.sha256, last.n_bytes),)
-        return cls(
-            ModelFacts(source.model, source.config_dict, source.config_hash, source.dtype, stored, parts), source
-        )
+        return cls(ModelFacts(source.model, source.config, source.config_hash, source.dtype, stored, parts), source)
 
     @property
     def n_layer(self) -> int:
-        return int(self.facts.config["n_layer"])
+        return self.facts.config.n_layer
 
     @property
     def is_whole(self) -> bool:

@@ -151,7 +151,7 @@ class RingWorker:
 
     @property
     def _taps(self) -> tuple[int, ...]:
-        return taps_of(self.request.extensions, self.request.config.get("n_layer", 0))
+        return taps_of(self.request.extensions, self.request.config.n_layer)
 
     @property
     def is_running(self) -> bool:
@@ -364,7 +364,9 @@ class RingWorker:
         finally:
             self.report_caches = None
             self._listener.forget(expectation)
-        widest = stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(stage.config)
+        widest = (
+            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(self.request.config)
+        )
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(
             sock, seat, request.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,

@@ -68,10 +68,10 @@ class KernelBench(Bench):
 
     def head(self) -> Callable[[np.ndarray], object]:
         config = self._subject.config
-        return Head(config, self._weights("head"), int(config["padded_vocab_size"]), Context(n_threads()))
+        return Head(config, self._weights("head"), config.padded_vocab_size, Context(n_threads()))
 
     def rows(self, n: int) -> np.ndarray:
-        return self._random.standard_normal((n, self._subject.config["n_embd"]), dtype=np.float32)
+        return self._random.standard_normal((n, self._subject.config.n_embd), dtype=np.float32)
 
     def synchronize(self) -> None:
         """Calls of the kernels end when they are done."""

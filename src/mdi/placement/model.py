@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import part_of
@@ -154,11 +152,11 @@ RUNTIME_BYTES = 20_000_000  # measured (docs/distributing.md): memory of a compu
 _Shapes = Mapping[str, Shape]
 
 
-def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") -> ModelShape:
+def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> ModelShape:
     """A model's shape.
 
     Args:
-        config: a whole litgpt Config as a plain dict.
+        config: of the model.
         format: a name in `mdi.kernels.weight_formats`; the head is in it as well.
         kv_dtype: number type of caches; "auto" is the computing type.
 
@@ -167,23 +165,21 @@ def model_shape(config: Mapping[str, Any], format: str, kv_dtype: str = "auto") 
         UsageError: the format is unknown.
     """
     weight_format(format)
-    return _shape(json.dumps(dict(config), sort_keys=True), format, kv_dtype)
+    return _shape(config, format, kv_dtype)
 
 
 @functools.lru_cache(maxsize=16)
-def _shape(config_json: str, format: str, kv_dtype: str) -> ModelShape:
-    config_dict = json.loads(config_json)
-    config = ModelConfig(**config_dict)
+def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
-    tensors = model_shapes(config_dict, config.name or "this model")
+    tensors = model_shapes(config, config.name or "this model")
     of_block: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
     return ModelShape(
-        name=str(config.name),
-        config_hash=config_hash(config_dict),
+        name=config.name,
+        config_hash=config_hash(config),
         format=format,
         context_length=config.block_size,
         row_bytes=config.n_embd * form.value_bytes,
@@ -207,8 +203,8 @@ def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dty
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
         macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
-        page_bytes=cache_shape(vars(config)).block_bytes(kv_dtype),
-        window=windows_of(vars(config), i, i + 1)[0],
+        page_bytes=cache_shape(config).block_bytes(kv_dtype),
+        window=windows_of(config, i, i + 1)[0],
     )
 
 
@@ -227,11 +223,11 @@ def _widest(config: ModelConfig, tensors: _Shapes) -> int:
     return int(3 * config.n_embd + 2 * max(outputs))
 
 
-def with_paths(profile: ClusterProfile, config: Mapping[str, Any], config_hash: str, form: str) -> ClusterProfile:
+def with_paths(profile: ClusterProfile, config: ModelConfig, config_hash: str, form: str) -> ClusterProfile:
     """The profile with `computed_by` for this model, as far as it is known.
 
     Args:
-        config: litgpt's Config as a plain dict; `config_hash` is its hash.
+        config: of the model; `config_hash` is its hash.
         form: format of the blocks.
     """
 

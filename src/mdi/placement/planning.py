@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mdi.block_ranges import span
 from mdi.cancel import Cancel
@@ -25,6 +24,7 @@ from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject
 from mdi.spec.cluster import ClusterConfig
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 
 logger = logging.getLogger("mdi")
@@ -32,10 +32,10 @@ logger = logging.getLogger("mdi")
 
 @dataclass(frozen=True)
 class Model:
-    """The model to place: name, litgpt Config as a plain dict and its hash, and its stored type."""
+    """The model to place: name, configuration and its hash, and its stored type."""
 
     name: str
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: str
     stored_dtype: str
 
@@ -133,7 +133,7 @@ def choose(profile: ClusterProfile, model: Model, method: str, workload: Workloa
     return report
 
 
-def smaller_shapes(config: dict[str, Any], shape: ModelShape) -> list[ModelShape]:
+def smaller_shapes(config: ModelConfig, shape: ModelShape) -> list[ModelShape]:
     """The model in the formats that take less and that this version has, for advice."""
     others = (model_shape(config, name, shape.kv_dtype) for name in SMALLER if name != shape.format)
     return [other for other in others if other.weight_bytes < shape.weight_bytes]

@@ -134,7 +134,7 @@ class Profiler:
         logger.info(
             "%s measures itself: %s in %s",
             self.name,
-            subject.config.get("name") or "a model",
+            subject.config.name or "a model",
             subject.computing.format,
         )
         try:

@@ -29,6 +29,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear, MdiModel
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.slices import Slice
+from mdi.spec.model import ModelConfig
 from mdi.units import size
 
 WIDTH = 1024  # numbers in a row
@@ -85,11 +86,11 @@ class Subject:
     """The subject of a measurement: one model, computed as on this node.
 
     Attributes:
-        config: litgpt Config as a plain dict; `config_hash` is its hash.
+        config: of the model; `config_hash` is its hash.
         with_head: whether the node would hold embedding, final norm and head as well.
     """
 
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: str
     computing: Computing
     with_head: bool = False
@@ -184,7 +185,7 @@ class Bench(ABC):
 
     def _blocks(self) -> Any:
         """A stage of blocks from the middle of the model."""
-        n_layer, context = self._subject.config["n_layer"], self._subject.config["block_size"]
+        n_layer, context = self._subject.config.n_layer, self._subject.config.block_size
         per_block = self._all_bytes(f"transformer.h.{n_layer // 2}.")
         n_blocks = max(1, min(N_BLOCKS_LIMIT, n_layer, int(WORKING_SET_BYTES // max(per_block, 1))))
         self._check_capacity(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")

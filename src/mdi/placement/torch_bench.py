@@ -22,7 +22,7 @@ class TorchBench(Bench):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._config = Config(**self._subject.config)
+        self._config = Config(**self._subject.config.litgpt_plain())
         computing = self._subject.computing
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._generator = torch.Generator().manual_seed(1)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import adapter_names
@@ -36,6 +35,7 @@ from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterWeights
@@ -68,13 +68,13 @@ class Choice:
         held: the nodes that hold the blocks already; None: they get them.
         sharing: gives nodes shares of blocks; None if each has its blocks whole.
         n_sequences: at the same time.
-        weights, config, directory, codec: of the model, from `open` on: the weights with the cut, litgpt's Config, the folder,
-            the tokenizer.
+        weights, config, directory, codec: of the model, from `open` on: the weights with the cut, its configuration, the
+            folder, the tokenizer.
         computing: of the starter.
     """
 
     weights: StarterWeights
-    config: Any
+    config: ModelConfig
     directory: Path
     codec: TextCodec
     computing: Computing
@@ -122,7 +122,7 @@ class Choice:
                 check_adapters(self.family, weights, options)
                 weights.take_adapters(named)
             self.codec = self.family.open_codec(weights.directory, options.prompt_style)
-            self.weights, self.config = weights, self.family.config(weights.config)
+            self.weights, self.config = weights, weights.config
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
@@ -436,7 +436,7 @@ def stages_in(cluster: ClusterConfig) -> tuple[RingStage, ...]:
 
 
 def chosen_stages(
-    options: StarterOptions, config: Mapping[str, Any] | None, computing: Computing, cluster: ClusterConfig,
+    options: StarterOptions, config: ModelConfig | None, computing: Computing, cluster: ClusterConfig,
     n_sequences: int, choose: Callable[[], ParallelChoice] | None,
 ) -> tuple[RingStage, ...] | None:  # fmt: skip
     """The stages of the ring, if some are groups, one of all nodes with `--parallel tensor`; None if each node is its own.
@@ -444,7 +444,7 @@ def chosen_stages(
     With `--parallel auto` these are the groups of the nodes file, one group of all nodes, or groups by measurement.
 
     Args:
-        config: litgpt's Config as a plain dict; None of a model that is none of litgpt's.
+        config: of the model; None of a model that the kernels do not have.
         computing: of the starter.
         choose: what is better by what the nodes measure, called if that is to be known; None where nothing is measured.
 
@@ -475,7 +475,7 @@ def chosen_stages(
     return stages
 
 
-def _why_not_shared(config: Mapping[str, Any] | None, computing: Computing) -> str | None:
+def _why_not_shared(config: ModelConfig | None, computing: Computing) -> str | None:
     reason = "a model that is not litgpt's" if config is None else why_not_shared_out(config)
     if reason is None and computing.packing is None:
         reason = "a starter that computes in torch"

@@ -43,7 +43,7 @@ def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> 
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, cancel))
         stage = KernelStage(weights.config, 0, weights.n_layer, held, n_threads(), computing.kv_dtype)
-        length = min(max_length, family.max_length(family.config(weights.config)))
+        length = min(max_length, family.max_length(weights.config))
         stage.prepare(length)
     finally:
         weights.close()

@@ -46,6 +46,7 @@ from mdi.run.identity import IN_KERNELS, numbers_of
 from mdi.run.policy import Form, Stage, computing
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.building import StageSpec, check_gradients
 from mdi.stages.group_part import GroupPart
@@ -90,7 +91,7 @@ class Basis:
 
     run: int
     family: ModelFamily
-    config: Any
+    config: ModelConfig
     options: StarterOptions
     computing: Computing
     weights: StarterWeights
@@ -848,7 +849,7 @@ class Preparation:
     def _reckon_memory(self, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
         basis, nodes, setups = self.basis, self.cluster.nodes, self.setups
-        row_bytes = basis.weights.config.get("n_embd", 0) * ROW_VALUE_BYTES
+        row_bytes = basis.weights.config.n_embd * ROW_VALUE_BYTES
         kept = most_bytes(self._replay_bytes, basis.n_sequences, basis.max_length, row_bytes) if setups else 0
         assert self.held is not None
         self.held.replay_bytes, self.held.sent = kept, None  # its engine has the rows

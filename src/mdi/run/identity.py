@@ -9,6 +9,7 @@ from typing import Any
 
 from mdi.host.computing import Computing
 from mdi.host.device import why_not_kernels
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.side import Base
 from mdi.stages.starter_weights import StarterWeights
@@ -34,7 +35,7 @@ def base_of(weights: StarterWeights) -> Base:
 
 def numbers_of(
     blocks: Sequence[tuple[int, int]], names: Sequence[str], shares: Sequence[Any], arithmetic: Mapping[str, str],
-    computing: Computing, options: StarterOptions, epoch: int, config: Mapping[str, Any] | None,
+    computing: Computing, options: StarterOptions, epoch: int, config: ModelConfig | None,
 ) -> str:  # fmt: skip
     """Hash of what the bits of a ring's rows depend on besides `identity_of`: two rings with the same one give the same ids.
 

@@ -351,8 +351,8 @@ class Run(StatusOnly):
         if options.draft != "auto":
             draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
         has_window = window_of(options.weight_memory) is not None
-        most_rows = 1 if getattr(model.config, "n_expert", 0) else WINDOW_ROWS if has_window else MOST_ROWS
-        return Speculation(most_rows, draft, n_vocabulary=int(model.config.padded_vocab_size))
+        most_rows = 1 if model.config.n_expert else WINDOW_ROWS if has_window else MOST_ROWS
+        return Speculation(most_rows, draft, n_vocabulary=model.config.padded_vocab_size)
 
     def _measure(self, client: ControlClient) -> NodeProfile:
         """A node that has come, as it measures itself. Raises MdiError."""

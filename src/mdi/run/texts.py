@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from mdi.engine.cohort import Beams
 from mdi.engine.sequence import FAILED, UNTRUE, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.engine.starter import StarterEngine
 from mdi.errors import UsageError
 from mdi.metrics import SampleMetrics
+from mdi.spec.model import ModelConfig
 from mdi.text.harmony import InlineStream
 from mdi.text.texts import TextCodec, TextStream, stop_test
 
@@ -337,7 +337,7 @@ class RunTexts:
             self._end = time.perf_counter()
 
 
-def context_length(config: Any, longest: int, wanted: int | None) -> int:
+def context_length(config: ModelConfig, longest: int, wanted: int | None) -> int:
     """Tokens that a sequence may have.
 
     Args:
@@ -356,7 +356,7 @@ def context_length(config: Any, longest: int, wanted: int | None) -> int:
     return wanted
 
 
-def check_prompt(prompt_ids: Sequence[int], config: Any, n_context: int, directory: Path) -> None:
+def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, n_context: int, directory: Path) -> None:
     """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
     if not prompt_ids:
         raise UsageError("a prompt without any token cannot be continued: give it some text")

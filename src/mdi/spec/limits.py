@@ -40,7 +40,7 @@ DEFAULT_LIMIT = 1 << 31  # of any other count in it
 
 
 def excess(config: Mapping[str, Any]) -> str:
-    """The first number of a litgpt config (as a plain dict) that is not a valid count, or is too large; "" if none is."""
+    """The first number of a model's plain configuration that is not a valid count, or is too large; "" if none is."""
     latent = config.get("latent_attention")
     numbers = {**(latent if isinstance(latent, Mapping) else {}), **config}
     for key, value in numbers.items():

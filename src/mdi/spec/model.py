@@ -1,18 +1,23 @@
-"""The configuration of a model: one frozen class for what kernels, plans, files and messages read. Needs no litgpt.
+"""The configuration of a model: one frozen class, which everything reads. Needs no litgpt.
 
-Its names and its plain form are those of the Config of litgpt, as in model_config.yaml, chunks and requests to nodes. So a
-litgpt Config becomes one by its fields, a Hugging Face config.json by checkpoint/hfconfig.py, and the head of a GGUF file
-by checkpoint/ggufconfig.py. What litgpt's Config cannot say has fields of our own (`OWN_FIELDS`), which the plain form has only
-where they are set.
+Its names are those of litgpt's Config. Its plain form (`plain`: a dict of numbers, texts, lists and dicts) is only for what is
+written and sent: model_config.yaml, chunks, requests to nodes, the hash. It becomes a ModelConfig where it is read, by
+`ModelConfig.of`; so does a config.json by checkpoint/hfconfig.py, the head of a GGUF file by checkpoint/ggufconfig.py, and
+litgpt's own Config by `from_litgpt`. What litgpt's Config cannot say has fields of our own (`OWN_FIELDS`), which the plain
+form has only where they say more than litgpt's fields do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+
+from mdi.errors import MdiError
+from mdi.spec.decode import decode, shown
+from mdi.spec.limits import excess
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class ModelConfig:
     """A decoder of transformer blocks.
 
     Attributes:
-        name: "Gemma" in it adds one to the weights of its RMSNorms, "OLMo" with LayerNorm has norms without weights.
+        name: of the model, for people; litgpt also sees in it how norms are computed, see norm_unit_offset.
         hf_config: organisation and name on the hub; may be empty.
         block_size: most tokens of a text.
         n_embd: width of a row.
@@ -47,13 +52,18 @@ class ModelConfig:
         attention_sinks: each head has a score that its softmax counts beside those of the keys, and that has no value.
         router_bias: the router of experts has a bias, which `bias` says of all other linear layers.
         glu_limit: gated MLPs are those of gpt-oss, which clamp their gate and what it lets through at this.
+        qkv_bias: whether query, key and value have biases; None: as `bias` and `attn_bias` say.
+        norm_unit_offset: one is added to the weights of RMSNorms. None, as in litgpt's Config: if the name has "Gemma" in it.
+        norm_has_weight: norms have weights. None, as in litgpt's Config: all but LayerNorms of a name with "OLMo" in it.
+
+    Lists become tuples, and dicts such that cannot be changed.
 
     Raises:
         ValueError: fields that do not fit each other.
     """
 
     name: str = ""
-    hf_config: dict[str, Any] = field(default_factory=dict)
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
     block_size: int = 4096
     n_layer: int = 16
     n_embd: int = 4096
@@ -72,14 +82,14 @@ class ModelConfig:
     head_size: int = None  # type: ignore[assignment]
     n_query_groups: int = None  # type: ignore[assignment]
     attn_bias: bool = False
-    attention_scores_scalar: int | None = None
+    attention_scores_scalar: float | None = None
     sliding_window_size: int | None = None
-    sliding_window_indices: list[int] | None = None
+    sliding_window_indices: tuple[int, ...] | None = None
     attention_logit_softcapping: float | None = None
-    rope_base: int = 10000
+    rope_base: float = 10000
     rotary_percentage: float = 0.25
     rope_condense_ratio: float = 1
-    rope_adjustments: dict[str, Any] | None = None
+    rope_adjustments: Mapping[str, Any] | None = None
     rope_interleave: bool = False
     intermediate_size: int = None  # type: ignore[assignment]
     moe_intermediate_size: int | None = None
@@ -100,9 +110,9 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     norm_1: bool = True
     norm_2: bool = True
-    latent_attention: dict[str, Any] | None = None
+    latent_attention: Mapping[str, Any] | None = None
     rope_local_base_freq: float | None = None
-    rope_indices: list[int] | None = None
+    rope_indices: tuple[int, ...] | None = None
     alibi: str | None = None
     learned_positions: bool = False
     embedding_norm: bool = False
@@ -111,14 +121,19 @@ class ModelConfig:
     attention_sinks: bool = False
     router_bias: bool = False
     glu_limit: float | None = None
+    qkv_bias: bool | None = None
+    norm_unit_offset: bool = None  # type: ignore[assignment]
+    norm_has_weight: bool = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         def fill(key: str, value: Any) -> None:
             if getattr(self, key) is None:
                 object.__setattr__(self, key, value)
 
+        for entry in dataclasses.fields(self):
+            object.__setattr__(self, entry.name, _frozen(getattr(self, entry.name)))
         if not self.name:
-            object.__setattr__(self, "name", self.hf_config.get("name", ""))
+            object.__setattr__(self, "name", str(self.hf_config.get("name", "")))
         if self.head_size is None and self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}, and there is no head_size")
         fill("head_size", self.n_embd // self.n_head)
@@ -130,6 +145,12 @@ class ModelConfig:
         fill("n_query_groups", self.n_head)
         if self.n_head % self.n_query_groups:
             raise ValueError(f"n_head {self.n_head} is no multiple of n_query_groups {self.n_query_groups}")
+        for key, value in _norms_by_name(self.name, self.norm_class_name).items():
+            fill(key, value)
+        if self.norm_unit_offset and self.norm_class_name != "RMSNorm":
+            raise ValueError(f"norm_unit_offset of norms of the class {self.norm_class_name}")
+        if not self.norm_has_weight and self.norm_class_name != "LayerNorm":
+            raise ValueError(f"norms of the class {self.norm_class_name} without weights")
         if self.intermediate_size is None and self.mlp_class_name == "LLaMAMLP":
             raise ValueError("intermediate_size is missing")
         fill("intermediate_size", 4 * self.n_embd)
@@ -148,13 +169,69 @@ class ModelConfig:
             return int(self.latent_attention["qk_rope_head_dim"])
         return int(self.rotary_percentage * self.head_size)
 
-    def plain(self) -> dict[str, Any]:
-        """All fields, as JSON and YAML have them; of `OWN_FIELDS` those that are set."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if key not in OWN_FIELDS or value}
+    @classmethod
+    def of(cls, plain: Any) -> ModelConfig:
+        """The configuration of a plain form, which may be anything; fields that it lacks have their default.
 
-    def _per_block(self, key: str) -> list[int]:
+        Raises:
+            ValueError: an unknown field, one of the wrong kind or too large, or ones that do not fit each other; one line.
+        """
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"expected the settings of a model, found {shown(plain)}")
+        kinds = {entry.name: (str(entry.type), entry.default is None) for entry in dataclasses.fields(cls)}
+        for key, value in plain.items():
+            if key not in kinds:
+                raise ValueError(f"unknown field {shown(key)}")
+            kind, may_lack = kinds[key]
+            if not (value is None and may_lack):
+                _check_kind(key, value, kind.removesuffix(" | None"))
+        if too_much := excess(plain):
+            raise ValueError(too_much)
+        try:
+            config = cls(**plain)
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
+            raise ValueError(f"there is no such model: {' '.join(str(e).split())[:200]}") from None
+        if config.n_layer < 1:
+            raise ValueError(f"n_layer: expected at least one block, found {config.n_layer}")
+        return config
+
+    @classmethod
+    def from_litgpt(cls, config: Any) -> ModelConfig:
+        """The same as litgpt's Config says."""
+        names = [entry.name for entry in dataclasses.fields(cls) if hasattr(config, entry.name)]
+        return cls(**{name: getattr(config, name) for name in names})
+
+    def plain(self) -> dict[str, Any]:
+        """The fields, as JSON and YAML have them; of `OWN_FIELDS` those that say more than litgpt's fields do."""
+        found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        by_name = _norms_by_name(self.name, self.norm_class_name)
+        left_out = {
+            entry.name
+            for entry in dataclasses.fields(self)
+            if entry.name in OWN_FIELDS and found[entry.name] == entry.default
+        }
+        left_out |= {key for key, value in by_name.items() if found[key] == value}
+        return {key: _thawed(value) for key, value in found.items() if key not in left_out}
+
+    def litgpt_plain(self) -> dict[str, Any]:
+        """The plain form for litgpt's Config, with a name in which litgpt sees the norms of this model."""
+        found = self.plain()
+        says_norms = [found.pop(key, None) for key in ("norm_unit_offset", "norm_has_weight")]
+        if says_norms == [None, None]:
+            return found
+        mark = "Gemma-" if self.norm_unit_offset else "" if self.norm_has_weight else "OLMo-"
+        return {**found, "name": mark + self.name.replace("Gemma", "gemma").replace("OLMo", "olmo")}
+
+    def with_sizes(self, **sizes: int) -> ModelConfig:
+        """A copy with other sizes, which need not fit each other: those of a node's share of every block do not."""
+        copy: ModelConfig = object.__new__(type(self))
+        for entry in dataclasses.fields(self):
+            object.__setattr__(copy, entry.name, sizes.get(entry.name, getattr(self, entry.name)))
+        return copy
+
+    def _per_block(self, key: str) -> tuple[int, ...]:
         given: Sequence[int] | None = getattr(self, key)
-        found = [1] * self.n_layer if given is None else list(given)[: self.n_layer]
+        found = (1,) * self.n_layer if given is None else tuple(given)[: self.n_layer]
         if len(found) < self.n_layer or not set(found) <= {0, 1}:
             raise ValueError(f"{key}: expected a 0 or a 1 for each of {self.n_layer} blocks, found {given}")
         return found
@@ -219,6 +296,7 @@ OWN_FIELDS = {
     "attention_sinks": "sinks of attention",
     "router_bias": "a bias of the router",
     "glu_limit": "clamped MLPs",
+    "qkv_bias": "biases of query, key and value of their own",
 }
 _LARGEST = 1e9  # of a number in `rope_adjustments`
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
@@ -242,7 +320,7 @@ def check_rope(adjustments: Mapping[str, Any], n_elem: int) -> None:
     if kind == "longrope":
         for key in factors:
             found = adjustments.get(key)
-            if not isinstance(found, list) or len(found) != n_elem // 2:
+            if not isinstance(found, (list, tuple)) or len(found) != n_elem // 2:
                 raise ValueError(f"{key}: expected {n_elem // 2} numbers")
             numbers |= {f"{key}[{i}]": number for i, number in enumerate(found)}
     for key, value in numbers.items():
@@ -253,20 +331,21 @@ def check_rope(adjustments: Mapping[str, Any], n_elem: int) -> None:
         raise ValueError("longrope of texts of one token")
 
 
-def why_not_litgpt(config: Mapping[str, Any]) -> str | None:
+def why_not_litgpt(config: ModelConfig) -> str | None:
     """Name what litgpt's model lacks of this one, which the kernels have; None if it is a model of litgpt's."""
-    if found := next((what for key, what in OWN_FIELDS.items() if config.get(key)), None):
+    plain = config.plain()
+    if found := next((what for key, what in OWN_FIELDS.items() if key in plain), None):
         return found
-    return "MLPs with ReLU" if config.get("mlp_class_name") == "ReluMLP" else None
+    return "MLPs with ReLU" if config.mlp_class_name == "ReluMLP" else None
 
 
-def litgpt_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def litgpt_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields from which litgpt's own model is made, as training has it.
 
     Raises:
         ValueError: it would compute something else.
     """
-    lacking, fields, adjustments = why_not_litgpt(config), dict(config), config.get("rope_adjustments") or {}
+    lacking, fields, adjustments = why_not_litgpt(config), config.litgpt_plain(), config.rope_adjustments or {}
     kind = adjustments.get("rope_type")
     if kind == "dynamic":  # nothing, up to the length that the model was trained with
         fields.update(rope_adjustments=None, block_size=adjustments["max_position_embeddings"])
@@ -275,3 +354,81 @@ def litgpt_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if lacking is not None:
         raise ValueError(f"litgpt's model has no {lacking}; only nodes that generate compute that")
     return fields
+
+
+T = TypeVar("T")
+
+
+def decode_with_config(type: type[T], data: Any, where: str, error: Callable[[str], MdiError]) -> T:
+    """`mdi.spec.decode.decode` of a message or record with a `config`: a ModelConfig there, its plain form in the data."""
+    given = data.get("config") if isinstance(data, dict) else None
+    if not isinstance(given, dict):
+        return decode(type, data, where, error)  # which says what is missing
+    left_out = (*OWN_FIELDS, *_norms_by_name("", ""))
+    names = (entry.name for entry in dataclasses.fields(ModelConfig))
+    if missing := next((name for name in names if name not in given and name not in left_out), None):
+        raise error(f"{where}.config: the field {missing!r} is missing")
+    found: Any = decode(type, {**data, "config": {}}, where, error)
+    try:
+        config = ModelConfig.of(given)
+    except ValueError as e:
+        raise error(f"{where}.config: {e}") from None
+    replaced: T = dataclasses.replace(found, config=config)
+    return replaced
+
+
+NAME_WORDS = ("Gemma", "OLMo")
+
+
+def _norms_by_name(name: str, norm_class_name: str) -> dict[str, bool]:
+    """Two fields of a model of which only litgpt's fields are known: litgpt looks for the family in the name."""
+    return {
+        "norm_unit_offset": norm_class_name == "RMSNorm" and "Gemma" in name,
+        "norm_has_weight": not (norm_class_name == "LayerNorm" and "OLMo" in name),
+    }
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # by the annotation
+    "str": ((str,), "a text"),
+    "bool": ((bool, int), "true or false"),
+    "int": ((int,), "a number"),
+    "float": ((int, float), "a number"),
+    "tuple[int, ...]": ((list, tuple), "a list of whole numbers"),
+    "Mapping[str, Any]": ((Mapping,), "an object"),
+}
+
+
+def _check_kind(key: str, value: Any, annotation: str) -> None:
+    kinds, wanted = _KINDS[annotation]
+    is_right = isinstance(value, kinds) and not (isinstance(value, float) and not math.isfinite(value))
+    if is_right and annotation.startswith("tuple"):
+        is_right = all(isinstance(entry, int) for entry in value)
+    if not is_right:
+        raise ValueError(f"{key}: expected {wanted}, found {shown(value)}")
+
+
+class _FrozenDict(dict[str, Any]):
+    """Cannot be changed, so it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+    def _refuse(self, *args: Any, **changes: Any) -> NoReturn:
+        raise TypeError("a model's configuration cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _FrozenDict({key: _frozen(entry) for key, entry in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thawed(entry) for key, entry in value.items()}
+    return list(map(_thawed, value)) if isinstance(value, tuple) else value

@@ -37,6 +37,7 @@ from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.weight_formats import held_bytes
 from mdi.spec.cluster import WeightMemory
+from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.window import open_window
 from mdi.stages.window_budget import RunMemory, WindowOptions, window_of, work_bytes
@@ -60,7 +61,7 @@ class StageSpec:
 
     Attributes:
         name, model: of the node and the model, for messages.
-        config: litgpt's Config as a plain dict, or that of another family of models.
+        config: of the model.
         parts: of its weights, in the order in which they are computed; their hashes say which weights are the same.
         stored_dtype, stored_format: of the weights where they come from; the format is None if they are not packed.
         window: None holds all weights in memory.
@@ -72,7 +73,7 @@ class StageSpec:
     name: str
     model: str
     config_hash: str
-    config: Mapping[str, Any] = field(compare=False, repr=False)
+    config: ModelConfig = field(compare=False, repr=False)
     blocks: tuple[int, int]
     parts: tuple[Part, ...]
     computing: Computing
@@ -125,7 +126,7 @@ class StageSpec:
         return packing
 
     @property
-    def own_config(self) -> Mapping[str, Any]:
+    def own_config(self) -> ModelConfig:
         """Of the blocks as this node has them."""
         return self.config if self.group is None else self.group.share(self.config).shard_config()
 
@@ -149,7 +150,7 @@ class StageSpec:
         def held(parts: list[Part], form: str) -> int:
             if self.is_torch or form == self.stored_format:
                 return held_bytes([part.n_bytes for part in parts], self.stored_dtype, form, self.stored_format)
-            return packed_bytes(dict(self.config), self.model, [part.name for part in parts], form)
+            return packed_bytes(self.config, self.model, [part.name for part in parts], form)
 
         return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
 
@@ -240,9 +241,9 @@ def build_stage(
         raise
 
 
-def prompt_rows(memory: WeightMemory, config: Any) -> int:
+def prompt_rows(memory: WeightMemory, config: ModelConfig) -> int:
     """Rows of prompts in a frame at most; of a model that looks back a fixed number of positions, what its caches hold."""
-    has_sliding_window = getattr(config, "sliding_window_size", None) is not None
+    has_sliding_window = config.sliding_window_size is not None
     return CHUNK_ROWS if window_of(memory) is None or has_sliding_window else PROMPT_ROWS
 
 

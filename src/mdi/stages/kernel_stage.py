@@ -22,9 +22,10 @@ from mdi.kernels.blocks import Blocks, Context, Head, LowRank, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
 from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
-from mdi.kernels.positions import n_tables, rope_n_elem, score_bias_bytes
+from mdi.kernels.positions import n_tables, score_bias_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
@@ -68,7 +69,7 @@ class StageWeights(Protocol):
     def table(self) -> EmbeddingTable | None:
         """The embedding."""
 
-    def head(self, config: Mapping[str, Any], n_tokens: int, context: Context) -> HeadFunction:
+    def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
         """The head for so many tokens. Raises KernelError if it is for others."""
 
     def check(self) -> None:
@@ -118,7 +119,7 @@ class Resident:
     def table(self) -> EmbeddingTable | None:
         return array_of(self._parts["embedding"], EMBEDDING)
 
-    def head(self, config: Mapping[str, Any], n_tokens: int, context: Context) -> HeadFunction:
+    def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
         return Head(config, self._parts["head"], n_tokens, context)
 
     def check(self) -> None:
@@ -144,11 +145,11 @@ class NoCaches:
 class EmbeddingNorm:
     """The LayerNorm between the embedding and the first block; few rows, computed in float64."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._weight, self._bias = (array_of(weights, f"{EMBEDDING_NORM}.{what}") for what in ("weight", "bias"))
-        if any(part.shape != (config["n_embd"],) for part in (self._weight, self._bias)):
-            raise KernelError(f"{EMBEDDING_NORM} is no norm of {config['n_embd']} numbers")
-        self._eps = float(config["norm_eps"])
+        if any(part.shape != (config.n_embd,) for part in (self._weight, self._bias)):
+            raise KernelError(f"{EMBEDDING_NORM} is no norm of {config.n_embd} numbers")
+        self._eps = config.norm_eps
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32 (N, n_embd) -> float32 (N, n_embd)"""
@@ -170,20 +171,20 @@ class Ends:
         KernelError: the embedding is of another shape.
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: StageWeights, head: HeadFunction) -> None:
-        self.n_embd = self.returned_width = int(config["n_embd"])
-        n_tokens, table = int(config["padded_vocab_size"]), weights.table()
+    def __init__(self, config: ModelConfig, weights: StageWeights, head: HeadFunction) -> None:
+        self.n_embd = self.returned_width = config.n_embd
+        n_tokens, table = config.padded_vocab_size, weights.table()
         if table is None or table.shape != (n_tokens, self.n_embd):
             raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
         self._table = table
         self._scale = weights["embedding"].get(EMBEDDING_SCALE)
-        self._factor = np.float32(self.n_embd**0.5) if config["scale_embeddings"] else None
+        self._factor = np.float32(self.n_embd**0.5) if config.scale_embeddings else None
         own, self._positions, self._norm = weights["embedding"], None, None
-        if config.get("learned_positions"):
+        if config.learned_positions:
             self._positions = floats(array_of(own, POSITIONS))
-            if self._positions.shape != (config["block_size"], self.n_embd):
-                raise KernelError(f"the learned positions of this model are {config['block_size']} x {self.n_embd}")
-        if config.get("embedding_norm"):
+            if self._positions.shape != (config.block_size, self.n_embd):
+                raise KernelError(f"the learned positions of this model are {config.block_size} x {self.n_embd}")
+        if config.embedding_norm:
             self._norm = EmbeddingNorm(config, own)
         self.head = head
         self.is_head_shared = isinstance(head, SharedHead)
@@ -229,7 +230,7 @@ class KernelStage:
     """Blocks [start, stop), and the ends if the weights have them.
 
     Args:
-        config: litgpt's Config as a plain dict, with all defaults; of the whole model.
+        config: of the whole model.
         weights: of these blocks, and of the ends; in a group, of this node's share.
         n_threads: see kernels.blocks.Context.
         cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
@@ -248,12 +249,12 @@ class KernelStage:
     head: HeadFunction
 
     def __init__(
-        self, config: Mapping[str, Any], start: int, stop: int, weights: StageWeights, n_threads: int = 1,
+        self, config: ModelConfig, start: int, stop: int, weights: StageWeights, n_threads: int = 1,
         cache_type: str = "float32", group: GroupSum | None = None, adapters: Mapping[str, Weights] | None = None,
     ) -> None:  # fmt: skip
         self.config, self._adapters = config, adapters or {}
         self.start, self.stop, self.n_blocks = start, stop, stop - start
-        self.n_embd = self.returned_width = int(config["n_embd"])
+        self.n_embd = self.returned_width = config.n_embd
         self.cache_type = cache_type
         self.weights, self.group = weights, group
         self.max_length = 0
@@ -301,7 +302,7 @@ class KernelStage:
         """The head, or this node's rows of it."""
         rows = None if self.group is None else self.group.share.vocabulary
         if rows is None:
-            return self.weights.head(self.config, int(self.config["padded_vocab_size"]), self._context)
+            return self.weights.head(self.config, self.config.padded_vocab_size, self._context)
         own = self.weights.head(self.config, rows[1] - rows[0], self._context) if rows[0] < rows[1] else None
         assert self.group is not None
         return SharedHead(self.group, own) if "embedding" in self.weights else own
@@ -423,7 +424,7 @@ class KernelStage:
         self.weights.close()
 
 
-def run_bytes(config: Mapping[str, Any], start: int, stop: int, cache_type: str, max_length: int) -> int:
+def run_bytes(config: ModelConfig, start: int, stop: int, cache_type: str, max_length: int) -> int:
     """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
-    tables = 2 * 4 * max_length * rope_n_elem(config) * n_tables(config) + score_bias_bytes(config, max_length)
+    tables = 2 * 4 * max_length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, max_length)
     return tables + sum(c.n_bytes(max_length) for c in cache_classes(config, start, stop, cache_type)[0])

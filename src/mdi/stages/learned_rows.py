@@ -9,7 +9,7 @@ not computed, and leave the node as they came.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from mdi.kernels.blocks import Weights, array_of
 from mdi.kernels.cache_rows import CacheRows
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slice, Slices, adapter_of
+from mdi.spec.model import ModelConfig
 
 Take = Callable[[], None]
 Forward = Callable[[np.ndarray, Slices, Sequence[int], Take], None]  # as Blocks.forward
@@ -44,13 +45,13 @@ class LearnedRows:
     """
 
     def __init__(
-        self, parts: Mapping[str, Weights], config: Mapping[str, Any], start: int, stop: int, cache_type: str
+        self, parts: Mapping[str, Weights], config: ModelConfig, start: int, stop: int, cache_type: str
     ) -> None:
         self._start = start
         self._n_rows: dict[int, int] = {}  # by the number of the adapter
         self._prompts: dict[int, dict[int, np.ndarray]] = {}  # by adapter and block
         kept: dict[int, dict[tuple[int, str], np.ndarray]] = {}  # keys and values, by adapter
-        shape = config["n_query_groups"], config["head_size"]
+        shape = config.n_query_groups, config.head_size
         for part in parts.values():
             for name in part:
                 if (match := STORED_ROWS.fullmatch(name)) is None:

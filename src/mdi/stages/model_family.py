@@ -7,7 +7,6 @@ Torch and litgpt are imported only for stages in torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,19 +55,15 @@ class ModelFamily:
 
         return TextCodec.from_checkpoint(directory, prompt_style)
 
-    def config(self, fields: dict[str, Any]) -> Any:
-        """The model's config from its plain form in a checkpoint or in /init."""
-        return ModelConfig(**fields)
-
-    def torch_config(self, fields: Mapping[str, Any]) -> Any:
+    def torch_config(self, config: ModelConfig) -> Any:
         """The same for stages of torch, whose modules are made of it."""
         from litgpt.config import Config
 
-        return Config(**fields)
+        return Config(**config.litgpt_plain())
 
-    def kernel_config(self, fields: dict[str, Any]) -> dict[str, Any] | None:
-        """litgpt's Config as a plain dict, for the kernels; None if this is no model of litgpt's."""
-        return fields
+    def kernel_config(self, config: ModelConfig) -> ModelConfig | None:
+        """The same for the kernels; None if this is no model of theirs."""
+        return config
 
     def secondary_parts(self, index: int, n_nodes: int, start: int, stop: int) -> list[str]:
         """Parts that node `index` (from 1 on) of the ring needs, in the order in which they are computed."""
@@ -78,28 +73,27 @@ class ModelFamily:
         return stage_parts(0, stop, starter=True)
 
     def stage(
-        self, fields: Mapping[str, Any], blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
+        self, config: ModelConfig, blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
     ) -> Stage:
         """A stage of torch, empty.
 
         Args:
-            fields: the model's config in its plain form.
             has_ends: whether it is the starter's.
             n_nodes: of the ring.
         """
         from mdi.stages.torch_stage import Stage, StarterStage
 
-        config = self.torch_config(fields)
-        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
+        own = self.torch_config(config)
+        return StarterStage(own, blocks[1]) if has_ends else Stage(own, *blocks, cancel)
 
-    def stage_bytes(self, fields: Mapping[str, Any], blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
-        config = self.torch_config(fields)
-        caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])
-        return caches + module_bytes(config, *blocks)
+        own = self.torch_config(config)
+        caches = run_bytes(own, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        return caches + module_bytes(own, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
@@ -111,14 +105,14 @@ class ModelFamily:
                 "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
             )
 
-    def widest_row(self, config: Any) -> int:
+    def widest_row(self, config: ModelConfig) -> int:
         """Columns that a row on the ring can have."""
-        return int(config.n_embd)
+        return config.n_embd
 
-    def max_length(self, config: Any) -> int:
+    def max_length(self, config: ModelConfig) -> int:
         """Tokens that a text may reach, prompt included."""
-        return int(config.block_size)
+        return config.block_size
 
-    def scheduler(self, config: Any, n_nodes: int) -> Scheduler | None:
+    def scheduler(self, config: ModelConfig, n_nodes: int) -> Scheduler | None:
         """The scheduler of frames; None is the engine's own."""
         return None

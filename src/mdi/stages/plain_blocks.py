@@ -25,7 +25,7 @@ from mdi.checkpoint.packing import norm_before, plain
 from mdi.errors import UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels.blocks import Weights
-from mdi.spec.model import why_not_litgpt
+from mdi.spec.model import ModelConfig, why_not_litgpt
 from mdi.stages.torch_stage import position_tables
 from mdi.stages.trained_tensors import NONE, Trained, is_learned, of_blocks
 
@@ -76,12 +76,12 @@ class PlainBlocks:
     """
 
     def __init__(
-        self, config: Mapping[str, Any], weights: Callable[[int], Weights], each: Each = lambda: None,
+        self, config: ModelConfig, weights: Callable[[int], Weights], each: Each = lambda: None,
         kept: KeptInputs | None = None,
     ) -> None:  # fmt: skip
         if (lacking := why_not_litgpt(config)) is not None:
             raise UsageError(f"torch has no blocks with {lacking}, so no gradients go through them", code="kernels")
-        self._config, self._weights, self._each = Config(**config), weights, each
+        self._config, self._weights, self._each = Config(**config.litgpt_plain()), weights, each
         self._all, self._kept = config, kept
 
     def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> np.ndarray:
@@ -171,7 +171,7 @@ class PlainBlocks:
 
     def _add_prefix(self, attention: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         """Have all rows see these keys and values, too, as if they stood before the first one."""
-        if attention.apply_sliding_window_attention or self._all["latent_attention"]:
+        if attention.apply_sliding_window_attention or self._all.latent_attention:
             raise UsageError("a prefix cannot stand before attention in windows, or latent attention", code="kernels")
         attend, size = attention.scaled_dot_product_attention, self._config.head_size
 

@@ -31,6 +31,7 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.files import default_cache_dir
 from mdi.host.computing import Computing
 from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import StageSpec
 from mdi.stages.window_budget import window_of
@@ -94,7 +95,7 @@ class StarterWeights:
 
     directory: Path
     model: str
-    config: dict[str, Any]
+    config: ModelConfig
     config_hash: str
     dtype: str
     stored_format: str | None
@@ -140,7 +141,7 @@ class StarterWeights:
         if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
         first = self.sources[0]
-        self.model, self.config = first.model, first.config_dict
+        self.model, self.config = first.model, first.config
         self.config_hash, self.dtype = first.config_hash, first.dtype
         self.stored_format = first.packing.blocks if first.packing else None
         self.native = first.native
@@ -227,7 +228,7 @@ class StarterWeights:
         return len(self._chunks) == n_nodes and layers is None
 
     def _cut(self, n_nodes: int, layers: str | None) -> list[tuple[int, int]]:
-        n_layer = self.config["n_layer"]
+        n_layer = self.config.n_layer
         if layers is not None:
             return ranges(parse_layers(layers, n_layer, n_nodes))
         names = ["starter"] + [f"secondary{i}" for i in range(n_nodes - 1)]
@@ -323,7 +324,7 @@ class StarterWeights:
 
     @property
     def n_layer(self) -> int:
-        return int(self.config["n_layer"])
+        return self.config.n_layer
 
     def close(self) -> None:
         """Harmless if repeated."""

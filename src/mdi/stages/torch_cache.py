@@ -7,9 +7,9 @@ pages have a sequence's keys in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, CacheShape, cache_classes, cache_shape
 from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
+from mdi.spec.model import ModelConfig
 
 TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CACHE_TYPE_OF = {dtype: name for name, dtype in TORCH_TYPES.items()}
@@ -177,7 +178,7 @@ class TorchCaches(CachePages):
     """The caches of a stage of torch.
 
     Args:
-        config: litgpt's Config as a plain dict; the blocks are [start, stop).
+        config: of the model; the blocks are [start, stop).
         max_length: positions that a sequence may reach.
         dtype: number type of the caches.
         limit_bytes: what all caches together will take at most; None is not known.
@@ -187,7 +188,7 @@ class TorchCaches(CachePages):
     """
 
     def __init__(
-        self, config: Mapping[str, Any], start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
+        self, config: ModelConfig, start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
         limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
         classes, places = cache_classes(config, start, stop, CACHE_TYPE_OF[dtype])

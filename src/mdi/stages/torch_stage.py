@@ -25,6 +25,7 @@ from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import cache_classes
 from mdi.kernels.positions import rope_tables
 from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.spec.model import ModelConfig
 from mdi.stages.torch_attention import Batch, cached, keep_rows_apart
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
 from mdi.stages.torch_packed import Weights, install, is_packed, layers_for
@@ -52,7 +53,7 @@ class Stage(nn.Module):
     def __init__(self, config: Config, start: int, stop: int, cancel: Cancel | None = None) -> None:
         super().__init__()
         self.config = config
-        self.n_embd = int(config.n_embd)
+        self.n_embd = config.n_embd
         self.start, self.stop = start, stop
         self.n_finished = 0  # blocks, so far
         blocks = {}
@@ -136,7 +137,7 @@ class Stage(nn.Module):
         self.cos, self.sin = position_tables(self.config, max_length, device)
         size = self.sin.size(1)
         self.sin[:, : size - size // 2].neg_()  # as `rotate` needs it
-        config = vars(self.config)
+        config = ModelConfig.from_litgpt(self.config)
         self.caches = TorchCaches(config, self.start, self.stop, max_length, device, dtype, cache_limit)
 
     @property
@@ -205,7 +206,9 @@ class Stage(nn.Module):
 def position_tables(config: Config, max_length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (max_length, rope_n_elem[, 2 kinds of layers]): litgpt's, or scaled in ways that it lacks."""
     if "rope_type" in (config.rope_adjustments or {}):
-        cos, sin = (torch.from_numpy(table[0]).to(device) for table in rope_tables(vars(config), max_length))
+        cos, sin = (
+            torch.from_numpy(table[0]).to(device) for table in rope_tables(ModelConfig.from_litgpt(config), max_length)
+        )
         return cos, sin
     # litgpt's table builder is a method that reads just these two attributes.
     found: tuple[torch.Tensor, torch.Tensor] = GPT.rope_cache(
@@ -217,7 +220,7 @@ def position_tables(config: Config, max_length: int, device: torch.device) -> tu
 def run_bytes(config: Config, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
     tables = 2 * 4 * max_length * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)
-    classes, _ = cache_classes(vars(config), start, stop, CACHE_TYPE_OF[dtype])
+    classes, _ = cache_classes(ModelConfig.from_litgpt(config), start, stop, CACHE_TYPE_OF[dtype])
     return int(tables + sum(c.n_bytes(max_length) for c in classes))
 
 
@@ -242,7 +245,7 @@ class StarterStage(Stage):
     @property
     def returned_width(self) -> int:
         """Columns of the rows that come back to `head`."""
-        return int(self.config.n_embd)
+        return self.config.n_embd
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor, slices: Slices = NO_SLICES) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, row_widths
 from mdi.errors import CheckpointError, ControlError
 from mdi.spec.decode import Meta, decode_text
+from mdi.spec.model import ModelConfig
 
 Trained = Mapping[str, np.ndarray]  # float32, by name
 Shapes = dict[str, tuple[int, ...]]
@@ -68,7 +69,7 @@ def header_of(trained: Trained) -> bytes:
     return json.dumps({name: tensor.shape for name, tensor in trained.items()}).encode() if trained else b""
 
 
-def read_shapes(data: bytes | bytearray, config: Mapping[str, Any], start: int, stop: int) -> Shapes:
+def read_shapes(data: bytes | bytearray, config: ModelConfig, start: int, stop: int) -> Shapes:
     """Names and shapes of tensors for these blocks. Raises ControlError (400) if such blocks cannot have them."""
 
     def refused(message: str) -> ControlError:
@@ -93,7 +94,7 @@ def read_shapes(data: bytes | bytearray, config: Mapping[str, Any], start: int, 
     _check_pairs(shapes, refused)
     for block, specs in adapters.items():
         try:
-            check_stored(specs, f"{ADAPTER_PREFIX}{block}", dict(config), "tensors that are trained")
+            check_stored(specs, f"{ADAPTER_PREFIX}{block}", config, "tensors that are trained")
         except CheckpointError as e:
             raise refused(str(e)) from None
     return shapes

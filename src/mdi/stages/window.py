@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
 from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import EMBEDDING, weight_format
+from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
@@ -533,7 +533,7 @@ class Windowed:
         """Rows of the embedding are read as tokens ask for them."""
         return self._stored["embedding"].table
 
-    def head(self, config: Mapping[str, Any], n_tokens: int, context: Context) -> HeadFunction:
+    def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
         return PiecedHead(config, self._stored[HEAD].arrays, self.window, n_tokens, context)
 
     def close(self) -> None:
@@ -544,7 +544,7 @@ class PiecedHead:
     """Rows that went through all blocks -> logits, as kernels.head.Head, from pieces that are in memory while they are used.
 
     Args:
-        config: litgpt's Config as a plain dict.
+        config: of the model.
         weights: the small tensors of the part "head".
         n_tokens: how many of the vocabulary it is for.
 
@@ -552,9 +552,7 @@ class PiecedHead:
         KernelError: the window's head has another number of rows.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], weights: Weights, window: Window, n_tokens: int, context: Context
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, window: Window, n_tokens: int, context: Context) -> None:
         self._window, self._n_tokens = window, n_tokens
         self._pieces: list[Head] = []
         n_rows, bias = 0, weights.get(_HEAD_BIAS)

@@ -18,6 +18,7 @@ from mdi.errors import ControlError, SplitError, UsageError
 from mdi.kernels.weight_formats import LAYOUTS
 from mdi.spec.cluster import N_NODES_LIMIT, ClusterConfig, PortOrAny
 from mdi.spec.decode import Meta, Text, Whole, decode, one_of
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import SUM_CHOICES, ParallelOptions
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 from mdi.tensor.sums import REDUCE_DTYPES
@@ -131,8 +132,8 @@ class Group:
     def size(self) -> int:
         return len(self.members)
 
-    def share(self, config: Mapping[str, Any]) -> Share:
-        """`config` is litgpt's Config of the whole model."""
+    def share(self, config: ModelConfig) -> Share:
+        """`config` is that of the whole model."""
         return Share(self.shares, self.rank, config)
 
     def to_json(self) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class _Told:
     is_last: bool | None = None
 
 
-def group_of(extensions: Mapping[str, Any], config: Mapping[str, Any]) -> Group | None:
+def group_of(extensions: Mapping[str, Any], config: ModelConfig) -> Group | None:
     """The group that an /init tells of; None if the node computes its blocks alone.
 
     Raises:
@@ -222,7 +223,7 @@ class Division:
 
 def division_by_hand(
     stages: tuple[RingStage, ...],
-    config: Mapping[str, Any],
+    config: ModelConfig,
     blocks: Sequence[Range],
     options: ParallelOptions,
     names: Sequence[str],
@@ -240,7 +241,7 @@ def division_by_hand(
         raise UsageError(f"--shares names {len(options.parts)} nodes, but there are {len(names)}")
     counts = tuple(stop - start for start, stop in blocks)
     if len(counts) != len(stages):
-        counts = default_split(dict(config), len(stages))
+        counts = default_split(config, len(stages))
     return Division(stages, counts, dict(zip(names, options.parts or [1.0] * len(names), strict=True)))
 
 
@@ -255,14 +256,14 @@ class SharingOut:
     A copy can be asked for a ring that may never be formed.
 
     Args:
-        config: of the model, as a plain dict.
+        config: of the model.
         ring_port: the starter's own, as it really is.
         packing: the formats of all shards.
         division: the first ring.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], ring_port: int, parallel: ParallelOptions, packing: Packing, division: Division
+        self, config: ModelConfig, ring_port: int, parallel: ParallelOptions, packing: Packing, division: Division
     ) -> None:  # fmt: skip
         self._config, self._ring_port, self._parallel, self._packing = config, ring_port, parallel, packing
         self._parts = dict(division.parts)

@@ -124,11 +124,11 @@ class ShardBlocks(Blocks):
         super().__init__(share.shard_config(), start, stop, tensors, cache_type, context)
         self._model.heads_per_group, self._model.first_head = share.heads_per_group, share.first_head
         config = share.config
-        self._norms_over_all_heads = bool(config["norm_qk"]) and config["norm_qk_type"] == "olmo2"
+        self._norms_over_all_heads = config.norm_qk and config.norm_qk_type == "olmo2"
         self._gains: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         if self._norms_over_all_heads:
             self._take_norms(tensors)
-        self._mlp_phase = 1 if config["parallel_residual"] else 3
+        self._mlp_phase = 1 if config.parallel_residual else 3
 
     def _made_score_bias(self, max_length: int) -> np.ndarray | None:
         of_all = score_bias(self._share.config, max_length)
@@ -205,7 +205,7 @@ class ShardBlocks(Blocks):
 
     def _normed_heads(self, block: int, frame: MdiFrame, n_rows: int, group: Sum) -> np.ndarray:
         """Queries, keys, values (n_rows, width), queries and keys after their norms, which go over all heads of all nodes."""
-        share, size = self._share, int(self._share.config["head_size"])
+        share, size = self._share, self._share.config.head_size
         heads = np.empty((n_rows, self._blocks[block - self.start].qkv.n_out), dtype=np.float32)
         self._piece(block, PIECES["project"], frame, heads)
         n_q, n_k = share.n_heads * size, (share.groups[1] - share.groups[0]) * size
@@ -213,7 +213,7 @@ class ShardBlocks(Blocks):
         counted = np.repeat([share.counts_group(g) for g in range(*share.groups)], size)
         squares = np.stack([np.square(q).sum(1), np.square(k[:, counted]).sum(1)], axis=1).astype(np.float32)
         group.reduce(squares)
-        n_all = np.array([share.config["n_head"] * size, share.config["n_query_groups"] * size], dtype=np.float32)
+        n_all = np.array([share.config.n_head * size, share.config.n_query_groups * size], dtype=np.float32)
         factors = 1 / np.sqrt(squares / n_all + np.float32(self._model.norm_eps))
         gain_q, gain_k = self._gains[block]
         q *= factors[:, :1]

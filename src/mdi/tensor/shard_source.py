@@ -38,7 +38,7 @@ def shard_name(share: Share) -> str:
 def shard_shapes(share: Share, packing: Packing, part: str) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor of a shard, as it is packed."""
     found = {}
-    for name, shape in part_shapes(dict(share.config), "this model", part).items():
+    for name, shape in part_shapes(share.config, "this model", part).items():
         if (piece := piece_of(name, share)) is not None:
             found[name] = piece.shape(shape, packing.format_of(name, shape))
     return found
@@ -64,7 +64,7 @@ class ShardSource(DerivedSource):
         plain_types = {name: spec.dtype for name, spec in source.specs.items()}
         self._whole: dict[str, tuple[int, ...]] = {}
         for part in source.part_names():
-            self._whole |= part_shapes(dict(share.config), str(source), part)
+            self._whole |= part_shapes(share.config, str(source), part)
             for name, shape in shard_shapes(share, packing, part).items():
                 stored = packing.stored(name, TensorSpec(plain_types.get(name, "F32"), shape))
                 self.specs.update(stored)
@@ -158,7 +158,7 @@ class ShardFile(PartFile):
     """A shard that was sent, in its file."""
 
     def __init__(self, path: Path, info: Part, share: Share, config_hash: str) -> None:
-        super().__init__(path, info, dict(share.config), config_hash)
+        super().__init__(path, info, share.config, config_hash)
         self.share = share
 
     def shapes(self, part: str) -> dict[str, tuple[int, ...]]:

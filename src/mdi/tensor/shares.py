@@ -6,14 +6,14 @@ Keys and values go with their queries. Where the queries of a group are split, m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Range, skipped
+from mdi.spec.model import ModelConfig
 
 COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
 ROWS_TOGETHER = 16  # of the head
@@ -42,10 +42,10 @@ class Shares:
     def n_nodes(self) -> int:
         return len(self.heads) - 1
 
-    def check(self, config: Mapping[str, Any]) -> None:
+    def check(self, config: ModelConfig) -> None:
         """Raises ValueError if they are not those of this model."""
-        ends = (self.heads[-1], self.columns[-1], (self.vocabulary or (config["padded_vocab_size"],))[-1])
-        if ends != (config["n_head"], mlp_width(config), config["padded_vocab_size"]):
+        ends = (self.heads[-1], self.columns[-1], (self.vocabulary or (config.padded_vocab_size,))[-1])
+        if ends != (config.n_head, mlp_width(config), config.padded_vocab_size):
             raise ValueError(f"shares of {ends[0]} heads, {ends[1]} columns and {ends[2]} tokens")
 
 
@@ -54,12 +54,12 @@ class Share:
     """The heads and columns of node `rank`.
 
     Args:
-        config: litgpt's Config of the whole model, as a plain dict.
+        config: of the whole model.
     """
 
     shares: Shares
     rank: int
-    config: Mapping[str, Any]
+    config: ModelConfig
 
     @property
     def heads(self) -> Range:
@@ -67,7 +67,7 @@ class Share:
 
     @property
     def heads_per_group(self) -> int:
-        return int(self.config["n_head"]) // int(self.config["n_query_groups"])
+        return self.config.n_head // self.config.n_query_groups
 
     @property
     def groups(self) -> Range:
@@ -111,16 +111,14 @@ class Share:
         """Whether this node is the first that holds a group: sums over all groups have it once."""
         return self.n_heads > 0 and group * self.heads_per_group >= self.heads[0]
 
-    def shard_config(self) -> dict[str, Any]:
-        """The Config of a model whose blocks are just this node's share; it is for the kernels, and none of litgpt's."""
-        config = dict(self.config)
-        first, end = self.groups
-        a, b = self.columns(config["intermediate_size"] or 0)
-        config.update(n_head=self.n_heads, n_query_groups=end - first, intermediate_size=b - a)
-        if self.config["moe_intermediate_size"]:
-            c, d = self.columns(self.config["moe_intermediate_size"])
-            config["moe_intermediate_size"] = d - c
-        return config
+    def shard_config(self) -> ModelConfig:
+        """A model whose blocks are just this node's share; it is for the kernels, and none of litgpt's."""
+        (first, end), (a, b) = self.groups, self.columns(self.config.intermediate_size)
+        sizes = {"n_head": self.n_heads, "n_query_groups": end - first, "intermediate_size": b - a}
+        if self.config.moe_intermediate_size:
+            c, d = self.columns(self.config.moe_intermediate_size)
+            sizes["moe_intermediate_size"] = d - c
+        return self.config.with_sizes(**sizes)
 
 
 def _scaled(bounds: Sequence[int], rank: int, width: int) -> Range:
@@ -130,23 +128,23 @@ def _scaled(bounds: Sequence[int], rank: int, width: int) -> Range:
     return bounds[rank] * width // whole, bounds[rank + 1] * width // whole
 
 
-def mlp_width(config: Mapping[str, Any]) -> int:
+def mlp_width(config: ModelConfig) -> int:
     """Columns of the MLP with most of the work: of an expert, if there are experts."""
-    if config["mlp_class_name"] == "LLaMAMoE" and config["moe_intermediate_size"]:
-        return int(config["moe_intermediate_size"])
-    return int(config["intermediate_size"])
+    if config.mlp_class_name == "LLaMAMoE" and config.moe_intermediate_size:
+        return config.moe_intermediate_size
+    return config.intermediate_size
 
 
-def why_not_shared_out(config: Mapping[str, Any]) -> str | None:
+def why_not_shared_out(config: ModelConfig) -> str | None:
     """The part of a model that cannot be shared; None if all of it can."""
     if (reason := why_not_in_kernels(config)) is not None:
         return reason
-    if config["norm_qk"] and config["norm_qk_type"] == "olmo2" and config["norm_class_name"] != "RMSNorm":
+    if config.norm_qk and config.norm_qk_type == "olmo2" and config.norm_class_name != "RMSNorm":
         return "norms over all heads that subtract a mean"
     return None
 
 
-def share_out(config: Mapping[str, Any], parts: Sequence[float], is_head_shared: bool = False) -> Shares:
+def share_out(config: ModelConfig, parts: Sequence[float], is_head_shared: bool = False) -> Shares:
     """Shares in proportion to `parts`, of each node one number from 0 on: what it can compute and hold.
 
     Raises:
@@ -156,9 +154,9 @@ def share_out(config: Mapping[str, Any], parts: Sequence[float], is_head_shared:
         raise UsageError(f"--parallel tensor: {reason} cannot be shared out: use --parallel ring")
     if not parts or min(parts) < 0 or sum(parts) <= 0:
         raise UsageError(f"shares {list(parts)}: expected a number for each node, and one above 0")
-    width, vocabulary = mlp_width(config), int(config["padded_vocab_size"])
+    width, vocabulary = mlp_width(config), config.padded_vocab_size
     return Shares(
-        _bounds(int(config["n_head"]), parts, 1),
+        _bounds(config.n_head, parts, 1),
         _bounds(width, parts, COLUMNS_TOGETHER if width >= COLUMNS_TOGETHER * len(parts) else 1),
         _bounds(vocabulary, parts, ROWS_TOGETHER) if is_head_shared else None,
     )
@@ -231,14 +229,14 @@ def piece_of(name: str, share: Share) -> Piece | None:
 
 
 def _of_attention(layer: str, what: str, share: Share) -> Piece | None:
-    size, n_heads, n_groups = (int(share.config[key]) for key in ("head_size", "n_head", "n_query_groups"))
+    size, n_heads, n_groups = share.config.head_size, share.config.n_head, share.config.n_query_groups
     heads, groups = _times(share.heads, size), _times(share.groups, size)
     if layer == "attn.qkv":
         keys, values = n_heads * size, (n_heads + n_groups) * size
         return Piece(rows=(heads, _plus(groups, keys), _plus(groups, values)))
     if layer == "attn.proj":
         return Piece(columns=heads) if what == "weight" else (WHOLE if share.adds_attention_bias else None)
-    if share.config["norm_qk_type"] == "olmo2":
+    if share.config.norm_qk_type == "olmo2":
         return Piece(rows=(heads if layer == "attn.norm_q" else groups,))
     return WHOLE
 
@@ -246,11 +244,11 @@ def _of_attention(layer: str, what: str, share: Share) -> Piece | None:
 def _of_mlp(share: Share, path: str, layer: str, what: str) -> Piece | None:
     """A shared expert is as wide as several experts, and cut like each of them."""
     config = share.config
-    expert = int(config["moe_intermediate_size"] or config["intermediate_size"])
-    width = expert if path else int(config["intermediate_size"])
+    expert = config.moe_intermediate_size or config.intermediate_size
+    width = expert if path else config.intermediate_size
     columns = share.columns(width)
     if path == "shared_experts.":
-        columns = _times(columns, int(config["n_shared_expert"]))
+        columns = _times(columns, config.n_shared_expert or 0)
     if layer != "proj":
         return Piece(rows=(columns,))
     return Piece(columns=columns) if what == "weight" else (WHOLE if share.adds_mlp_bias(width) else None)
