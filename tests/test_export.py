@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from mdi.errors import CheckpointError
 from tiny_models import HF_KINDS, hf_state, tiny_lit, tiny_state, write_lit
 
 
-@pytest.mark.parametrize("family", HF_KINDS)
-def test_there_and_back(tmp_path: Path, family: str) -> None:
-    config, state = tiny_state(family)
+@pytest.mark.parametrize(
+    ("family", "changes"), [*((family, {}) for family in HF_KINDS), ("pythia-14m", {"rotary_percentage": 1.0})]
+)
+def test_there_and_back(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    config, state = tiny_state(family, **changes)
     if family.startswith("Gemma"):
         state["lm_head.weight"] = state["transformer.wte.weight"].clone()
     first = LitCheckpoint(write_lit(tmp_path / "lit", config, state))

@@ -59,8 +59,8 @@ def test_a_folder_with_a_name_of_the_table_has_what_its_config_json_says(form: s
     known = Config.from_name(name)
     assert known.hf_config, "a model of the table"
     for folder in {name, known.hf_config["name"]}:
-        config, kind = choose_config(_folder(tmp_path / folder, hf), None)
-        assert config == derive_config(hf, known.name, Path("config.json")) and kind == hf["model_type"]
+        config = choose_config(_folder(tmp_path / folder, hf))
+        assert config == derive_config(hf, known.name, Path("config.json"))
 
 
 @pytest.mark.parametrize("form", OFFICIAL)
@@ -84,8 +84,7 @@ def test_a_name_given_by_hand_must_agree_with_config_json(
     form: str, changes: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
     name, hf = REAL[form]
-    config, kind = choose_config(_folder(tmp_path / "a", hf), name)
-    assert config.name == name and kind is None
+    assert choose_config(_folder(tmp_path / "a", hf), name).name == name
     with pytest.raises(CheckpointError, match=f"'{name}': {field} is "):
         choose_config(_folder(tmp_path / "b", {**hf, **changes}), name)
 
@@ -188,8 +187,8 @@ def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
     directory.mkdir()
     whole = {"model_type": "gemma3", "text_config": REAL["Gemma 3 4B, its language part"][1], "vision_config": {}}
     (directory / "config.json").write_text(json.dumps(whole))
-    config, kind = choose_config(directory, None)
-    assert kind == "gemma3_text" and config.n_layer == 34 and "Gemma" in config.name
+    config = choose_config(directory)
+    assert config.n_layer == 34 and "Gemma" in config.name
 
 
 @pytest.mark.parametrize(

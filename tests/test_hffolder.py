@@ -7,20 +7,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from litgpt.config import Config
+from litgpt.config import Config, name_to_config
 from litgpt.model import GPT
+from litgpt.scripts import convert_hf_checkpoint as litgpts
 from safetensors.torch import load_file, save_file
 
 from caches import own_cache
-from families import greedy, prompt
+from families import config_of, greedy, prompt
 from mdi.checkpoint.convert import convert
+from mdi.checkpoint.export import hf_config as to_hf_config
 from mdi.checkpoint.folder import checkpoints_in, stated_blocks
+from mdi.checkpoint.hfconfig import DERIVED
 from mdi.checkpoint.hffolder import HfFolder
+from mdi.checkpoint.shapes import full_config
 from mdi.checkpoint.source import LitCheckpoint, open_source, settings_of
 from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
@@ -77,6 +83,44 @@ def test_tokens_over_one_node_and_three_are_litgpts(tmp_path: Path, family: str)
     with secondaries(2, tmp_path) as nodes:
         assert generated(cluster_of(nodes), folder, ids) == expected
     assert sorted(tmp_path.glob("my-model/*")) == before
+
+
+def by_litgpt(family: str, weights: State) -> State:
+    """The weights of a Hugging Face folder, converted by litgpt itself."""
+    config, state, qkv = config_of(family), State(), {}  # type: ignore[var-annotated]
+    functions: dict[str, Callable[[State, State], None]] = {
+        "falcon": partial(litgpts.copy_weights_falcon, config),
+        "Gemma-2-": partial(litgpts.copy_weights_gemma_2, qkv),
+        "Gemma-3-": partial(litgpts.copy_weights_gemma_3, qkv, config=config),
+        "phi": partial(litgpts.copy_weights_phi, config, qkv),
+        "Phi": partial(litgpts.copy_weights_phi, config, qkv),
+        "Qwen2.5": partial(litgpts.copy_weights_qwen_2_5, config, qkv),
+        "Qwen3": partial(litgpts.copy_weights_qwen_3, config, qkv),
+        "OLMo-2-": partial(litgpts.copy_weights_olmo2, config, qkv),
+        "pythia": partial(litgpts.copy_weights_gpt_neox, config),
+        "": partial(litgpts.copy_weights_hf_llama, config, qkv),
+    }
+    next(copy for prefix, copy in functions.items() if family.startswith(prefix))(state, weights)
+    return state
+
+
+@pytest.mark.parametrize("family", HF_KINDS)
+def test_tensors_are_those_of_litgpts_converter(tmp_path: Path, family: str) -> None:
+    folder, _ = tiny_hf(tmp_path / "my-model", family, n_shards=2)
+    weights = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    expected = by_litgpt(family, weights)
+    assert set(expected) == set(tiny_state(family)[1])
+    assert_holds(HfFolder(folder), expected)
+
+
+def test_all_families_of_litgpt_are_compared() -> None:
+    others = {"glm4_moe", "glm4v_moe_text", "minimax_m2", "gpt_oss", "bloom", "gpt2", "opt"}
+    families = {kind for kind, _ in HF_KINDS.values()}
+    assert families == set(DERIVED) - others
+    of_table = {
+        to_hf_config(full_config(asdict(Config.from_name(name)), name))["model_type"] for name in name_to_config
+    }
+    assert of_table == families
 
 
 @pytest.mark.parametrize("family", HF_KINDS)

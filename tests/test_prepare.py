@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from litgpt.config import name_to_config
 from safetensors.torch import load_file, save_file
 
 from mdi.block_ranges import block_span
@@ -64,6 +67,10 @@ def test_every_derived_family(tmp_path: Path, family: str) -> None:
     }
     assert differing == {}
     assert not list(directory.glob("*.part"))
+    is_tied = family.startswith(("Gemma-2-", "Gemma-3-"))  # then the head is written once, as the embedding
+    expected_bytes = sum(t.nbytes for name, t in state.items() if not (is_tied and name == "lm_head.weight"))
+    with zipfile.ZipFile(directory / "lit_model.pth") as archive:
+        assert sum(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename) == expected_bytes
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -87,6 +94,47 @@ def test_tied_weights_in_both_directions(tmp_path: Path, family: str, missing: s
     directory = write_hf(tmp_path / "m", hf_config(family, config), weights, n_shards=2)
     convert(directory, progress=False)
     _assert_holds(directory, state)
+
+
+def test_a_model_that_only_litgpts_table_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first Falcon, whose config.json says another model_type."""
+    config, state = tiny_state("falcon-7b")
+    monkeypatch.setitem(name_to_config, "falcon-tiny", {**asdict(config), "name": "falcon-tiny"})
+    settings = {**hf_config("falcon-7b", config), "model_type": "RefinedWebModel"}
+    for given, folder in ((None, "falcon-tiny"), ("falcon-tiny", "my-model")):
+        directory = write_hf(tmp_path / folder, settings, hf_state(config, state))
+        convert(directory, given, progress=False)
+        _assert_holds(directory, state)
+        assert LitCheckpoint(directory).model == "falcon-tiny"
+
+
+def test_a_name_given_by_hand_that_does_not_fit_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, state = tiny_state()
+    monkeypatch.setitem(name_to_config, "llama-tiny", {**asdict(config), "name": "llama-tiny"})
+    weights = {**hf_state(config, state), "model.layers.1.odd": torch.ones(1)}
+    directory = write_hf(tmp_path / "m", {"model_type": "mine"}, weights)
+    with pytest.raises(CheckpointError, match="is --model-name right") as e:
+        convert(directory, "llama-tiny", progress=False)
+    assert "model.layers.<i>.odd" in str(e.value) and "llama-tiny" in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="peak memory is read as POSIX has it")
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_the_model_is_never_in_memory_as_a_whole(tmp_path: Path, suffix: str) -> None:
+    """A small model is converted first, so that what is imported does not count."""
+    small, _ = tiny_hf(tmp_path / "small", suffix=suffix)
+    config, state = tiny_state(n_layer=24, n_embd=512, n_head=8, head_size=64, intermediate_size=512)
+    large = write_hf(tmp_path / "large", hf_config("Llama-3.1-8B", config), hf_state(config, state), suffix=suffix)
+    code = (
+        "import sys; from mdi.checkpoint.convert import convert; from mdi.metrics import peak_rss_bytes as peak\n"
+        "convert(sys.argv[1], dtype='bfloat16', progress=False); before = peak()\n"
+        "convert(sys.argv[2], dtype='bfloat16', progress=False); print(peak() - before)"
+    )
+    argv = [sys.executable, "-c", code, str(small), str(large)]
+    done = subprocess.run(argv, cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    n_bytes = sum(tensor.nbytes for tensor in state.values())
+    assert n_bytes > 60e6 and int(done.stdout) < n_bytes / 3
 
 
 def test_a_dtype(tmp_path: Path) -> None:

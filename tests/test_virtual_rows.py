@@ -510,7 +510,6 @@ FAMILY: dict[tuple[str, str], str] = {
 OF_FAMILIES = {**KINDS, "experts": TuningKind("lora", targets=("mlp",))}
 
 
-@pytest.mark.filterwarnings("ignore:For Gemma3 models only the text component")  # litgpt
 @pytest.mark.parametrize("family, name", FAMILY)
 def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
     family: str, name: str, tmp_path: Path

@@ -92,13 +92,6 @@ MUTANTS = [
         RANGE,
     ),
     Mutant(
-        "converting does not look at numbers",
-        "_Reader.tensor",
-        "fitted(array, spec, self._dtype, name, self._clips)",
-        "(array, spec)",
-        RANGE,
-    ),
-    Mutant(
         "torch in half precision does not look at weights",
         "torch_weights",
         'computing.dtype != "float16"',

@@ -57,4 +57,18 @@ MUTANTS = [
         "set(folder.iterdir())",
         "tests/test_prepare.py::test_an_earlier_result_survives_a_conversion_that_fails",
     ),
+    Mutant(
+        "a head that is the embedding is written twice",
+        "convert:_write",
+        "name == HEAD and is_tied",
+        "False",
+        "tests/test_prepare.py::test_every_derived_family",
+    ),
+    Mutant(
+        "converting keeps the files mapped",
+        "convert:_write",
+        "source.release()",
+        "None",
+        "tests/test_prepare.py::test_the_model_is_never_in_memory_as_a_whole",
+    ),
 ]

@@ -69,7 +69,6 @@ def check(cluster: ClusterConfig, checkpoint: Path, expected: dict[str, Any]) ->
     assert logprobs == pytest.approx(expected["logprobs"], abs=TOLERANCE, rel=0)
 
 
-@pytest.mark.filterwarnings("ignore:For Gemma3 models only the text component")  # litgpt
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_that_transformers_wrote_gives_its_tokens(name: str, tmp_path: Path) -> None:
     checkpoint, expected = converted(name, tmp_path)

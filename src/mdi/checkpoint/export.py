@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.checkpoint.convert import converter_lacks, litgpt_family
 from mdi.checkpoint.folder import TOKENIZER_FILES
 from mdi.checkpoint.hfconfig import Json, derive_config
 from mdi.checkpoint.hffolder import FIRST_POSITION, INTERLEAVED, TRANSPOSED
@@ -22,7 +21,8 @@ from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.spec.model import ModelConfig
+from mdi.kernels.weight_formats import EMBEDDING, HEAD
+from mdi.spec.model import ModelConfig, why_not_litgpt
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def hf_config(config: ModelConfig) -> Json:
         CheckpointError: transformers has no model with these settings.
     """
     model_type = transformers_type(config)
-    if model_type not in _OWN and (lacking := converter_lacks(config)) is not None:
+    if model_type not in _OWN and (lacking := why_not_litgpt(config)) is not None:
         raise CheckpointError(f"{lacking} cannot be written in Hugging Face's form: litgpt's converters do not know it")
     eps = next((key for key, kinds in _EPS.items() if model_type in kinds), "rms_norm_eps")
     written = {
@@ -247,8 +247,6 @@ def _own(model_type: str, config: ModelConfig) -> dict[str, Any]:
     return own.get(model_type, {})
 
 
-_EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
-
 Tensors = dict[str, "torch.Tensor"]
 
 
@@ -271,7 +269,7 @@ def export_hf(
     config = source.config
     written = hf_config(config)
     model_type = written["model_type"]
-    is_tied = torch.equal(source.tensor(_EMBEDDING), source.tensor(_HEAD))
+    is_tied = torch.equal(source.tensor(EMBEDDING), source.tensor(HEAD))
     if model_type.startswith("gemma") and not is_tied:
         raise CheckpointError(
             f"head and embedding of {source} differ, which a Hugging Face {model_type} model cannot have"
@@ -282,7 +280,7 @@ def export_hf(
     weight_map: dict[str, str] = {}
     n_bytes = 0
     for i, part in enumerate(parts):
-        tensors = convert({name: t for name, t in source.tensors(part).items() if not (is_tied and name == _HEAD)})
+        tensors = convert({name: t for name, t in source.tensors(part).items() if not (is_tied and name == HEAD)})
         shard = f"model-{i + 1:05}-of-{len(parts):05}.safetensors"
         _write_shard(out / shard, tensors)
         weight_map |= dict.fromkeys(tensors, shard)
@@ -295,6 +293,13 @@ def export_hf(
         if (directory / name).is_file():
             shutil.copyfile(directory / name, out / name)
     _write_json(out / "config.json", {**written, "tie_word_embeddings": is_tied, "torch_dtype": source.dtype})
+
+
+# Names by which litgpt's converters recognise a family.
+_FAMILIES = {
+    "olmo2": "OLMo-2-", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "phi": "phi", "phi3": "Phi-3",
+    "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "gpt_neox": "pythia",
+}  # fmt: skip
 
 
 def _converter(model_type: str, config: ModelConfig) -> Callable[[Tensors], Tensors]:
@@ -316,7 +321,7 @@ def _converter(model_type: str, config: ModelConfig) -> Callable[[Tensors], Tens
         "gpt_neox": litgpt.copy_weights_gpt_neox,
     }
     copy = functions.get(model_type, litgpt.copy_weights_llama)
-    lit_config = Config(**{**config.litgpt_plain(), "name": litgpt_family(model_type, config)})
+    lit_config = Config(**{**config.litgpt_plain(), "name": _FAMILIES.get(model_type, "Llama")})
 
     def convert(tensors: Tensors) -> Tensors:
         found: Tensors = {}

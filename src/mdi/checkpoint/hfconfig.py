@@ -477,8 +477,8 @@ def n_predicting(hf: Json) -> int:
     return found if type(found) is int else 0
 
 
-def choose_config(directory: Path, model_name: str | None) -> tuple[ModelConfig, str | None]:
-    """The configuration of a Hugging Face directory, and the model_type that it was derived from, if it was.
+def choose_config(directory: Path, model_name: str | None = None) -> ModelConfig:
+    """The configuration of a Hugging Face directory.
 
     Args:
         directory: with config.json.
@@ -495,13 +495,13 @@ def choose_config(directory: Path, model_name: str | None) -> tuple[ModelConfig,
     config = next(filter(None, map(_named, candidates)), None)
     if model_name is None and hf.get("model_type") in DERIVED:
         # prompt styles go by litgpt's names
-        return derive_config(hf, config.name if config else name, where), str(hf["model_type"])
+        return derive_config(hf, config.name if config else name, where)
     if config is not None:
         _check_agreement(hf, config, where)
-        return config, None
+        return config
     if model_name:
         raise CheckpointError(f"litgpt knows no model named {model_name!r}; without --model-name config.json is used")
-    return derive_config(hf, name, where), str(hf.get("model_type"))
+    return derive_config(hf, name, where)
 
 
 def _named(name: str) -> ModelConfig | None:

@@ -136,6 +136,7 @@ class HfFolder(WeightSource):
         self, path: str | Path, model_name: str | None = None, cache: Path | None = None, takes_pickles: bool = False
     ) -> None:
         self.path = Path(path)
+        self._hint = "" if model_name is None else ": is --model-name right?"
         opened = _open_files(self.path, takes_pickles)
         self._opened = list({id(file): file for file in opened.values()}.values())
         self._files = decoded(self.path, opened, read_quantization(self.path))
@@ -336,7 +337,7 @@ class HfFolder(WeightSource):
             if name not in used and not is_other and not _NOT_WEIGHTS.fullmatch(name):
                 raise CheckpointError(
                     f"{self.path} holds the tensor {re.sub(r'[.][0-9]+[.]', '.<i>.', name)}, which a "
-                    f"{self.config.name} does not have"
+                    f"{self.config.name} does not have{self._hint}"
                 )
 
     def _piece_spec(self, piece: Piece) -> TensorSpec:
@@ -364,7 +365,7 @@ class HfFolder(WeightSource):
 def folder_config(path: Path, model_name: str | None = None) -> ModelConfig:
     """The configuration of a Hugging Face folder. Raises CheckpointError."""
     read_quantization(path)  # refuses what cannot be read
-    return choose_config(path, model_name)[0]
+    return choose_config(path, model_name)
 
 
 def _open_files(path: Path, takes_pickles: bool) -> dict[str, WeightFile]:

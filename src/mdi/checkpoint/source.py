@@ -23,6 +23,7 @@ from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels.lazy_rows import LazyRows, Rows
+from mdi.kernels.weight_formats import EMBEDDING, HEAD
 from mdi.spec.model import ModelConfig
 
 
@@ -115,9 +116,8 @@ def settings_of(path: Path) -> ModelConfig:
 def _litgpt_names(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Today's name of each tensor -> its name in the file: tied weights, and the names of litgpt before 0.5."""
     names = {re.sub(r"\.attn\.attn\.(weight|bias)$", r".attn.qkv.\1", name): name for name in specs}
-    embedding, head = "transformer.wte.weight", "lm_head.weight"
-    if embedding in names:
-        names.setdefault(head, names[embedding])
-    elif head in names:
-        names[embedding] = names[head]
+    if EMBEDDING in names:
+        names.setdefault(HEAD, names[EMBEDDING])
+    elif HEAD in names:
+        names[EMBEDDING] = names[HEAD]
     return names

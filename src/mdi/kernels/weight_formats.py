@@ -15,6 +15,7 @@ from mdi.errors import UsageError
 PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
 EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"
 POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
 PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
