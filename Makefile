@@ -84,7 +84,10 @@ $(REFERENCES)/logits/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/adapters/version.txt: $(REFERENCES)/.installed tests/references/write_adapters.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_adapters.py $(REFERENCES)/adapters
 
-references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/adapters/version.txt
+$(REFERENCES)/packed/version.txt: $(REFERENCES)/.installed tests/references/write_packed.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_packed.py $(REFERENCES)/packed
+
+references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt
 
 mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py
