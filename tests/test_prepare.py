@@ -22,11 +22,12 @@ from mdi.block_ranges import block_span
 from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.checkpoint.convert import convert, needs_conversion
 from mdi.checkpoint.folder import is_hf_dir, is_lit_dir
+from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError, UsageError
-from tiny_models import HF_KINDS, State, hf_config, hf_state, tiny_hf, tiny_lit, tiny_state, write_hf
+from tiny_models import HF_KINDS, State, hf_config, hf_state, tiny_hf, tiny_lit, tiny_state, write_hf, write_lit
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,6 +138,60 @@ def test_the_model_is_never_in_memory_as_a_whole(tmp_path: Path, suffix: str) ->
     assert n_bytes > 60e6 and int(done.stdout) < n_bytes / 3
 
 
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", **_LONG}}, "rope_adjustments is None, not {"),
+        ({"rope_theta": 20000.0}, "rope_base is 10000, not 20000"),
+        ({"sliding_window": 24}, "sliding_window_size is 20, not 24"),
+    ],
+)
+def test_positions_that_an_older_version_took_from_litgpts_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], field: str
+) -> None:
+    family = "Phi-3-mini-4k-instruct"
+    config, state = tiny_state(family)
+    folder = write_hf(tmp_path / "m", {**hf_config(family, config), **changes}, hf_state(config, state))
+    write_lit(folder, config, state)
+    command = [str(folder), "--n-nodes", "1", "--out", str(folder)]
+    assert launch("prepare-model", command) == 0
+    told = capsys.readouterr().err
+    (line,) = [line for line in told.splitlines() if line.startswith("warning: ")]
+    assert field in line and str(folder / "model_config.yaml") in line and len(line) < 600
+    assert f"remove {folder / 'lit_model.pth'} and run prepare_model.py {folder}" in line
+    (folder / "lit_model.pth").unlink()
+    assert launch("prepare-model", command) == 0
+    assert launch("prepare-model", command) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert LitCheckpoint(folder).config == HfFolder(folder).config
+
+
+@pytest.mark.parametrize(
+    "config_json", [None, "{", '{"model_type": "mine", "rope_theta": 1.0}', '{"model_type": "phi3"}']
+)
+def test_a_config_json_that_says_nothing_of_positions_is_no_warning(
+    tmp_path: Path, config_json: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = tiny_lit(tmp_path / "m")
+    if config_json is not None:
+        (folder / "config.json").write_text(config_json)
+    LitCheckpoint(folder)
+    assert not caplog.records
+
+
+def test_wrong_positions_without_other_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = tiny_lit(tmp_path / "m")
+    changed = {**hf_config("Llama-3.1-8B", tiny_state()[0]), "rope_theta": 1e6}
+    (folder / "config.json").write_text(json.dumps(changed))
+    LitCheckpoint(folder)
+    LitCheckpoint(folder)
+    (record,) = caplog.records
+    assert "rope_base" in record.getMessage() and "download the model again" in record.getMessage()
+
+
 def test_a_dtype(tmp_path: Path) -> None:
     directory, state = tiny_hf(tmp_path / "m")
     convert(directory, dtype="bfloat16", progress=False)
@@ -213,6 +268,7 @@ def _weights(change: Any) -> Any:
     [
         (_edit(model_type="mamba"), "'mamba'"),
         (_drop("model_type"), "model_type"),
+        (_edit(model_type=["llama"]), "model_type"),
         (_drop("hidden_size"), "'hidden_size'"),
         (_drop("rms_norm_eps"), "'rms_norm_eps'"),
         (_edit(hidden_size="64"), "config.json"),

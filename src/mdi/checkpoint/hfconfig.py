@@ -5,9 +5,10 @@ Knows no weights. What an architecture can be set to but litgpt cannot do is ref
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from mdi.checkpoint.folder import model_name as model_folder_name
@@ -446,6 +447,11 @@ _SAME = {
     "intermediate_size": "intermediate_size",
 }
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")  # one is added to the weights of their norms
+# What says where a token is, and which others it sees.
+_POSITIONS = (
+    "rope_base", "rope_condense_ratio", "rope_adjustments", "rope_interleave", "rope_local_base_freq", "rope_indices",
+    "rotary_percentage", "sliding_window_size", "sliding_window_indices",
+)  # fmt: skip
 # In what a named Config may differ from the derived one, because it changes no number that is computed: names, and lengths.
 _FREE = ("name", "hf_config", "padding_multiple", "vocab_size", "padded_vocab_size", "block_size")
 
@@ -468,7 +474,10 @@ def read_hf_config(path: Path, is_whole: bool = False) -> Json:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
     language = data.get("text_config")
-    return language if isinstance(language, dict) and not is_whole else data
+    found = language if isinstance(language, dict) and not is_whole else data
+    if not isinstance(found.get("model_type", ""), (str, NoneType)):
+        raise CheckpointError(f"{path}: model_type: expected a word, found {_short(found['model_type'])}")
+    return found
 
 
 def n_predicting(hf: Json) -> int:
@@ -543,17 +552,35 @@ def _check_agreement(hf: Json, config: ModelConfig, where: Path) -> None:
             )
     if hf.get("model_type") not in DERIVED:
         return
-    derived = vars(derive_config(hf, config.name, where))
-    differing = [
-        f"{ours} is {_short(derived[ours])}, not {_short(expected)}"
-        for ours, expected in vars(config).items()
-        if ours not in _FREE and derived[ours] != expected
-    ]
-    if differing:
+    derived = derive_config(hf, config.name, where)
+    if differing := _differing(derived, config, [key for key in vars(config) if key not in _FREE]):
         raise CheckpointError(
             f"{where} has other settings than the litgpt model {config.name!r}: {', '.join(differing)}; without "
             "--model-name config.json is used"
         )
+
+
+def other_positions(config: ModelConfig, where: Path) -> list[str]:
+    """In words, the settings of positions of a checkpoint that are not those of its config.json; none if that says nothing.
+
+    Args:
+        config: of the checkpoint.
+        where: of config.json.
+    """
+    try:
+        hf = read_hf_config(where)
+        derived = derive_config(hf, config.name, where) if hf.get("model_type") in DERIVED else config
+    except CheckpointError:  # it is not read for anything else
+        return []
+    return _differing(config, derived, _POSITIONS)
+
+
+def _differing(config: ModelConfig, expected: ModelConfig, keys: Iterable[str]) -> list[str]:
+    return [
+        f"{key} is {_short(found)}, not {_short(other)}"
+        for key in keys
+        if (found := getattr(config, key)) != (other := getattr(expected, key))
+    ]
 
 
 def _short(value: Any) -> str:

@@ -5,6 +5,8 @@ Nothing is loaded ahead and nothing in the files is executed. Knows no network a
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from mdi.checkpoint.chunks import ChunkFile
-from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_hf_dir, is_lit_dir, no_checkpoint
+from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_hf_dir, is_lit_dir, no_checkpoint, weight_files
+from mdi.checkpoint.hfconfig import other_positions
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
@@ -25,6 +28,8 @@ from mdi.errors import CheckpointError
 from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.weight_formats import EMBEDDING, HEAD
 from mdi.spec.model import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 class LitCheckpoint(WeightSource):
@@ -42,6 +47,8 @@ class LitCheckpoint(WeightSource):
         if weights is None or not (self.path / CONFIG_FILE).is_file():
             raise CheckpointError(no_checkpoint(self.path))
         self.config = read_config(self.path / CONFIG_FILE)
+        if differing := other_positions(self.config, self.path / "config.json"):
+            _warn_of_positions(weights, ", ".join(differing))
         self.config_hash = config_hash(self.config)
         self.model = self.config.name or self.path.absolute().name
         self.file: WeightFile = open_weight_file(weights)
@@ -111,6 +118,21 @@ def settings_of(path: Path) -> ModelConfig:
 
         return folder_config(path)
     raise CheckpointError(no_checkpoint(path))
+
+
+@functools.cache  # a run opens its folder several times
+def _warn_of_positions(weights: Path, differing: str) -> None:
+    """Say that a folder was converted with the positions of litgpt's table, as litgpt and older versions do."""
+    folder = weights.parent
+    originals = weight_files(folder)
+    again = f"remove {weights} and run prepare_model.py {folder}"
+    if not originals or not all(path.is_file() for path in originals):
+        again = "download the model again, for there are no other weights in this folder"
+    logger.warning(
+        "warning: %s has other positions than the config.json beside it, as litgpt and older versions converted models, so "
+        "that texts may be wrong (%s): %s",
+        folder / CONFIG_FILE, differing, again,
+    )  # fmt: skip
 
 
 def _litgpt_names(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
