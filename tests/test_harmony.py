@@ -38,12 +38,14 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 TEMPLATE = """\
 {%- set reasoning_effort = reasoning_effort or 'medium' %}
 {{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort + '<|end|>' }}
-{%- if tools %}{{ '<|start|>developer<|message|>' + tools[0].function.name + '<|end|>' }}{% endif %}
+{%- if tools %}{% set tool = tools[0].function %}
+  {{- '<|start|>developer<|message|>' + tool.description + tool.name + '<|end|>' }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
-  {%- if message.thinking and message.tool_calls %}
+  {%- if 'thinking' in message and '<|channel|>' in message.thinking %}{{ raise_exception('no marks') }}{% endif %}
+  {%- if message.thinking and 'tool_calls' in message %}
     {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
-  {%- if message.tool_calls %}
+  {%- if 'tool_calls' in message %}
     {%- set call = message.tool_calls[0].function %}
     {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
     {{- call.arguments|tojson + '<|call|>' }}
@@ -209,6 +211,52 @@ def test_a_chat_goes_back_to_the_model_in_its_form(tmp_path: Path) -> None:
     )
     folder = write_texts(tmp_path / "texts")
     assert prompt_of(folder, messages=messages, tools=[TOOL]) == expected
+
+
+def _call(number: int, name: str = "look") -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": f'{{"at": {number}}}'}}
+
+
+def _result(number: int) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"there {number}"}
+
+
+def _called(number: int, name: str = "look") -> str:
+    return f'<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{{"at": {number}}}<|call|>'
+
+
+def _there(number: int) -> str:
+    return f'<|start|>functions.look to=assistant<|channel|>commentary<|message|>"there {number}"<|end|>'
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+def test_several_calls_of_a_message_each_stand_before_their_result(order: tuple[int, ...], tmp_path: Path) -> None:
+    """The template writes the first call of a message alone."""
+    calls = [_call(1), _call(2, "other"), _call(3)]
+    message = {"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": calls}
+    messages = [USER, message, *map(_result, order), {"role": "assistant", "content": "There."}, USER]
+    assert prompt_of(write_texts(tmp_path / "texts"), messages=messages) == (
+        f"{SYSTEM}<|start|>user<|message|>Where?<|end|><|start|>assistant{ANALYSIS}Look.<|end|>"
+        f"{_called(1)}{_there(1)}{_called(2, 'other')}{_there(2)}{_called(3)}{_there(3)}"
+        f"<|start|>assistant{FINAL}There.<|end|><|start|>user<|message|>Where?<|end|><|start|>assistant"
+    )
+
+
+def test_results_without_a_call_of_their_own_are_kept(tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [_call(1), _call(2)]}
+    prompt = prompt_of(write_texts(tmp_path / "texts"), messages=[USER, message, _result(1), _result(4)])
+    assert prompt.endswith(f"{_called(1)}{_there(1)}{_called(2)}{_there(4)}<|start|>assistant")
+
+
+@pytest.mark.parametrize(
+    "empty", [{"tool_calls": None}, {"tool_calls": []}, {"reasoning_content": None, "thinking": None}]
+)
+def test_empty_fields_that_clients_send_back_are_none(empty: dict[str, Any], tmp_path: Path) -> None:
+    """The template asks whether a field is there."""
+    said = {"role": "assistant", "content": "There.", "refusal": None, **empty}
+    assert f"<|start|>assistant{FINAL}There.<|end|>" in prompt_of(
+        write_texts(tmp_path / "texts"), messages=[USER, said, USER]
+    )
 
 
 def test_reasoning_that_the_form_has_no_place_for_is_left_out(tmp_path: Path) -> None:

@@ -182,13 +182,17 @@ ANSWERS: dict[str, tuple[bool, str, str, str, list[tuple[str, str]]]] = {
     "text alone": (False, "Größe: 3 < 4 <tool> 5.", "Größe: 3 < 4 <tool> 5.", "", []),
     "reasoning and text": (False, "\n<think>Hm < so?</think>\n\nYes.", "Yes.", "Hm < so?", []),
     "no reasoning": (False, "\n<think></think>\nYes.", "Yes.", "", []),
-    "begun reasoning": (True, "Hm.\n</think>\n\nYes.", "Yes.", "Hm.\n", []),
+    "begun reasoning": (True, "Hm.\n\nSo.\n</think>\n\nYes.\n", "Yes.\n", "Hm.\n\nSo.", []),
     "a call": (False, f"\n<think>Hm.</think>\n{GLM}", "", "Hm.", [LOOK]),
-    "words and two calls": (True, f"Hm.</think>I look.\n{MINIMAX}\n{MINIMAX}", "I look.\n\n", "Hm.", [LOOK, LOOK]),
+    "words and two calls": (True, f"Hm.</think>I look.\n{MINIMAX}\n{MINIMAX}", "I look.", "Hm.", [LOOK, LOOK]),
+    "words behind a call": (False, f"I look.\n{MINIMAX}\n\nThere.\n", "I look.\n\nThere.\n", "", [LOOK]),
+    "blanks behind a call": (False, f"I look. {GLM}\n", "I look.", "", [LOOK]),
+    "blanks before a call of no tool": (False, "So:\n<tool_call>x</tool_call>\n", "So:\n<tool_call>x</tool_call>\n", "", []),
     "reasoning about marks": (True, f"No {GLM}</think>Yes.", "Yes.", f"No {GLM}", []),
     "thoughts that are text": (False, "Say <think>.", "Say <think>.", "", []),
     "a call of no tool": (False, "<tool_call>other</tool_call>!", "<tool_call>other</tool_call>!", "", []),
     "cut off in reasoning": (True, "Hm. </thi", "", "Hm. </thi", []),
+    "cut off behind a blank": (True, "Hm.\n", "", "Hm.\n", []),
     "cut off in a call": (False, "<tool_call>look<arg", "<tool_call>look<arg", "", []),
     "nothing": (False, "", "", "", []),
 }  # fmt: skip
@@ -250,6 +254,10 @@ def test_a_chat_goes_back_in_minimaxs_form_and_a_demanded_form_begins_behind_the
     assert test_harmony.prompt_of(folder, messages=CHAT, tools=TOOLS) == expected
     asked = {"messages": [USER], "response_format": {"type": "json_object"}}
     assert test_harmony.prompt_of(folder, **asked).endswith("]~b]ai\n<think>\n</think>")
+    of_glm = folder_of(tmp_path / "glm", GLM_TEMPLATE)
+    assert test_harmony.prompt_of(of_glm, **asked).endswith("<|assistant|>\n<think></think>")
+    asked["chat_template_kwargs"] = {"enable_thinking": True}
+    assert test_harmony.prompt_of(of_glm, **asked).endswith("<|assistant|>")
     assert not isinstance(Chat(asked).stream(model_of(folder), ()), MarkedStream)
 
 

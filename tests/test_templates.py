@@ -80,6 +80,16 @@ def test_a_template_of_the_models_own(tmp_path: Path) -> None:
     assert text == '<s><user>Wer ist’s?[{"a": 1}]True' and template.knows_tools
 
 
+@pytest.mark.parametrize(
+    ("more", "role"), [("", "system"), ("{% if messages[0].role == 'developer' %}{% endif %}", "developer")]
+)
+def test_a_developers_message_is_the_systems_where_the_template_does_not_know_developers(more: str, role: str) -> None:
+    """GLM's and MiniMax' templates leave out roles that they do not know."""
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + more, {})
+    messages = [{"role": "developer", "content": "Be short."}, *user("Who?")]
+    assert rendered(template, messages) == f"<{role}>Be short.<user>Who?"
+
+
 # How families write the arguments of a call: Llama 3.1 and gpt-oss, Qwen 3, GLM, MiniMax.
 CALLS = """\
 {%- set a = messages[0].tool_calls[0].function.arguments -%}

@@ -44,6 +44,28 @@ MUTANTS = [
         "True",
         TESTS,
     ),
+    Mutant("further calls of a message are lost", "_one_call_each", "len(calls) < 2", "True", TESTS),
+    Mutant(
+        "a tool without a description is refused by gpt-oss' template",
+        "template_tools",
+        'tool["function"].get("description") or ""',
+        'tool["function"].get("description")',
+        TESTS,
+    ),
+    Mutant(
+        "empty fields of a message reach the template",
+        "serve.chat:_messages",
+        'value is not None and (key != "tool_calls" or calls)',
+        "True",
+        TESTS,
+    ),
+    Mutant(
+        "a developer's message is lost",
+        "_by_system",
+        'message.get("role") == "developer"',
+        "False",
+        "tests/test_templates.py",
+    ),
     Mutant(
         "the next prompt has the reasoning", "cli.chat:answer", "without_reasoning(sample.text)", "sample.text", TESTS
     ),

@@ -15,6 +15,14 @@ MUTANTS = [
     Mutant("a demanded form is written in reasoning", "Chat.prompts", "marked.END_OF_THINK", '""', TESTS),
     Mutant("arguments go back as a text", "with_objects", 'm.get("tool_calls")', "False", TESTS),
     Mutant("thoughts within a text are reasoning", "MarkedStream._first_marks", "self._is_empty and", "True or", TESTS),
+    Mutant("blanks before a mark are text", "MarkedStream._without_end", "text.rstrip()", "text", TESTS),
+    Mutant(
+        "GLM thinks where a form is demanded",
+        "Chat.prompts",
+        '"enable_thinking": False',
+        '"enable_thinking": True',
+        TESTS,
+    ),
     Mutant("half a mark is shown", "text.marked:_place", "len(text) - longest", "len(text)", TESTS),
     Mutant(
         "special marks are not said",

@@ -71,4 +71,11 @@ MUTANTS = [
         "None",
         "tests/test_prepare.py::test_the_model_is_never_in_memory_as_a_whole",
     ),
+    Mutant(
+        "positions of litgpt's table are not told",
+        "LitCheckpoint.__init__",
+        'other_positions(self.config_dict, self.path / "config.json")',
+        "[]",
+        "tests/test_prepare.py::test_positions_that_an_older_version_took_from_litgpts_table",
+    ),
 ]

@@ -229,11 +229,15 @@ class Chat(EndpointJob):
         messages = self.messages
         if self.tools.tools and not model.template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
+        tools: Sequence[Mapping[str, Any]] = self.tools.tools
         if in_channels := _answers_in_channels(model):
-            messages = harmony.template_messages(messages)
-        text = await _rendered(model, messages, self.tools.tools, self.template_values)
+            messages, tools = harmony.template_messages(messages), harmony.template_tools(tools)
+        values = self.template_values
+        if model.template.is_marked and self.fields.grammar is not None:
+            values = {"enable_thinking": False, **values}  # the form of an answer holds from its first token on
+        text = await _rendered(model, messages, tools, values)
         if in_channels and self.fields.grammar is not None:
-            text += harmony.FINAL  # the form of an answer holds from its first token on
+            text += harmony.FINAL
         self._is_reasoning = model.template.is_marked and text.rstrip().endswith(marked.THINK)
         if self._is_reasoning and self.fields.grammar is not None:
             text += marked.END_OF_THINK
@@ -341,8 +345,10 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise invalid(where, f"expected an object with one of the roles {', '.join(ROLES)}")
-        kept = {**message, "content": _content(where, message.get("content"))}
         calls = message.get("tool_calls")
+        # Clients send fields back that are empty; templates look whether one is there.
+        kept = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or calls)}
+        kept["content"] = _content(where, message.get("content"))
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise invalid(where, "tool_calls must be a list of objects")
         if not kept["content"] and not calls and message["role"] in ("user", "tool", "system", "developer"):

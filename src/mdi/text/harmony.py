@@ -146,9 +146,9 @@ def without_reasoning(text: str) -> str:
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat as the models' template wants them: reasoning as `thinking`."""
+    """Messages of a chat as the models' template wants them: reasoning as `thinking`, and one call in a message."""
     found = []
-    for message in messages:
+    for message in _one_call_each(messages):
         made = dict(message)
         reasoning = made.pop("reasoning_content", None) or made.pop("reasoning", None)
         is_whole = not (made.get("tool_calls") and made["content"])
@@ -156,3 +156,34 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             made["thinking"] = reasoning
         found.append(made)
     return found
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages with several calls in parts, each before the results of its call: the template writes the first call alone."""
+    found: list[Mapping[str, Any]] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        n_results = next((i for i, one in enumerate(rest) if one["role"] != "tool"), len(rest))
+        results, rest = rest[:n_results], rest[n_results:]
+        for number, call in enumerate(calls):
+            found.append(
+                {**(message if number == 0 else {"role": message["role"], "content": ""}), "tool_calls": [call]}
+            )
+            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
+            is_last = number == len(calls) - 1
+            found += results if is_last else own
+            results = [one for one in results if one not in own]
+    return found
+
+
+def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as the template wants them: it writes the description of each, also where there is none."""
+    return [
+        {**tool, "function": {**tool["function"], "description": tool["function"].get("description") or ""}}
+        for tool in tools
+    ]

@@ -41,6 +41,8 @@ class MarkedStream(TextStream):
         self._mark = THINK if begins_in_reasoning else ""  # that was opened last
         self._is_empty = True  # no text, and no blank lines
         self._reasoning, self._has_reasoned = "", False
+        self._blank = ""  # at the end of what was said: it belongs to the mark, if one follows
+        self._is_behind_call = False
         self._calls: list[tuple[str, str]] = []
 
     def push(self, ids: Sequence[int]) -> str:
@@ -52,6 +54,11 @@ class MarkedStream(TextStream):
         text = self._taken()
         text += self._say(self._held)  # cut off within a mark or a call
         self._held = ""
+        blank, self._blank = self._blank, ""
+        if self._mark == THINK:
+            self._reasoning += blank
+        elif not self._is_behind_call:
+            text += self._match(blank)
         return text if self.is_stopped else text + self._matcher.flush()
 
     def others(self) -> tuple[str, list[tuple[str, str]]]:
@@ -78,6 +85,8 @@ class MarkedStream(TextStream):
             if found is None:
                 return text
             self._mark = "" if found == END_OF_THINK else found
+            if found == END_OF_THINK:
+                self._blank = ""
             if found not in _ENDS:
                 self._held = self._held.removeprefix(found)
         return text
@@ -91,18 +100,31 @@ class MarkedStream(TextStream):
         calls = marked_calls(written, self._tools)
         self._calls += [(call["name"], json.dumps(call["arguments"])) for call in calls]
         self._mark = ""
-        return "" if calls else self._say(written)
+        if not calls:
+            return self._say(written)
+        self._blank, self._is_behind_call = "", True
+        return ""
 
     def _say(self, text: str) -> str:
         if self._mark == THINK:
             text = text if self._has_reasoned else text.lstrip()
             self._has_reasoned = self._has_reasoned or bool(text)
-            self._reasoning += text
+            self._reasoning += self._without_end(text)
             return ""
         if self._is_empty:
             text = text.lstrip()
         self._is_empty = self._is_empty and not text
+        if self._tools:
+            text = self._without_end(text)
+        self._is_behind_call = self._is_behind_call and not text
         return self._match(text)
+
+    def _without_end(self, text: str) -> str:
+        """What was said, but for blanks at its end, which wait for what follows."""
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        return said
 
 
 def _place(text: str, mark: str) -> int:

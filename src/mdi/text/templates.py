@@ -113,6 +113,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, specials: Mapping[str, str]) -> None:
         self.is_plain = source is None
         self.knows_tools = source is not None and "tools" in source
+        self._knows_developers = source is None or "developer" in source
         self.is_in_channels = source is not None and "<|channel|>" in source
         self.is_marked = source is not None and ("<arg_key>" in source or "<minimax:tool_call>" in source)
         self._plain = Renderer(PLAIN, specials) if source is None else None
@@ -132,7 +133,8 @@ class ChatTemplate:
             CheckpointError: it cannot be read.
         """
         values = {**extra, "tools": list(tools) or None, "add_generation_prompt": True}
-        given, found = list(messages), with_objects(messages)
+        given = list(messages) if self._knows_developers else [_by_system(message) for message in messages]
+        found = with_objects(given)
         answer = await self._written({**values, "messages": found})
         if answer.get("code") == limited.REFUSED and found != given:
             answer = await self._written({**values, "messages": given})
@@ -197,6 +199,11 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {**m, "tool_calls": [with_object(c) for c in m["tool_calls"]]} if m.get("tool_calls") else dict(m)
         for m in messages
     ]
+
+
+def _by_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A developer's message as the system's, as it was called before: a template that does not know the role leaves it out."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def parsed_arguments(arguments: str) -> Any:
