@@ -451,7 +451,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"config": {**ModelConfig().plain(), "n_layer": "5"}}, "n_layer"),
         (
             {"config": {**ModelConfig(n_layer=5).plain(), "n_head": 7}},
-            "request.config: .*n_embd 4096 is no",
+            "request.config: .*n_head 7 is no multiple",
         ),
         ({"config": {**ModelConfig(n_layer=5).plain(), "newer": 1}}, "request.config: unknown field 'newer'"),
         ({"config": []}, "request.config: expected an object"),

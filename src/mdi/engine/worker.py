@@ -114,10 +114,6 @@ class Backend(FrameStage, Protocol):
     rows: Any
 
     @property
-    def config(self) -> Any:
-        """Of the model, as the stage was made with it."""
-
-    @property
     def at_starter(self) -> StarterFrameStage:
         """The part that the starter's engine calls: without blocks where a group computes them."""
 

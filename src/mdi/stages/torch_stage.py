@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -338,11 +338,6 @@ class TorchStage:
     def mapped_bytes(self) -> int:
         """Weights that are pages of a file. Those in another format are no parameters of the stage any more."""
         return sum(p.nbytes for p in self.inner.parameters()) if self._may_be_mapped else 0
-
-    @property
-    def config(self) -> Any:
-        """Of the model, in the form of `ModelFamily.config`."""
-        return self.inner.config
 
     def __call__(self, x: torch.Tensor, slices: Slices, taps: Sequence[int] = ()) -> torch.Tensor:
         found: torch.Tensor = self.inner(x, slices, taps) if taps else self.inner(x, slices)
