@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from kernel_models import tensors_of
 from litgpt.model import GPT
 
 from families import CONTEXT, model_of
+from mdi.checkpoint.packing import plain
 from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
 from mdi.errors import ControlError, MdiError, UsageError
@@ -123,6 +128,91 @@ def test_inputs_of_blocks_are_computed_once_as_long_as_there_is_memory_for_them(
     for given in passes[:2]:
         blocks.forward(*given)
     assert [backward(*given) for given in passes[:2]] == [2 * n_layer - 1, n_layer], "the memory is enough for one"
+
+
+class Alive:
+    """How many bytes of something live, and the most of them that ever lived at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, what: Any, n_bytes: int) -> None:
+        self.now += n_bytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(what, self._remove, n_bytes)
+
+    def _remove(self, n_bytes: int) -> None:
+        self.now -= n_bytes
+
+
+class Saved:
+    """Activations of a tensor that are kept for gradients."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """What only the collection of garbage would free counts as alive."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+OF_A_BLOCK: dict[str, dict[str, tuple[int, ...]]] = {
+    "nothing": {},
+    "LoRA": {"attn.qkv.1.0.a": (2, 0), "attn.qkv.1.0.b": (2, 4)},
+    "a deep prompt": {"prompt": (3, 0)},
+    "a prefix": {"prefix_key": (3, -1), "prefix_value": (3, -1)},
+}
+
+
+@pytest.mark.parametrize("learned", OF_A_BLOCK)
+def test_a_pass_has_the_plain_weights_and_the_activations_of_one_block(
+    learned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt = tiny_gpt()
+    config = gpt.config
+    widths = {0: config.n_embd, -1: config.n_query_groups * config.head_size}
+    tensors = {
+        f"transformer.h.{i}.{name}": np.full((n, widths.get(width, width)), 0.1, dtype=np.float32)
+        for i in range(config.n_layer) for name, (n, width) in OF_A_BLOCK[learned].items()
+    }  # fmt: skip
+    plain_weights, activations = Alive(), Alive()
+
+    def counted(weights: dict[str, Any]) -> dict[str, np.ndarray]:
+        found = {name: array.copy() for name, array in plain(weights).items()}
+        for array in found.values():
+            plain_weights.add(array, array.nbytes)
+        return found
+
+    def saved(tensor: torch.Tensor) -> Saved:
+        found = Saved(tensor)
+        activations.add(found, tensor.nbytes)
+        return found
+
+    def weights(index: int) -> dict[str, Matrix | np.ndarray]:
+        return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "int8").items()}
+
+    monkeypatch.setattr("mdi.stages.plain_blocks.plain", counted)
+    blocks = PlainBlocks(ModelConfig.from_litgpt(config), weights)
+    x, dy = rows(config.n_embd, 1).numpy(), rows(config.n_embd, 2).numpy()
+    one_block = sum(array.nbytes for array in plain(weights(0)).values())
+    found = dict[int, int]()
+    for n_blocks in (1, config.n_layer):
+        activations.most = plain_weights.most = 0
+        with without_collection():
+            blocks.forward(x, 0, n_blocks, tensors)
+            with torch.autograd.graph.saved_tensors_hooks(saved, lambda one: one.tensor):
+                blocks.backward(x, dy, 0, n_blocks, tensors)
+            assert (plain_weights.now, activations.now) == (0, 0), "nothing stays"
+        assert plain_weights.most == one_block
+        found[n_blocks] = activations.most
+    assert 0 < found[1] == found[config.n_layer] > 10 * x.nbytes
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 3])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -173,7 +174,8 @@ class PlainBlocks:
         """Have all rows see these keys and values, too, as if they stood before the first one."""
         if attention.apply_sliding_window_attention or self._all.latent_attention:
             raise UsageError("a prefix cannot stand before attention in windows, or latent attention", code="kernels")
-        attend, size = attention.scaled_dot_product_attention, self._config.head_size
+        attend, size = type(attention).scaled_dot_product_attention, self._config.head_size
+        own = weakref.proxy(attention)  # if it held itself, the block's plain weights would stay for a while
 
         def heads(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             found = rows.view(len(rows), -1, size).transpose(0, 1)
@@ -184,7 +186,7 @@ class PlainBlocks:
             n = q.size(2)
             hidden = torch.full((n, n), float("-inf")).triu(1)
             mask = torch.cat([torch.zeros(n, len(key)), hidden], dim=1)
-            found: torch.Tensor = attend(q, heads(key, k), heads(value, v), mask)
+            found: torch.Tensor = attend(own, q, heads(key, k), heads(value, v), mask)
             return found
 
         attention.scaled_dot_product_attention = with_prefix
