@@ -10,7 +10,7 @@ import signal
 import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -29,18 +29,20 @@ from mdi.checkpoint.safetensors_layout import read_header
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.cli import launch
 from mdi.control.client import ControlClient
-from mdi.control.messages import BlocksRequest
+from mdi.control.messages import BlocksRequest, TensorsRequest
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import format_within
+from mdi.net.message import Message
 from mdi.node.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
+from mdi.run.passes import Bytes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.plain_blocks import PlainBlocks
-from mdi.stages.trained_tensors import header_of, joined_bytes
+from mdi.stages.trained_tensors import hash_of, header_of, is_learned, joined_bytes, of_blocks
 from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
@@ -348,15 +350,20 @@ def test_a_node_takes_no_other_tensors_than_its_blocks_have(checkpoint: Path, tm
         width, kv = config.n_embd, config.n_query_groups * config.head_size
         x = np.ones((1, 4, width), dtype=np.float32)
 
-        def asked(tensors: dict[str, Any], cut: int = 0) -> bytearray:
-            header = header_of(tensors)
-            request = BlocksRequest(run.run_id, (start, stop), 1, 4, False, len(header))
-            pieces = [joined_bytes([x]), memoryview(header), joined_bytes(list(tensors.values()))]
+        def give(tensors: dict[str, Any], cut: int = 0, **changes: Any) -> str:
+            header, sha256 = header_of(tensors), hash_of(tensors)
+            request = TensorsRequest(run.run_id, (start, stop), sha256, len(header))
+            pieces = [memoryview(header), joined_bytes(list(tensors.values()))]
             pieces[-1] = pieces[-1][: len(pieces[-1]) - cut]
-            return client.blocks(request, pieces, x.nbytes)
+            client.tensors(TensorsRequest(**{**vars(request), **changes}), pieces)
+            return sha256
+
+        def asked(sha256: str | None) -> bytearray:
+            request = BlocksRequest(run.run_id, (start, stop), 1, 4, False, sha256)
+            return client.blocks(request, [joined_bytes([x])], x.nbytes)
 
         prompt = {f"transformer.h.{start}.prompt": np.ones((2, width), dtype=np.float32)}
-        assert asked(prompt) != asked({})
+        assert asked(give(prompt)) != asked(None)
         wrong: list[dict[str, tuple[int, ...]]] = [
             {f"transformer.h.{start - 1}.prompt": (2, width)}, {f"transformer.h.{start}.prompt": (2, width + 1)},
             {f"transformer.h.{start}.prompt": (2 * width,)}, {f"transformer.h.{start}.other": (2, width)},
@@ -368,11 +375,107 @@ def test_a_node_takes_no_other_tensors_than_its_blocks_have(checkpoint: Path, tm
         ]  # fmt: skip
         for shapes in wrong:
             with pytest.raises(ControlError) as e:
-                asked({name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()})
+                give({name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()})
             assert e.value.status == 400, shapes
+        other = hash_of({name: 2 * tensor for name, tensor in prompt.items()})
+        more = {"header_bytes": len(header_of(prompt)) + prompt[f"transformer.h.{start}.prompt"].nbytes + 1}
+        for cut, changes in ((4, {}), (0, {"sha256": other}), (0, more), (0, {"blocks": (start - 1, stop)})):
+            with pytest.raises(ControlError) as e:
+                give(prompt, cut, **changes)
+            assert e.value.status == (409 if "blocks" in changes else 400), changes
         with pytest.raises(ControlError) as e:
-            asked(prompt, cut=4)
-        assert e.value.status == 400 and len(asked(prompt)) == x.nbytes, "and goes on"
+            asked(other)
+        assert e.value.code == "tensors" and len(asked(hash_of(prompt))) == x.nbytes, "and goes on"
+
+
+def sent_for(tensors: dict[str, Any]) -> tuple[bytes, memoryview]:
+    """A set of tensors as it travels."""
+    return header_of(tensors), joined_bytes(list(tensors.values()))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """All messages with tensors or rows that go to nodes from now on."""
+    found = list[Told]()
+    open_message = ControlClient.open_message
+
+    def recording(self: ControlClient, ask: str, args: dict[str, Any], n_bytes: int, timeout_s: float) -> Message:
+        message, name = open_message(self, ask, args, n_bytes, timeout_s), self.node.name
+        receive = message.receive
+        if ask in ("tensors", "blocks"):
+            found.append(Told(name, ask, args.get("sha256", ""), n_bytes, 0))
+
+        def receiving(n_bytes: int, timeout_s: float) -> bytearray:
+            data = receive(n_bytes, timeout_s)
+            found.append(Told(name, "answer", "", 0, len(data)))
+            return data
+
+        monkeypatch.setattr(message, "receive", receiving)
+        return message
+
+    monkeypatch.setattr(ControlClient, "open_message", recording)
+    return found
+
+
+class Told(NamedTuple):
+    """A message, or an answer with bytes."""
+
+    node: str
+    ask: str
+    sha256: str
+    sent: int
+    received: int
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_sends_and_gets_the_bytes_of_the_documents(
+    method: str, checkpoint: Path, tmp_path: Path, told: list[Told]
+) -> None:
+    """To each node its tensors once; rows three times, and two times back; gradients back with each part."""
+    kind = TuningKind(method, 2, 4, EVERY, LENGTH)
+    with secondaries(2, tmp_path) as nodes, Run(
+        GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path), 20, n_texts=1
+    ) as run:  # fmt: skip
+        training = training_of(run, kind, 8)
+        blocks_of_nodes = dict(zip(run.names, run.model.weights.blocks, strict=True))
+        for seed in (1, 2):
+            draw(training.named.values(), seed)
+            told.clear()
+            training.learn(range(5))
+            found = {name: Bytes() for name in run.names[1:]}
+            for one in told:
+                before = found[one.node]
+                found[one.node] = Bytes(before.sent + one.sent, before.received + one.received)
+            tuned = new_tensors(kind, run.model.weights.config, 3, run.model.weights.source_of, embedding_of(run))
+            tensors = arrays(tuned)
+            lengths = sorted((len(one.ids) for one in training.examples[:5]), reverse=True)
+            parts = [lengths[:3], lengths[3:]]
+            rows = 4 * tiny_config().n_embd * sum(len(part) * (part[0] + tuned.n_rows) for part in parts)
+            for name in run.names[1:]:
+                start, stop = blocks_of_nodes[name]
+                own = of_blocks(tensors, start, stop)
+                learned = sum(tensor.nbytes for key, tensor in own.items() if is_learned(key))
+                assert found[name] == Bytes(sum(map(len, sent_for(own))) + 3 * rows, 2 * rows + len(parts) * learned)
+            assert training.last_bytes == Bytes(*map(sum, zip(*found.values(), strict=True)))
+
+
+def test_a_node_keeps_the_tensors_that_were_used_last(checkpoint: Path, tmp_path: Path, told: list[Told]) -> None:
+    """Two sets; it gets another one again when a question names it."""
+    width = tiny_config().n_embd
+    prompts = [{f"transformer.h.{N - 1}.prompt": torch.full((2, width), 0.1 * k)} for k in range(3)]
+    hashes = [hash_of({name: one.numpy() for name, one in prompt.items()}) for prompt in prompts]
+    with (
+        secondaries(1, tmp_path) as nodes,
+        Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint, tmp_path), 20, n_texts=1) as run,
+    ):
+        x, blocks, other = torch.ones(1, 4, width), RingBlocks(run), RingBlocks(run)
+        first = [blocks(x, prompts[k]) for k in (0, 1)]
+        assert not torch.equal(*first) and torch.equal(blocks(x, prompts[0]), first[0])
+        blocks(x, prompts[2])
+        assert torch.equal(other(x, prompts[1]), first[1]) and torch.equal(blocks(x, prompts[0]), first[0])
+        assert [one.sha256 for one in told if one.sha256] == [hashes[k] for k in (0, 1, 2, 1, 0)]
+        asked, answered = (sum(one.ask == ask for one in told) for ask in ("blocks", "answer"))
+        assert asked == answered + 1, "one question was refused"
 
 
 WINDOW = {"weight_memory": WindowMemory(window=WindowOptions(1))}

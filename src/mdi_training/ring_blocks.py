@@ -41,7 +41,7 @@ class RingBlocks(torch.nn.Module):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that went to nodes and came back so far, headers of frames not counted."""
+        """Bytes that went to nodes and came back so far, see `mdi.run.passes`."""
         return self._passes.traffic
 
     def forward(self, x: torch.Tensor, trained: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Trains through the blocks of a ring: forward and backward, some examples at a time, several such parts under way at once.
 
-The starter has what is learned, its gradients and the optimizer; the nodes get the learned tensors with each question, return
-their gradients, and keep nothing that cannot be computed again. So a lost node costs the questions that it was asked, which are
-asked again (mdi.run.passes).
+The starter has what is learned, its gradients and the optimizer; the nodes get the learned tensors once in each step,
+return their gradients with each part, and keep nothing that cannot be computed or sent again. So a lost node costs the
+questions that it was asked, which are asked again (mdi.run.passes).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from mdi.kernels.slices import NO_SLICES
+from mdi.run.passes import Bytes
 from mdi.run.run import Run
 from mdi.units import size
 from mdi_training.examples import Example
@@ -98,13 +99,6 @@ class TunedModel:
         return before, score, dict(zip(self.tuned.of_blocks(), left, strict=True))
 
 
-class StepBytes(NamedTuple):
-    """What a step sends to nodes and gets back, all of it and what is of the learned tensors."""
-
-    sent: int
-    received: int
-
-
 class RingTraining(Tuning):
     """Steps over examples that go through the nodes of a run.
 
@@ -113,7 +107,7 @@ class RingTraining(Tuning):
         n_parts: of a step's examples, under way at the same time. Gradients are added in their order.
 
     Attributes:
-        last_bytes: of the last step.
+        last_bytes: of the last step, to all other nodes and back.
     """
 
     def __init__(
@@ -121,7 +115,7 @@ class RingTraining(Tuning):
     ) -> None:
         super().__init__(model.tuned.named, examples, n_train, settings, {**asdict(model.tuned.kind), "parts": n_parts})
         self._model, self._n_parts = model, n_parts
-        self.last_bytes = StepBytes(0, 0)
+        self.last_bytes = Bytes()
 
     def check(self) -> None:
         """Raises UsageError, ControlError if a node cannot compute gradients; no example is sent."""
@@ -135,13 +129,12 @@ class RingTraining(Tuning):
         if self.last_bytes.sent:
             return f"the last step sent {sent} to other nodes and got {received} back"
         n_bytes = 4 * n_numbers(self._model.tuned.of_blocks().values())
-        return f"{size(n_bytes)} of them go to the nodes twice with each part of a step, and their gradients back once"
+        return f"{size(n_bytes)} of them go to the nodes in each step, and their gradients back with each part of it"
 
     def learn(self, indices: Sequence[int]) -> float:
         learned = self._model.learned()
         n_rows = sum(self.examples[index].n_rows for index in indices)
-        traffic = self._model.blocks.traffic
-        before = traffic.sent_bytes, traffic.received_bytes
+        before = self._model.blocks.traffic.total
 
         def one(part: Sequence[int]) -> tuple[float, list[torch.Tensor]]:
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in learned]
@@ -154,7 +147,8 @@ class RingTraining(Tuning):
             total += loss
             sums = [a + b for a, b in zip(sums, gradients, strict=True)] if bool(sums) else list(gradients)
         torch.autograd.backward([tensor for tensor in learned if tensor.requires_grad], sums)
-        self.last_bytes = StepBytes(traffic.sent_bytes - before[0], traffic.received_bytes - before[1])
+        after = self._model.blocks.traffic.total
+        self.last_bytes = Bytes(after.sent - before.sent, after.received - before.received)
         return total
 
     def sums(self, indices: Sequence[int]) -> Iterator[Sum]:

@@ -1,6 +1,6 @@
 """What is trained at the starter while the blocks stay as they are: LoRA, prompts, deep prompts, prefixes; and its files.
 
-The nodes get it with each question, as the tensors of `mdi.stages.trained_tensors`. In a folder it has PEFT's form, which peft
+The nodes get it in each step, as the tensors of `mdi.stages.trained_tensors`. In a folder it has PEFT's form, which peft
 and `--adapter NAME=DIR` read; deep prompts, which PEFT does not have, are in a form of our own.
 """
 

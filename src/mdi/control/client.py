@@ -21,6 +21,7 @@ from mdi.control.messages import (
     ProbeRequest,
     ProfileRequest,
     RowsRequest,
+    TensorsRequest,
     ToldRows,
 )
 from mdi.control.signing import (
@@ -146,6 +147,10 @@ class ControlClient:
                 elif found:
                     self._last(found)
                     raise ControlError(f"{self.port_where} answers without rows")
+
+    def tensors(self, request: TensorsRequest, pieces: Sequence[memoryview]) -> None:
+        """Give the node tensors, which questions about blocks name by their hash."""
+        self.ask("tensors", request.to_json(), BLOCK_S, pieces, sum(map(len, pieces)))
 
     def rows(self, request: RowsRequest) -> ToldRows:
         """The node's answer about rows of a text."""

@@ -20,6 +20,7 @@ from mdi.control.messages import (
     ProbeRequest,
     ProfileRequest,
     RowsRequest,
+    TensorsRequest,
     WatchRequest,
     version_error,
 )
@@ -95,6 +96,9 @@ class PortNode(Protocol):
             sign: called after each block; raises OSError when nobody waits any more.
         """
 
+    def take_tensors(self, request: TensorsRequest, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        """Keep tensors that questions about blocks name; `read(n)` gives up to n of the `n_bytes` that are coming."""
+
     def rows(self, request: RowsRequest) -> dict[str, Any]:
         """Rows of a text that it has sent or received, see ToldRows."""
 
@@ -134,6 +138,9 @@ class EchoOnly:
     ) -> memoryview:
         raise self._refuse()
 
+    def take_tensors(self, request: TensorsRequest, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        raise self._refuse()
+
     def rows(self, request: RowsRequest) -> dict[str, Any]:
         raise self._refuse()
 
@@ -168,6 +175,7 @@ class MessageServer:
             "watch": _Kind(self._watch, of_run=True),
             "forward": _Kind(self._forward, of_run=True),
             "blocks": _Kind(self._blocks, of_run=True, limit_bytes=BLOCKS_LIMIT_BYTES),
+            "tensors": _Kind(self._tensors, of_run=True, limit_bytes=BLOCKS_LIMIT_BYTES),
             "rows": _Kind(self._rows, of_run=True),
             "status": _Kind(self._status, of_run=False),
             "profile": _Kind(self._profile, of_run=False, limit_bytes=JSON_LIMIT_BYTES),
@@ -263,6 +271,9 @@ class MessageServer:
         found = self._node.compute_blocks(BlocksRequest.from_json(args), asked.n_bytes, asked.read, asked.push)
         asked.push(push={"n_bytes": len(found)})
         asked.give(found)
+
+    def _tensors(self, asked: Asked, args: dict[str, Any]) -> None:
+        self._node.take_tensors(TensorsRequest.from_json(args), asked.n_bytes, asked.read)
 
     def _rows(self, asked: Asked, args: dict[str, Any]) -> dict[str, Any]:
         return self._node.rows(RowsRequest.from_json(args))

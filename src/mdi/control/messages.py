@@ -32,7 +32,7 @@ from mdi.spec.options import Frames, Length, Requested, Silence
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 9
+CONTROL_VERSION = 10
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -53,6 +53,7 @@ CODES = {
     "engine": "the computation cannot go on from its state",
     "left": "the node was asked to end",
     "untrue": "a node gave wrong rows, and no other can take its place",
+    "tensors": "the node does not have the tensors that a question names (any more): they have to be sent again",
     "stuck": "the node lives, but its computing does not go on",
     "key": "the other side does not have the same cluster key",
     "nonce": "the request was signed with an expired nonce",
@@ -252,13 +253,12 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class BlocksRequest:
-    """Arguments of a message `blocks`. Its bytes are float32 rows (n_texts, n_tokens, n_embd), then gradients of that shape,
-    then the header of tensors (stages.trained_tensors), and the tensors.
+    """Arguments of a message `blocks`. Its bytes are float32 rows (n_texts, n_tokens, n_embd), then gradients of that shape.
 
     Attributes:
         blocks: (start, stop) of the receiver's blocks.
         is_backward: the gradients with respect to the rows and to the tensors are wanted, not the rows behind the blocks.
-        header_bytes: of the tensors' names and shapes.
+        tensors: hash of the set that the blocks compute with, which a message `tensors` has given; None: no tensors.
     """
 
     run: RunId
@@ -266,13 +266,37 @@ class BlocksRequest:
     n_texts: Annotated[int, Meta(ge=1, le=1 << 16)]
     n_tokens: Length
     is_backward: bool = False
-    header_bytes: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    tensors: Sha256 | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> BlocksRequest:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        return _decoded(cls, data)
+
+
+@dataclass(frozen=True)
+class TensorsRequest:
+    """Arguments of a message `tensors`. Its bytes are the header of some tensors (stages.trained_tensors), then the tensors.
+
+    Attributes:
+        blocks: (start, stop), of the receiver's, that the tensors may belong to.
+        sha256: of the message's bytes.
+        header_bytes: of the tensors' names and shapes.
+    """
+
+    run: RunId
+    blocks: Span
+    sha256: Sha256
+    header_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> TensorsRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
         return _decoded(cls, data)
 

@@ -39,10 +39,12 @@ from mdi.control.messages import (
     ProbeRequest,
     ProfileRequest,
     RowsRequest,
+    TensorsRequest,
     ToldRows,
 )
 from mdi.control.server import ControlServer
 from mdi.control.swarm import ModelRequest, SwarmRequest, SwarmTable
+from mdi.engine.worker import Backend
 from mdi.errors import ControlError, MdiError, NoMemoryError
 from mdi.host.device import devices, load_kernels
 from mdi.host.threads import computing_threads
@@ -68,7 +70,7 @@ from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
-from mdi.stages.trained_tensors import joined_bytes, read_shapes
+from mdi.stages.trained_tensors import NONE, is_learned, joined_bytes, of_blocks, read_shapes
 
 JOIN_S = 10.0
 READY_S = 1.0  # a node that has its stage in memory is, in a few milliseconds
@@ -410,28 +412,51 @@ class SecondaryNode:
     def compute_blocks(
         self, request: BlocksRequest, n_bytes: int, read: Callable[[int], bytes], sign: Callable[[], None]
     ) -> memoryview:
-        worker = self.runs.find(request.run)
-        stage = None if worker is None or worker.has_ended.is_set() else worker.held.stage
-        if worker is None or stage is None:
-            raise self._unknown_run()
-        (start, stop), n_embd = request.blocks, worker.request.config.n_embd
-        shape = request.n_texts, request.n_tokens, n_embd
+        worker, stage = self._computing(request.run, request.blocks)
+        start, stop = request.blocks
+        shape = request.n_texts, request.n_tokens, worker.request.config.n_embd
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
-        if not stage.start <= start < stop <= stage.stop:
-            raise ControlError(f"{self.config.name} has other blocks in this run", 409, code="run")
-        if request.n_tokens > worker.request.max_length or n_bytes < n_rows + request.header_bytes:
+        if request.n_tokens > worker.request.max_length or n_bytes != n_rows:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
-        blocks = blocks_of_stage(stage, sign)
+        blocks, trained = blocks_of_stage(stage, sign), NONE
+        if request.tensors is not None:
+            found = worker.tensors.use(request.tensors)
+            if found is None:
+                raise ControlError(f"{self.config.name} does not have these tensors (any more)", 409, code="tensors")
+            trained = of_blocks(found, start, stop)
         x, *gradients = _floats(read, n_rows).reshape(-1, *shape)
-        header = read_shapes(_bytes_of(read, request.header_bytes), worker.request.config, start, stop)
-        if n_bytes != n_rows + request.header_bytes + 4 * sum(map(math.prod, header.values())):
-            raise ControlError(f"{n_bytes} bytes are not these rows and tensors", 400)
-        trained = {name: _floats(read, 4 * math.prod(own)).reshape(own) for name, own in header.items()}
         with computing_threads(worker.held.spec.computing.threads):
             if not gradients:
                 return joined_bytes([blocks.forward(x, start, stop, trained)])
-            found, learned = blocks.backward(x, gradients[0], start, stop, trained)
-        return joined_bytes([found, *(learned[name] for name in header if name in learned)])
+            dx, learned = blocks.backward(x, gradients[0], start, stop, trained)
+        return joined_bytes([dx, *(learned[name] for name in trained if is_learned(name))])
+
+    def take_tensors(self, request: TensorsRequest, n_bytes: int, read: Callable[[int], bytes]) -> None:
+        worker, _ = self._computing(request.run, request.blocks)
+        if n_bytes < request.header_bytes:
+            raise ControlError(f"{n_bytes} bytes have no header of {request.header_bytes}", 400)
+        header = _bytes_of(read, request.header_bytes)
+        shapes = read_shapes(header, worker.request.config, *request.blocks)
+        if n_bytes != request.header_bytes + 4 * sum(map(math.prod, shapes.values())):
+            raise ControlError(f"{n_bytes} bytes are not these tensors", 400)
+        sha256, trained = hashlib.sha256(header), dict[str, np.ndarray]()
+        for name, shape in shapes.items():
+            numbers = _floats(read, 4 * math.prod(shape))
+            sha256.update(numbers.data)
+            trained[name] = numbers.reshape(shape)
+        if sha256.hexdigest() != request.sha256:
+            raise ControlError("the tensors do not have the hash that was announced", 400)
+        worker.tensors.put(request.sha256, trained)
+
+    def _computing(self, run: str, blocks: tuple[int, int]) -> tuple[RingWorker, Backend]:
+        """The ring and the stage that has these blocks. Raises ControlError."""
+        worker = self.runs.find(run)
+        stage = None if worker is None or worker.has_ended.is_set() else worker.held.stage
+        if worker is None or stage is None:
+            raise self._unknown_run()
+        if not stage.start <= blocks[0] < blocks[1] <= stage.stop:
+            raise ControlError(f"{self.config.name} has other blocks in this run", 409, code="run")
+        return worker, stage
 
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
         if ring is not None:

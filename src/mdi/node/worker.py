@@ -30,6 +30,7 @@ from mdi.node.round_robin import AbandonedError, RoundRobin, Turn
 from mdi.stages.group_part import GroupPart, share_metrics
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.store import KEPT_S, CacheReport, HeldStage, StageStore
+from mdi.stages.trained_tensors import LastSets, Trained
 from mdi.units import size
 
 logger = logging.getLogger("mdi")
@@ -114,6 +115,7 @@ class RingWorker:
         report_caches: while READY, says how much cache this node can hold.
         measure: the measurements so far, while RUNNING.
         metrics: the measurements, once the ring has ended.
+        tensors: that came last for questions about blocks, until the ring has ended.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class RingWorker:
         self.report_caches: Callable[[], CacheReport] | None = None
         self.measure: Callable[[], dict[str, Any]] | None = None
         self.metrics: dict[str, Any] | None = None
+        self.tensors = LastSets[Trained]()
         self.ring: TcpRing | None = None
         self._fault: Fault | None = None  # that ended it from here
         self._thread = threading.Thread(target=self._run, name=f"run-{self.run[:8]}", daemon=True)
@@ -249,6 +252,7 @@ class RingWorker:
 
     def finish(self, error: Exception | None) -> None:
         """The ring's buffers are not needed any more."""
+        self.tensors.close()
         if isinstance(error, RingError):
             node = error.node if isinstance(error, NodeLostError) else ""
             self.lost = Fault(node, str(error), self.request.names[self.request.index], error.code)

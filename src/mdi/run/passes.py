@@ -2,23 +2,37 @@
 
 The starter asks the nodes one after the other, each for its blocks, and has the rows between them: so what is lost with a
 node is one question, which is asked again when the run has another ring. In torch, see stages.plain_blocks.
+
+A node gets the tensors that its blocks compute with once, whatever number of questions name them by their hash. A node that
+does not have them (any more), since it has joined or was started again, says so, and gets them once more.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from mdi.cancel import Cancel
-from mdi.control.messages import BlocksRequest
-from mdi.errors import MdiError, UsageError
+from mdi.control.client import ControlClient
+from mdi.control.messages import BlocksRequest, TensorsRequest
+from mdi.errors import ControlError, MdiError, UsageError
 from mdi.run.form import Ring
 from mdi.stages.store import blocks_of_stage
-from mdi.stages.trained_tensors import NONE, Trained, header_of, is_learned, joined_bytes, of_blocks
+from mdi.stages.trained_tensors import (
+    NONE,
+    LastSets,
+    Trained,
+    hash_of,
+    header_of,
+    is_learned,
+    joined_bytes,
+    of_blocks,
+)
 
 T = TypeVar("T")
 
@@ -28,17 +42,41 @@ RETRY_S = 0.2
 PATIENCE_S = 120.0  # for another ring, after a node was lost
 
 
+class Bytes(NamedTuple):
+    """That went to nodes and came back."""
+
+    sent: int = 0
+    received: int = 0
+
+
 class Traffic:
-    """Bytes of questions to nodes and of their answers so far; from any thread."""
+    """Bytes of questions to nodes and of their answers so far, headers of messages not counted; from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.sent_bytes = self.received_bytes = 0
+        self._of_nodes = defaultdict[str, Bytes](Bytes)
 
-    def add(self, sent: int, received: int) -> None:
+    def add(self, node: str, sent: int, received: int) -> None:
         with self._lock:
-            self.sent_bytes += sent
-            self.received_bytes += received
+            before = self._of_nodes[node]
+            self._of_nodes[node] = Bytes(before.sent + sent, before.received + received)
+
+    @property
+    def of_nodes(self) -> dict[str, Bytes]:
+        with self._lock:
+            return dict(self._of_nodes)
+
+    @property
+    def total(self) -> Bytes:
+        return Bytes(*map(sum, zip(Bytes(), *self.of_nodes.values(), strict=True)))
+
+
+class _Known:
+    """What a node has got, as far as the starter knows: something for each time that tensors were sent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # so that questions at the same time do not send them twice
+        self.sets = LastSets[object]()
 
 
 class Passes:
@@ -51,6 +89,8 @@ class Passes:
     def __init__(self, run: str, ring: Callable[[], Ring], failure: Callable[[], None], cancel: Cancel) -> None:
         self._run, self._ring, self._failure, self._cancel = run, ring, failure, cancel
         self.traffic = Traffic()
+        self._known = defaultdict[str, _Known](_Known)  # by the nodes' names
+        self._lock = threading.Lock()
 
     def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> Borders:
         """float32 (texts, tokens, n_embd) before block `start` -> the same before each node's blocks, and before block `stop`
@@ -107,25 +147,50 @@ class Passes:
         self, x: np.ndarray, dy: np.ndarray | None, start: int, stop: int, trained: Trained
     ) -> tuple[np.ndarray, Trained]:
         """Rows behind the blocks, or gradients before them and those of what is learned, from the node that has all of them."""
-        ring, trained = self._ring(), of_blocks(trained, start, stop)
+        ring = self._ring()
         index = next((i for i, one in enumerate(ring.stages) if one.start <= start and stop <= one.stop), None)
         if index is None:
             raise MdiError(f"no node has the blocks {start} to {stop - 1} any more")
+        own = of_blocks(trained, start, stop)
         if index == 0:
             blocks = blocks_of_stage(ring.stage)
             if dy is None:
-                return blocks.forward(x, start, stop, trained), NONE
-            return blocks.backward(x, dy, start, stop, trained)
+                return blocks.forward(x, start, stop, own), NONE
+            return blocks.backward(x, dy, start, stop, own)
+        stage = ring.stages[index]
+        node = next(client for client in ring.clients if client.node.name == stage.name)
+        of_node = of_blocks(trained, stage.start, stage.stop) if own else NONE
+        sha256 = hash_of(of_node) if own else None
+        sent = None if sha256 is None else self._give(node, of_node, (stage.start, stage.stop), sha256)
         n_texts, n_tokens, _ = x.shape
-        header = header_of(trained)
-        request = BlocksRequest(self._run, (start, stop), n_texts, n_tokens, dy is not None, len(header))
-        given = [joined_bytes([x] if dy is None else [x, dy]), memoryview(header), joined_bytes(list(trained.values()))]
-        learned = {} if dy is None else {name: array for name, array in trained.items() if is_learned(name)}
-        node = next(client for client in ring.clients if client.node.name == ring.stages[index].name)
-        data = node.blocks(request, given, x.size * 4 + sum(array.size * 4 for array in learned.values()))
-        self.traffic.add(sum(map(len, given)), len(data))
-        rows, *others = _split(data, [x, *learned.values()])
-        return rows, dict(zip(learned, others, strict=True))
+        request = BlocksRequest(self._run, (start, stop), n_texts, n_tokens, dy is not None, sha256)
+        rows = joined_bytes([x] if dy is None else [x, dy])
+        learned = {} if dy is None else {name: array for name, array in own.items() if is_learned(name)}
+        try:
+            data = node.blocks(request, [rows], x.size * 4 + sum(array.size * 4 for array in learned.values()))
+        except ControlError as e:
+            if e.code == "tensors" and sha256 is not None:  # the question is asked again, and they are sent before it
+                self._known_of(node).sets.forget(sha256, sent)
+            raise
+        self.traffic.add(stage.name, len(rows), len(data))
+        found, *others = _split(data, [x, *learned.values()])
+        return found, dict(zip(learned, others, strict=True))
+
+    def _give(self, node: ControlClient, trained: Trained, blocks: tuple[int, int], sha256: str) -> object:
+        """Have a node know these tensors; what stands for the time that they were sent."""
+        known = self._known_of(node)
+        with known.lock:
+            if (sent := known.sets.use(sha256)) is None:
+                header = header_of(trained)
+                pieces = [memoryview(header), joined_bytes(list(trained.values()))]
+                node.tensors(TensorsRequest(self._run, blocks, sha256, len(header)), pieces)
+                self.traffic.add(node.node.name, sum(map(len, pieces)), 0)
+                known.sets.put(sha256, sent := object())
+            return sent
+
+    def _known_of(self, node: ControlClient) -> _Known:
+        with self._lock:
+            return self._known[node.node.name]
 
     def _tried(self, ask: Callable[[], T]) -> T:
         """Ask until there is an answer: a node may be lost meanwhile, and its blocks be elsewhere then."""

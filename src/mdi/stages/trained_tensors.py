@@ -1,4 +1,4 @@
-"""Tensors that are trained at the starter and that a node computes with for one question: their names, shapes and bytes.
+"""Tensors that are trained at the starter and that a node computes with for questions: their names, shapes, bytes and hashes.
 
     transformer.h.<i>.<layer>.1.<first>.a, .b, norm_1.gain, norm_2.gain   LoRA, as in a part of adapters (checkpoint.adapters)
     transformer.h.<i>.prompt                     (n, n_embd), added to the first n rows of a text before block i (deep prompts)
@@ -11,10 +11,13 @@ Sources: Hu et al. 2021 (LoRA); Lester et al. 2021 (prompts); Liu et al. 2021, P
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import numpy as np
 
@@ -26,11 +29,13 @@ from mdi.errors import CheckpointError, ControlError
 from mdi.spec.decode import Meta, decode_text
 from mdi.spec.model import ModelConfig
 
+T = TypeVar("T")
+
 Trained = Mapping[str, np.ndarray]  # float32, by name
 Shapes = dict[str, tuple[int, ...]]
 _Told = dict[str, Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(min_length=1, max_length=2)]]
 
-HEADER_LIMIT_BYTES = 1 << 20
+N_KEPT = 2  # sets of tensors, of a run at a node: those of a step, and of the one before
 NONE: Trained = {}
 _NAME = re.compile(r"transformer\.h\.(\d+)\.(.+)")
 
@@ -53,11 +58,6 @@ def is_learned(name: str) -> bool:
     return not name.endswith(".gain")
 
 
-def learned_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Of the gradients."""
-    return sum(4 * int(np.prod(shape)) for name, shape in shapes.items() if is_learned(name))
-
-
 def joined_bytes(arrays: Sequence[np.ndarray]) -> memoryview:
     """Arrays of float32, one after the other, little-endian."""
     flat = [np.ascontiguousarray(array, dtype="<f4").reshape(-1) for array in arrays] or [np.empty(0, dtype="<f4")]
@@ -67,6 +67,49 @@ def joined_bytes(arrays: Sequence[np.ndarray]) -> memoryview:
 def header_of(trained: Trained) -> bytes:
     """Names and shapes, which travel before the numbers."""
     return json.dumps({name: tensor.shape for name, tensor in trained.items()}).encode() if trained else b""
+
+
+def hash_of(trained: Trained) -> str:
+    """Of a set of tensors: the sha256 of its bytes as they travel, the header and then the numbers."""
+    found = hashlib.sha256(header_of(trained))
+    for tensor in trained.values():
+        found.update(joined_bytes([tensor]))
+    return found.hexdigest()
+
+
+class LastSets(Generic[T]):
+    """What is known of the sets of tensors that were used last, by their hashes; N_KEPT of them. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_closed = threading.Lock(), False
+        self._sets: OrderedDict[str, T] = OrderedDict()
+
+    def put(self, sha256: str, what: T) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._sets[sha256] = what
+            self._sets.move_to_end(sha256)
+            while len(self._sets) > N_KEPT:
+                self._sets.popitem(last=False)
+
+    def use(self, sha256: str) -> T | None:
+        with self._lock:
+            if sha256 in self._sets:
+                self._sets.move_to_end(sha256)
+            return self._sets.get(sha256)
+
+    def forget(self, sha256: str, what: T) -> None:
+        """No longer know a set, unless something else has become known of it."""
+        with self._lock:
+            if self._sets.get(sha256) is what:
+                del self._sets[sha256]
+
+    def close(self) -> None:
+        """Forget all, and keep nothing from now on."""
+        with self._lock:
+            self._is_closed = True
+            self._sets.clear()
 
 
 def read_shapes(data: bytes | bytearray, config: ModelConfig, start: int, stop: int) -> Shapes:
