@@ -8,8 +8,10 @@ with that of words, both at the starter, without a GPU; the most memory of each 
 each text, for none of them, and of a run without adapters, in turns.
 
     finetune_speed.py passes tiny-llama-1.1b --folder /somewhere/1b --nodes 1 --nodes 2 --nodes 3
-    finetune_speed.py epochs tiny-llama-1.1b --folder /somewhere/1b --head lm --width 64 --keep-logits
+    finetune_speed.py epochs tiny-llama-1.1b --folder /somewhere/1b --width 64 --keep-logits
     finetune_speed.py adapters small-30m --folder /somewhere/30m
+
+Each of the three has a file of results of its own, and a table in RESULTS.md (write_results.py).
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from random_checkpoint import SHAPES, VOCABULARY, make_checkpoint
-from records import add_json_flag, rounded, save
+from records import RESULTS, rounded, save
+from side_by_side.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests")]
@@ -148,8 +151,7 @@ class Spent:
         self.seconds, self.core_seconds, self.n_bytes = (a - b for a, b in zip(now, self._begin, strict=True))
 
     def _traffic(self) -> int:
-        told = self._blocks.traffic
-        return int(told.sent_bytes + told.received_bytes)
+        return sum(self._blocks.traffic.total)
 
 
 def head_seconds(loss: Callable[[Any], Any], rows: Any) -> tuple[float, float]:
@@ -218,13 +220,19 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def epochs(args: argparse.Namespace) -> dict[str, Any]:
-    """The command itself, over texts of random bytes."""
+    """The command itself, over texts of random bytes, with each head."""
+    lines = [epochs_with(args, head) for head in args.head]
+    print(epochs_table(lines))
+    return {"lines": lines}
+
+
+def epochs_with(args: argparse.Namespace, head: str) -> dict[str, Any]:
     import random
 
     from mdi.cli import launch
 
     chance = random.Random(1)
-    found = []
+    keeps_logits = args.keep_logits and head == "lm"
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         data, n_tokens = Path(folder) / "data.jsonl", args.tokens + 1
         texts = ["".join(chance.choice("abcdefghij klmnop") for _ in range(n_tokens)) for _ in range(args.examples)]
@@ -232,31 +240,41 @@ def epochs(args: argparse.Namespace) -> dict[str, Any]:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         told = io.StringIO()
         flags = ["--threads", str(args.threads)] if args.threads else []
-        flags += ["--keep-logits"] if args.keep_logits else []
+        flags += ["--keep-logits"] if keeps_logits else []
         flags += ["--width", str(args.width)] if args.width else []
         begin = time.perf_counter()
         with contextlib.redirect_stdout(told):
             status = launch("finetune", [
                 "--ckpt", str(args.folder), "--data", str(data), "--out", f"{folder}/out", "--nodes", str(args.nodes[0]),
-                "--quantize", args.quantize, "--device", "cpu", "--dtype", "float32", "--head", args.head, "--epochs", "4",
+                "--quantize", args.quantize, "--device", "cpu", "--dtype", "float32", "--head", head, "--epochs", "4",
                 "--batch-size", str(args.batch), "--prompt-style", "none", *flags,
             ])  # fmt: skip
         text = told.getvalue()
         print(text, f"{time.perf_counter() - begin:.1f} s in all, status {status}", flush=True)
         ring = re.search(r"ring: ([\d,]+) tokens in ([\d.]+) s", text)
-        head = re.search(r"head: [\d,]+ tokens in ([\d.]+) s", text)
+        logits = re.search(r"head: [\d,]+ tokens in ([\d.]+) s", text)
         each = [float(one) for one in re.findall(r"epoch \d+: loss [\d.]+, ([\d.]+) s", text)]
-        assert ring is not None
-        before = float(ring[2]) + (float(head[1]) if head else 0.0)
-        later = statistics.median(each[1:])
-        found.append({
-            "nodes": args.nodes[0], "tokens": int(ring[1].replace(",", "")), "ring_s": float(ring[2]),
-            "kept_logits_s": float(head[1]) if head else None, "epochs_s": each, "times_faster": (before + each[0]) / later,
-        })  # fmt: skip
-        print(
-            f"first pass {before + each[0]:.1f} s, later ones {later:.2f} s: {(before + each[0]) / later:.1f} times faster"
-        )
-    return {"lines": found, "settings": [args.head, args.width, args.keep_logits, args.batch, args.examples]}
+        assert ring is not None and status == 0
+        first, later = float(ring[2]) + (float(logits[1]) if logits else 0.0) + each[0], statistics.median(each[1:])
+        return {
+            "nodes": args.nodes[0], "head": head, "width": args.width, "keeps_logits": keeps_logits, "batch": args.batch,
+            "examples": args.examples, "ring_tokens": int(ring[1].replace(",", "")), "ring_s": float(ring[2]),
+            "kept_logits_s": float(logits[1]) if logits else None, "epochs_s": each, "first_s": first, "later_s": later,
+            "times_faster": first / later if later else None,
+        }  # fmt: skip
+
+
+def epochs_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [str(one["nodes"]), one["head"] + (", kept logits" if one["keeps_logits"] else ""), str(one["width"] or ""),
+         str(one["batch"]), f"{one['ring_tokens']:,}", f"{one['ring_s']:.1f}", f"{one['first_s']:.1f}",
+         f"{one['later_s']:.2f}", f"{one['times_faster']:.1f}" if one["times_faster"] else ""]
+        for one in lines
+    ]  # fmt: skip
+    return markdown(
+        ["nodes", "head", "width", "texts per step", "tokens", "ring, s", "first pass, s", "later ones, s",
+         "times faster"], rows,
+    )  # fmt: skip
 
 
 # Texts with adapters
@@ -293,8 +311,13 @@ def adapters(args: argparse.Namespace) -> dict[str, Any]:
         shares = [one / other for one, other in zip(found[1:], plain[1:], strict=True)]  # the first round warms up
         lines.append({"case": case, "texts": n_texts, "tokens_s": statistics.median(found[1:]),
                       "share": statistics.median(shares), "all": found[1:]})  # fmt: skip
-        print(f"{n_texts} texts, {case}: {lines[-1]['tokens_s']:.1f} tokens/s, {lines[-1]['share']:.3f}", flush=True)
-    return {"lines": lines, "rank": args.rank}
+    print(adapters_table(lines))
+    return {"lines": lines, "rank": args.rank, "nodes": args.nodes[0]}
+
+
+def adapters_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[str(one["texts"]), one["case"], f"{one['tokens_s']:.1f}", f"{one['share']:.3f}"] for one in lines]
+    return markdown(["texts", "adapters in use, of those that the run has", "tokens/s", "of a run without"], rows)
 
 
 def adapter_in(folder: Path, args: argparse.Namespace, seed: int) -> Path:
@@ -331,10 +354,18 @@ def adapter_in(folder: Path, args: argparse.Namespace, seed: int) -> Path:
     return folder
 
 
-WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "passes": passes,
-    "epochs": epochs,
-    "adapters": adapters,
+class Way(NamedTuple):
+    """What is measured, the table of its lines, and the name of its file of results."""
+
+    measure: Callable[[argparse.Namespace], dict[str, Any]]
+    table: Callable[[Sequence[Mapping[str, Any]]], str]
+    file: str
+
+
+WAYS = {
+    "passes": Way(passes, table, "finetune_speed"),
+    "epochs": Way(epochs, epochs_table, "finetune_epochs"),
+    "adapters": Way(adapters, adapters_table, "finetune_adapters"),
 }
 
 
@@ -358,9 +389,11 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="of `passes`; may be repeated (prompt and deep-prompt)",
     )
     parser.add_argument("--parts", type=int, default=0, help="of the texts under way at the same time (default: nodes)")
-    parser.add_argument("--head", choices=("lm", "classes"), default="lm", help="of `epochs` (%(default)s)")
+    parser.add_argument(
+        "--head", action="append", choices=("classes", "lm"), help="of `epochs`; may be repeated (classes and lm)"
+    )
     parser.add_argument("--width", type=int, help="of the side network (default: an eighth of the model's)")
-    parser.add_argument("--keep-logits", action="store_true")
+    parser.add_argument("--keep-logits", action="store_true", help="with the head of words")
     parser.add_argument("--batch", type=int, default=8, help="examples per step (%(default)s)")
     parser.add_argument("--examples", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="of an adapter (%(default)s)")
@@ -368,24 +401,29 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--adapters", type=int, action="append", help="used at the same time; may be repeated (1 and 8)"
     )
     parser.add_argument("--repeat", type=int, default=5, help="rounds of `adapters` (%(default)s)")
-    add_json_flag(parser, "finetune_speed")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="where the numbers are written (default: in benchmarks/results, a file for each of the three)",
+    )  # fmt: skip
     args = parser.parse_args(given)
+    args.json = args.json or RESULTS / f"{WAYS[args.what].file}.json"
     for name, values in (
         ("nodes", [3]),
         ("texts", [8, 32]),
         ("rows", [16, 4]),
         ("method", ["prompt", "deep-prompt"]),
+        ("head", ["classes", "lm"]),
         ("adapters", [1, 8]),
     ):
         setattr(args, name, getattr(args, name) or values)
     return args
 
 
-def main() -> None:
-    args = parsed()
+def main(given: Sequence[str] | None = None) -> None:
+    args = parsed(given)
     logging.getLogger("mdi").setLevel(logging.ERROR)
     make_checkpoint(args.folder, args.shape)
-    found = WAYS[args.what](args)
+    found = WAYS[args.what].measure(args)
     told = {"shape": args.shape, "format": args.quantize, "threads": args.threads, "tokens": args.tokens}
     save(args.json, {"what": args.what, **told, **found})
 

@@ -2,8 +2,8 @@
 
     benchmarks/tuning_curves.py                 a tiny model of five blocks, 200 steps with each method, in float32
 
-A node's process is killed in the middle of the curve over three; the run goes on over two. All compute with one thread. The
-other machine's curve is that of litgpt's GPT with the products of LoRA in its weights, with torch's AdamW.
+A node's process is killed in the middle of another curve over three; that run goes on over two. All compute with one thread.
+The other machine's curve is that of litgpt's GPT with the products of LoRA in its weights, with torch's AdamW.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--method", action="append", choices=METHODS[1:], help="only this one; repeatable")
     add_json_flag(parser, "tuning_curves")
     args = parsed(parser)
+    if args.steps < 1 or args.steps % (N_EXAMPLES // BATCH):
+        parser.error(f"--steps: {args.steps} are no whole passes of {N_EXAMPLES // BATCH} steps")
     torch.set_num_threads(1)  # as many as the other nodes have: products are added up in other orders by several
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +139,7 @@ def main() -> None:
         for method in args.method or METHODS[1:]:
             alone = curve(checkpoint, Path(folder), method, 1, args.steps, None)
             row: dict[str, Any] = {"first": alone[0], "last": alone[-1]}
-            cases = {"2 nodes": (2, None), "3 nodes, one of them killed": (3, args.steps // 2)}
+            cases = {"2 nodes": (2, None), "3 nodes": (3, None), "3 nodes, one of them killed": (3, args.steps // 2)}
             for name, (n_nodes, killed_at) in cases.items():
                 row[name] = farthest(curve(checkpoint, Path(folder), method, n_nodes, args.steps, killed_at), alone)
             if method == LORA:

@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 import finetune_speed as speed_of_finetuning  # noqa: E402
+from records import RESULTS  # noqa: E402
 from side_by_side.tables import fill, markdown  # noqa: E402
 
 Result = Mapping[str, Any]
@@ -33,7 +35,7 @@ SHOWN_DELAYS_MS = (0.2, 0.4, 1, 5, 10)
 
 
 def load(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def measured(result: Result, table: str) -> str:
@@ -205,9 +207,13 @@ def serving() -> str:
     return measured(result, markdown(["command", "what", "measured"], rows))
 
 
-def finetune_speed() -> str:
-    result = load("finetune_speed")
-    return measured(result, speed_of_finetuning.table(result["lines"]))
+def finetuning(what: str) -> str:
+    """One of the three tables of finetune_speed.py; "" where its file is not there: it was not measured."""
+    way = speed_of_finetuning.WAYS[what]
+    if not (RESULTS / f"{way.file}.json").is_file():
+        return ""
+    result = load(way.file)
+    return measured(result, way.table(result["lines"]))
 
 
 def speculation() -> str:
@@ -286,7 +292,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "quality": quality,
     "recovery-rates": recovery_rates,
-    "finetune-speed": finetune_speed,
+    "finetune-speed": partial(finetuning, "passes"),
+    "finetune-epochs": partial(finetuning, "epochs"),
+    "finetune-adapters": partial(finetuning, "adapters"),
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),

@@ -244,16 +244,30 @@ def test_a_curve_of_200_steps_is_the_same_over_any_nodes_and_when_one_is_killed(
     assert alone[-2] < 0.95 * alone[0] and alone[-1] < 0.95 * alone[1], "it learns"
     for n_nodes in (2, 3):
         assert curve(checkpoint, tmp_path, n_nodes, kind, n_steps, 0.002) == pytest.approx(alone, rel=1e-5)
+    assert killed_curve(checkpoint, tmp_path, kind, n_steps, 0.002) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_a_node_that_is_killed_changes_no_loss_of_prompts_and_prefixes(
+    method: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    kind = TuningKind(method, length=LENGTH)
+    alone = curve(checkpoint, tmp_path, 1, kind)
+    assert killed_curve(checkpoint, tmp_path, kind, 8, 0.02) == pytest.approx(alone, rel=1e-6)
+
+
+def killed_curve(checkpoint: Path, folder: Path, kind: TuningKind, n_steps: int, lr: float) -> list[float]:
+    """Over three nodes, of which one is killed in the middle."""
     others = set(psutil.Process().children())  # such as a server of other tests
     source = OwnProcesses(lambda: LocalRing(3, None, 1, None, False, False), lambda ring: ring.cluster)
-    with source, Run(source, options_of(checkpoint, tmp_path, wait_s=120), 20, n_texts=1) as run:
-        training, found = training_of(run, kind, n_steps, 0.002), []
+    with source, Run(source, options_of(checkpoint, folder, wait_s=120), 20, n_texts=1) as run:
+        training, found = training_of(run, kind, n_steps, lr), []
         for k in range(n_steps):
             found.append(training.step())
             if k == n_steps // 2:
                 max(set(psutil.Process().children()) - others, key=psutil.Process.create_time).kill()
         assert run.n_recoveries == 1 and len(run.names) == 2
-    assert found == pytest.approx(alone, rel=1e-5)
+        return found
 
 
 @pytest.mark.parametrize("method", METHODS)
