@@ -28,7 +28,7 @@ from mdi.kernels.weight_formats import LAYOUTS
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.options import ParallelOptions, StarterOptions
+from mdi.spec.options import SIDE_FILE, ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
@@ -415,10 +415,15 @@ def test_a_folder_without_a_name_gives_its_own(made: Made, tmp_path: Path) -> No
     folder, side = tmp_path / "polite", tmp_path / "side"
     write_adapter(folder, made.gpt, 1)
     options = StarterOptions(adapter=(str(folder), f"other={side}"))
-    assert options.in_peft_form == (f"polite={folder}", f"other={side}") and options.side is None
-    assert StarterOptions(adapter=(str(side),)).side == side and not StarterOptions(adapter=(str(side),)).in_peft_form
+    assert options.in_peft_form == (f"polite={folder}", f"other={side}") and options.sides == {}
+    alone = StarterOptions(adapter=(str(side),))
+    assert alone.sides == {"": side} and not alone.in_peft_form and not alone.named_adapters
     with pytest.raises(UsageError, match="together"):
-        _ = StarterOptions(adapter=(str(folder), str(side))).side
+        _ = StarterOptions(adapter=(str(folder), str(side))).sides
+    side.mkdir()
+    (side / SIDE_FILE).touch()
+    assert options.in_peft_form == (f"polite={folder}",) and options.sides == {"other": side}
+    assert options.named_adapters == (f"polite={folder}", f"other={side}")
 
 
 def test_names_are_different_and_not_too_many() -> None:

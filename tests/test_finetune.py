@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from adapter_files import write_adapter
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
@@ -26,9 +28,9 @@ from mdi.kernels.slices import Slice
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.options import StarterOptions
+from mdi.spec.options import SIDE_FILE, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.side import SIDE_FILE, Base, SideNetwork, SideShape, read_side, write_side
+from mdi.stages.side import Base, SideNetwork, SideShape, read_side, write_side
 from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.features import Features
 from mdi_training.side_training import SideModule, SideTraining
@@ -325,6 +327,40 @@ def test_texts_are_those_of_the_reference_with_the_side_network(
         run.submit(text, encode(text), SamplingParams(n_tokens, temperature=0))
         run.read()
         assert run.samples[0].token_ids != expected and run.identity != identity
+
+
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_each_text_has_the_side_network_that_it_names(n_nodes: int, checkpoint: Path, tmp_path: Path) -> None:
+    """Of several in the same frames, which read other blocks, beside an adapter in PEFT's form; and none if it names none."""
+    text, n_tokens = "Every node keeps a cache for each sequence. Every node", 16
+    given = []
+    wanted = {}
+    for name, taps in (("a", (1, 3)), ("b", (2,)), ("c", (0, 1, 2))):
+        module = side_of(checkpoint, tmp_path / name, taps=taps)
+        given.append(f"{name}={tmp_path / name}")
+        wanted[name] = greedy_with(module, text, n_tokens)
+    write_adapter(tmp_path / "lora", tiny_gpt(), 1)
+    lora = f"lora={tmp_path / 'lora'}"
+    plain = StarterOptions(
+        ckpt=checkpoint, cache_dir=tmp_path, prompt_style="none", device="cpu", dtype="float32", placement="even",
+        adapter=(lora,),
+    )  # fmt: skip
+    params = SamplingParams(n_tokens, temperature=0)
+    with secondaries(n_nodes - 1, tmp_path) as nodes:
+        source = GivenNodes(cluster_of(nodes) if nodes else standalone())
+        with Run(source, plain, n_tokens, [text] * 2) as run:
+            for name in ("", "lora"):
+                run.submit(text, encode(text), params, adapter=name)
+            run.read()
+            wanted |= {name: run.samples[i].token_ids for i, name in enumerate(("", "lora"))}
+        with Run(source, replace(plain, adapter=(given[0], lora, *given[1:])), n_tokens, [text] * 5) as run:
+            assert set(run.adapters) == {"a", "b", "c", "lora"}
+            names = ["b", "", "lora", "a", "c"]
+            for name in names:
+                run.submit(text, encode(text), params, adapter=name)
+            run.read()
+            assert {name: run.samples[i].token_ids for i, name in enumerate(names)} == wanted
+    assert len(set(map(tuple, wanted.values()))) == 5
 
 
 def test_a_row_has_the_same_bits_in_any_company_and_those_of_torch(checkpoint: Path, tmp_path: Path) -> None:

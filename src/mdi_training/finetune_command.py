@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from mdi.cancel import Cancel
 from mdi.errors import EngineError, UsageError
 from mdi.spec.model import ModelConfig
-from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, TUNING, Options, TuningOptions
+from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, SIDE_FILE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class _Model:
 
 def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
     from mdi.run.identity import base_of
-    from mdi.stages.side import LM, SIDE_FILE, SideShape, write_side
+    from mdi.stages.side import LM, SideShape, write_side
     from mdi_training.examples import digest_of
     from mdi_training.features import FeatureKind, Features
     from mdi_training.side_training import SideModule, SideTraining

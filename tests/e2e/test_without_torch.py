@@ -14,7 +14,7 @@ import pytest
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from mdi.kernels import library
-from mdi.stages.side import SIDE_FILE
+from mdi.spec.options import SIDE_FILE
 from missing_libraries import without
 from processes import Cluster, Starter
 from tiny_checkpoint import reference, write_checkpoint

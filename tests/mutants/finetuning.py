@@ -9,6 +9,7 @@ ROWS = f"{FILE}::test_rows_are_those_of_the_reference_once_each_and_in_order"
 NODES = f"{FILE}::test_the_loss_curve_is_the_same_on_any_number_of_nodes"
 RESUMED = f"{FILE}::test_what_was_interrupted_goes_on_to_the_same_bits"
 TEXTS = f"{FILE}::test_texts_are_those_of_the_reference_with_the_side_network"
+CHOSEN = f"{FILE}::test_each_text_has_the_side_network_that_it_names"
 DISK = f"{FILE}::test_the_disk_is_private_and_reckoned_before_anything_is_computed"
 STRANGER = f"{FILE}::test_a_strangers_side_network_is_checked"
 BLOCKS = "tests/backends/test_backends.py::test_outputs_of_single_blocks_are_those_of_the_model_and_change_nothing"
@@ -225,7 +226,34 @@ MUTANTS = [
         "False",
         ROWS,
     ),
-    Mutant("the network adds nothing", "StarterEngine._draw", "wanted and self.side is not None", "False", TEXTS),
+    Mutant(
+        "the network adds nothing",
+        "StarterEngine._add_sides",
+        "(side := sides.get(sha256)) is not None",
+        "False",
+        TEXTS,
+    ),
+    Mutant(
+        "a text has the side network of another one",
+        "StarterEngine._add_sides",
+        "self._live[seq_id].sequence.adapter",
+        "next(iter(sides))",
+        CHOSEN,
+    ),
+    Mutant(
+        "a side network sees the taps of another one",
+        "Run._with_taps",
+        "self._taps.index(tap)",
+        "side.shape.taps.index(tap)",
+        CHOSEN,
+    ),
+    Mutant(
+        "nodes take a side network for an adapter of theirs",
+        "StarterEngine._sequence",
+        "adapter and own.side is None",
+        "adapter",
+        CHOSEN,
+    ),
     Mutant("the network's taps are mixed up", "SideNetwork._state", "(*seen, x)", "(x, *seen)", TEXTS),
     Mutant("an adapter of another model is taken", "check_base", "is_other or not fits", "False", STRANGER),
     Mutant(

@@ -16,12 +16,15 @@ from own_server import TEXT, right, run, server
 from adapter_files import write_adapter
 from conftest import NANO, Server
 from families import greedy
+from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import open_source
 from mdi.errors import UsageError
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.spec.model import ModelConfig
+from mdi.stages.side import Base, SideShape, write_side
+from mdi_training.side_training import SideModule
 from mdi_training.tuned_tensors import TuningKind, new_tensors
 from tiny_checkpoint import encode, tiny_gpt
 
@@ -65,12 +68,21 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
     )
     learned.named["prompt_embeddings"].data += 1
     learned.write(tmp_path / "b", "nano-llama", None)
-    made = Server(tmp_path, "--adapter", f"poet={tmp_path / 'a'}", "--adapter", f"prompted={tmp_path / 'b'}")
+    config = open_source(NANO).config
+    shape = SideShape(Base("nano-llama", config_hash(config), "", "another form"), config.n_embd, (0, 1), 8, "lm")
+    side = SideModule(shape, seed=3)
+    torch.nn.init.normal_(side.weights["out"], 0, 0.4)
+    write_side(tmp_path / "c", shape, side.tensors())
+    folders = {"poet": "a", "beside": "c", "prompted": "b"}
+    flags = (flag for name, at in folders.items() for flag in ("--adapter", f"{name}={tmp_path / at}"))
+    made = Server(tmp_path, *flags)
     try:
         made.wait()
         status, told = made.ask("GET", "/v1/models")
         assert status == 200
-        first, poet, prompted = told["data"]
+        first, poet, beside, prompted = told["data"]
+        assert (beside["id"], beside["parent"]) == ("beside", "nano-llama")
+        assert beside["max_model_len"] == first["max_model_len"]
         assert (first["id"], poet["id"], poet["parent"]) == ("nano-llama", "poet", "nano-llama")
         assert poet["is_loaded"] and poet["max_model_len"] == first["max_model_len"] and "parent" not in first
         assert (prompted["id"], prompted["max_model_len"]) == ("prompted", first["max_model_len"] - 6)
@@ -87,7 +99,10 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
         assert own[0] == "poet" and own[1] != plain[1]
         other = text(model="prompted")
         assert other[0] == "prompted" and other[1] not in (plain[1], own[1])
-        assert [text(), text(model="poet"), text(model="prompted")] == [plain, own, other]
+        third = text(model="beside")
+        assert third[0] == "beside" and third[1] not in (plain[1], own[1], other[1])
+        names = ("nano-llama", "poet", "prompted", "beside")
+        assert [text(model=name) for name in names] == [plain, own, other, third]
         assert made.ask("POST", "/v1/completions", {"prompt": "a", "model": "other"})[0] == 404
     finally:
         made.end()

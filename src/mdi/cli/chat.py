@@ -81,7 +81,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         return cluster
 
     options = with_model(with_machines(options), cancel)
-    if len(options.in_peft_form) > 1:
+    if len(options.named_adapters) > 1:
         raise UsageError("--adapter: a chat takes one adapter")
     params = sampling_params(with_seed(options))
     limit = options.sequence_length or CONTEXT_LIMIT
@@ -161,7 +161,7 @@ def answer(
         show_error(e)
         return ""
     print(name, end="", flush=True)
-    adapter = next((one.name for one in session.model.weights.adapters), "")
+    adapter = next(iter(session.adapters), "")
     try:
         sample = session.submit(question, ids, params, stop, lambda text: show(text or "\n", end=""), adapter=adapter)
     except UsageError as e:  # the nodes' caches could never hold it

@@ -76,7 +76,7 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.serve.catalog import Catalog
     from mdi.serve.process import ApiProcess
 
-    adapters = [one.name for one in adapter_names(options.in_peft_form)]
+    adapters = [one.name for one in adapter_names(options.named_adapters)]
     catalog = Catalog(models, ckpt, adapters)
     api = ApiProcess(settings, models, ckpt, adapters)
     try:

@@ -176,7 +176,7 @@ def _submit(
     before: list[tuple[Sequence[int], str | None]] = [((), None)] * len(prompts)
     if known is not None:
         before = [(text.ids, text.finish_reason) for text in known]
-    adapters = [one.name for one in session.model.weights.adapters] or [""]
+    adapters = session.adapters or ("",)
     places: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         places.setdefault(prompt if beams is not None else str(i), []).append(i)

@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mdi.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STREAM_STEP = 0x9E3779B97F4A7C15  # of SplitMix64
 
@@ -73,16 +76,27 @@ class SamplingParams:
             raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}", code="value")
 
 
+class Side(Protocol):
+    """A network beside the blocks: stages.side.SideNetwork."""
+
+    def __call__(self, x: np.ndarray, *seen: np.ndarray) -> np.ndarray:
+        """float32 rows (M, n_embd) that went through all blocks, and the outputs of each tap of the run, the same -> rows for
+        the head
+        """
+
+
 class TextAdapter(NamedTuple):
     """What texts need to know of the adapter that they are computed with.
 
     Attributes:
         sha256: of what it does.
         n_virtual: positions before those of a text, whose rows the nodes know.
+        side: a side network, which is the starter's alone: the nodes know nothing of it.
     """
 
     sha256: str
     n_virtual: int = 0
+    side: Side | None = None
 
 
 NO_ADAPTER = TextAdapter("")

@@ -32,6 +32,7 @@ from mdi.engine.sequence import (
     Request,
     SamplingParams,
     Sequence,
+    Side,
     TakeRows,
     TextAdapter,
 )
@@ -52,13 +53,6 @@ NOT_FINITE = (
 
 
 NO_BEAMS = "--verify: what a search for the best texts has dropped cannot be computed again, so beams are not verified"
-
-
-class Side(Protocol):
-    """A network beside the blocks: stages.side.SideNetwork."""
-
-    def __call__(self, x: np.ndarray, *seen: np.ndarray) -> np.ndarray:
-        """float32 rows (M, n_embd) that went through all blocks, and the outputs of each tap, the same -> rows for the head"""
 
 
 # A row from which a token is drawn: its sequence, its place among the rows of its slice, the token whose row it is, and how it
@@ -118,10 +112,10 @@ class StarterEngine:
         taps: blocks whose outputs come back with the rows that need logits.
 
     Attributes:
-        side: adds to the rows before the head, by the outputs of the taps; None: nothing does. Set before texts come.
         stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
         pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
-        adapters: by their names, in the order of their numbers on the nodes. Set before texts come.
+        adapters: by their names, in the order of their numbers on the nodes, side networks last; "": of texts that name none.
+            Set before texts come.
         speculation: guesses tokens; None: nobody does. Set before texts come.
         n_frames, may_guess, is_deep: frames of the next ring without guesses, None: as many as it holds; whether its nodes give
             rows the same bits in any company; whether a text may have several frames in flight. Set between two runs.
@@ -139,7 +133,6 @@ class StarterEngine:
     ) -> None:  # fmt: skip
         self.stage = stage
         self._taps = taps
-        self.side: Side | None = None
         self.scheduler = scheduler
         self._max_length = max_length
         self._rows = rows
@@ -264,8 +257,9 @@ class StarterEngine:
                 f"the prompt has {len(prompt)} tokens{behind}, but a sequence can have {self._max_length} (--sequence-length)",
                 code="length",
             )
-        number = 1 + list(self.adapters).index(adapter) if adapter else 0
-        seq_id, sha256 = with_adapter(number, next(self._ids)), self.adapters.get(adapter, NO_ADAPTER).sha256
+        own = self.adapters.get(adapter, NO_ADAPTER)
+        number = 1 + list(self.adapters).index(adapter) if adapter and own.side is None else 0
+        seq_id, sha256 = with_adapter(number, next(self._ids)), own.sha256
         prompt = prompt[:1] * n_virtual + prompt  # a token that is there anyway: penalties see no other one
         return Sequence(seq_id, prompt, params, self._max_length, owner=owner, adapter=sha256, n_virtual=n_virtual)
 
@@ -505,9 +499,9 @@ class StarterEngine:
                 at += part.n_logits
             if at != n_wanting:
                 raise EngineError(f"{n_wanting} rows came back for {at} tokens")
-            if wanted and self.side is not None:
-                x, seen = x[places], [rows[places] for rows in seen]
-                x, places = self._rows.of_array(self.side(*map(self._rows.array, (x, *seen)))), list(range(len(places)))
+            if wanted and (sides := {one.sha256: one.side for one in self.adapters.values() if one.side is not None}):
+                x, seen, places = x[places], [rows[places] for rows in seen], list(range(len(places)))
+                self._add_sides(sides, wanted, x, seen)
             try:
                 if self.stage.is_head_shared:  # the group's other nodes compute all of these rows, too
                     logits = self.stage.head(x)
@@ -528,6 +522,15 @@ class StarterEngine:
         ring.release(frame)
         self.compute_s += time.perf_counter() - begin
         return tokens
+
+    def _add_sides(self, sides: Mapping[str, Side], wanted: list[_Wanted], x: Any, seen: list[Any]) -> None:
+        """Put what side networks make of the rows of their texts in the rows' places."""
+        places: dict[str, list[int]] = {}
+        for i, (seq_id, *_) in enumerate(wanted):
+            places.setdefault(self._live[seq_id].sequence.adapter, []).append(i)
+        for sha256, at in places.items():
+            if (side := sides.get(sha256)) is not None:
+                x[at] = self._rows.of_array(side(*(self._rows.array(rows[at]) for rows in (x, *seen))))
 
     def _hand_over(self, part: PlannedSlice, rows: list[Any]) -> None:
         """Give the rows of a slice to the reader who wants them: those that went through all blocks, then those of each tap."""

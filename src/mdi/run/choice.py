@@ -118,9 +118,10 @@ class Choice:
                 options.quantize, will_be_cut,
             )  # fmt: skip
             stack.callback(weights.close)
-            if named := adapter_names(options.in_peft_form):
+            names = adapter_names(options.named_adapters)  # none twice, whatever they are
+            if options.in_peft_form:
                 check_adapters(self.family, weights, options)
-                weights.take_adapters(named)
+                weights.take_adapters([one for one in names if one.name not in options.sides])
             self.codec = self.family.open_codec(weights.directory, options.prompt_style)
             self.weights, self.config = weights, weights.config
             self.directory = weights.directory

@@ -22,12 +22,12 @@ import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, N_TEXTS
+from mdi.control.messages import CONTROL_VERSION, MOST_TAPS, N_TEXTS
 from mdi.control.server import StatusOnly
 from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import Events, Request, SamplingParams, TakeRows, TextAdapter
+from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TextAdapter
 from mdi.engine.speculation import MOST_ROWS, WINDOW_ROWS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
@@ -106,7 +106,7 @@ class Run(StatusOnly):
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self._taps, self._gradients = tuple(taps), gradients
-        self._side: SideNetwork | None = None
+        self._sides: dict[str, SideNetwork] = {}  # by their names; "": of all texts
         self.options = options
         self._n_tokens = n_tokens
         self._prompts = prompts
@@ -152,19 +152,24 @@ class Run(StatusOnly):
             raise
         self._is_open = self.was_open = True
 
-    def _open_side(self, model: Choice) -> None:
-        """Read the side network, if there is one, and refuse what cannot give the outputs of single blocks."""
-        folder = self.options.side
-        if folder is not None:
-            self._side = read_side(folder, n_threads())
-            shape = self._side.shape
+    def _open_sides(self, model: Choice) -> None:
+        """Read the side networks, if there are some, and refuse what cannot give the outputs of single blocks."""
+        for name, folder in self.options.sides.items():
+            self._sides[name] = read_side(folder, n_threads())
+            shape = self._sides[name].shape
             check_base(shape, base_of(model.weights), model.weights.config, folder)
             if shape.head != LM:
                 raise UsageError(
                     f"--adapter {folder}: it tells {len(shape.labels)} classes apart, and writes no text", code="flags"
                 )
-            self._taps = shape.taps
-        if (folder is None and not self._taps) or self.options.parallel.mode == "ring":
+        if self._sides:
+            self._taps = tuple(sorted({tap for side in self._sides.values() for tap in side.shape.taps}))
+        if len(self._taps) > MOST_TAPS:
+            raise UsageError(
+                f"--adapter: side networks read the outputs of {len(self._taps)} blocks; a run gives those of {MOST_TAPS}",
+                code="flags",
+            )
+        if not (self._sides or self._taps) or self.options.parallel.mode == "ring":
             return
         raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code="flags")
 
@@ -204,7 +209,7 @@ class Run(StatusOnly):
         self._ports.add(self, cluster)
         model.open()
         self.model, self._has_model = model, True
-        self._open_side(model)
+        self._open_sides(model)
         self._check_verified(model)
         self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
         n_virtual = max((one.n_virtual for one in model.weights.adapters), default=0)
@@ -292,8 +297,9 @@ class Run(StatusOnly):
         self.engine = engine = StarterEngine(
             ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype, self._taps
         )
-        engine.side = self._side
-        engine.adapters = {one.name: TextAdapter(one.sha256, one.n_virtual) for one in model.weights.adapters}
+        engine.adapters = {one.name: TextAdapter(one.sha256, one.n_virtual) for one in model.weights.adapters} | {
+            name: TextAdapter(side.sha256, side=self._with_taps(side)) for name, side in self._sides.items()
+        }
         engine.sent = SentRows(self.replay_bytes)
         engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
         engine.speculation = self._speculation(model, ring)
@@ -311,6 +317,11 @@ class Run(StatusOnly):
             joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
             links = None if self.is_shared else SlowLinks(self.run_id, cut)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, links)
+
+    def _with_taps(self, side: SideNetwork) -> Side:
+        """A side network that gets the outputs of all taps of the run."""
+        at = [1 + self._taps.index(tap) for tap in side.shape.taps]
+        return lambda *rows: side(rows[0], *(rows[i] for i in at))
 
     def _verifier(self, engine: StarterEngine, loop: RingLoop) -> RowVerifier | None:
         """Computes rows again, if that is wanted. Raises UsageError: this run gives nothing to compare."""
@@ -541,7 +552,13 @@ class Run(StatusOnly):
         """See `identity_of`; once it is open."""
         model = self.model
         found = identity_of(model.weights, model.computing, model.options, self.max_length)
-        return found if self._side is None else hashlib.sha256(f"{found} {self._side.sha256}".encode()).hexdigest()
+        sides = " ".join(side.sha256 for side in self._sides.values())
+        return hashlib.sha256(f"{found} {sides}".encode()).hexdigest() if sides else found
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """What texts can choose by name; once it is open."""
+        return tuple(name for name in self.engine.adapters if name)
 
     @property
     def numbers(self) -> str:

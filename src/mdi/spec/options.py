@@ -170,6 +170,15 @@ class ParallelOptions:
     )] = False
 
 
+SIDE_FILE = "side.safetensors"  # in the folder of a side network
+
+
+def _is_side(adapter: str) -> bool:
+    """Whether NAME=DIR has a side network, and no adapter in PEFT's form."""
+    folder = Path(adapter.partition("=")[2]).expanduser()
+    return (folder / SIDE_FILE).is_file() and not (folder / "adapter_config.json").is_file()
+
+
 def _with_name(adapter: str) -> str:
     folder = Path(adapter).expanduser()
     is_in_peft_form = "=" not in adapter and (folder / "adapter_config.json").is_file()
@@ -250,27 +259,34 @@ class StarterOptions(Requested):
         metavar="auto|none|DIR",
     )] = DEFAULT_DRAFT
     adapter: Annotated[tuple[str, ...], Option(
-        "use what `mdi finetune` learned for the model. Folders in PEFT's form are repeatable: texts take all in turn, "
-        "and `serve` has the model also as NAME (default: the folder's)", metavar="[NAME=]DIR", nargs="append",
+        "use what `mdi finetune` learned for the model, or an adapter in PEFT's form. Repeatable: texts take all in turn, "
+        "and `serve` has the model also as NAME (default: the folder's; a side network without a name is for all texts)",
+        metavar="[NAME=]DIR", nargs="append",
     )] = ()
     draft_inexact: Annotated[bool, Option(
         "guess also where nodes compute in torch, whose rows may differ in their last bits in other company"
     )] = False
 
     @property
-    def in_peft_form(self) -> tuple[str, ...]:
-        """Adapters in PEFT's form as NAME=DIR. A folder that was given without a name gives its own."""
+    def named_adapters(self) -> tuple[str, ...]:
+        """What texts choose by its name, as NAME=DIR. A folder in PEFT's form that was given without a name gives its own."""
         return tuple(one for one in map(_with_name, self.adapter) if "=" in one)
 
     @property
-    def side(self) -> Path | None:
-        """The folder of `adapter` that is of `mdi finetune`. Raises UsageError if there is not only one."""
-        if len(self.in_peft_form) == len(self.adapter):
-            return None
+    def in_peft_form(self) -> tuple[str, ...]:
+        """Those in PEFT's form."""
+        return tuple(one for one in self.named_adapters if not _is_side(one))
+
+    @property
+    def sides(self) -> dict[str, Path]:
+        """Folders of side networks by their names; "": of all texts. Raises UsageError if that one is not alone."""
+        if len(self.named_adapters) == len(self.adapter):
+            named = (one.partition("=") for one in self.named_adapters if _is_side(one))
+            return {name: Path(folder).expanduser() for name, _, folder in named}
         if len(self.adapter) > 1:
-            named = " and ".join(self.adapter)
-            raise UsageError(f"--adapter: {named} cannot be used together (adapters in PEFT's form are NAME=DIR)")
-        return Path(self.adapter[0]).expanduser()
+            given = " and ".join(self.adapter)
+            raise UsageError(f"--adapter: {given} cannot be used together without names: give NAME=DIR")
+        return {"": Path(self.adapter[0]).expanduser()}
 
     @property
     def guesses(self) -> bool:

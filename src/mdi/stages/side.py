@@ -30,8 +30,8 @@ from mdi.kernels.blocks import Context, Linear, MdiModel
 from mdi.kernels.layout import pack
 from mdi.spec.decode import Meta, Name, Text, decode_text, one_of
 from mdi.spec.model import ModelConfig
+from mdi.spec.options import SIDE_FILE
 
-SIDE_FILE = "side.safetensors"
 KEY = "mdi_side"  # of the file's metadata
 LM, CLASSES = "lm", "classes"
 MOST_LABELS = 10_000
