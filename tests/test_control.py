@@ -370,6 +370,7 @@ FIELDS_OF_VERSION[8] = FIELDS_OF_VERSION[7]  # parts and measurements are messag
 FIELDS_OF_VERSION[9] = (
     " ".join(sorted([*FIELDS_OF_VERSION[8][0].split(), "is_hot", "refused_s"])), FIELDS_OF_VERSION[8][1]
 )  # fmt: skip
+FIELDS_OF_VERSION[10] = FIELDS_OF_VERSION[9]  # tensors that are trained have a message of their own
 
 
 def test_other_fields_are_another_version() -> None:

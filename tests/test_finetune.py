@@ -24,7 +24,7 @@ from mdi.control.messages import taps_of
 from mdi.engine.sequence import SamplingParams, wait_for_event
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels import library
-from mdi.kernels.slices import Slice
+from mdi.kernels.slices import Slice, adapter_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
@@ -357,7 +357,8 @@ def test_each_text_has_the_side_network_that_it_names(n_nodes: int, checkpoint: 
             assert set(run.adapters) == {"a", "b", "c", "lora"}
             names = ["b", "", "lora", "a", "c"]
             for name in names:
-                run.submit(text, encode(text), params, adapter=name)
+                request = run.submit(text, encode(text), params, adapter=name).request
+                assert request is not None and adapter_of(request.seq_id) == (name == "lora"), "the number on the nodes"
             run.read()
             assert {name: run.samples[i].token_ids for i, name in enumerate(names)} == wanted
     assert len(set(map(tuple, wanted.values()))) == 5

@@ -181,6 +181,13 @@ MUTANTS = [
         f"{THROUGH}::test_a_node_takes_no_other_tensors_than_its_blocks_have",
     ),
     Mutant(
+        "plain weights of all blocks stay",
+        "PlainBlocks._block",
+        "plain(dict(self._weights(index)))",
+        "vars(self).setdefault(str(index), plain(dict(self._weights(index))))",
+        f"{RING}::test_a_pass_has_the_plain_weights_and_the_activations_of_one_block[nothing]",
+    ),
+    Mutant(
         "plain weights of a block with a prefix stay until garbage is collected",
         "PlainBlocks._add_prefix",
         "weakref.proxy(attention)",

@@ -54,21 +54,11 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of_nodes = defaultdict[str, Bytes](Bytes)
+        self.total = Bytes()
 
-    def add(self, node: str, sent: int, received: int) -> None:
+    def add(self, sent: int, received: int) -> None:
         with self._lock:
-            before = self._of_nodes[node]
-            self._of_nodes[node] = Bytes(before.sent + sent, before.received + received)
-
-    @property
-    def of_nodes(self) -> dict[str, Bytes]:
-        with self._lock:
-            return dict(self._of_nodes)
-
-    @property
-    def total(self) -> Bytes:
-        return Bytes(*map(sum, zip(Bytes(), *self.of_nodes.values(), strict=True)))
+            self.total = Bytes(self.total.sent + sent, self.total.received + received)
 
 
 class _Known:
@@ -172,7 +162,7 @@ class Passes:
             if e.code == "tensors" and sha256 is not None:  # the question is asked again, and they are sent before it
                 self._known_of(node).sets.forget(sha256, sent)
             raise
-        self.traffic.add(stage.name, len(rows), len(data))
+        self.traffic.add(len(rows), len(data))
         found, *others = _split(data, [x, *learned.values()])
         return found, dict(zip(learned, others, strict=True))
 
@@ -184,7 +174,7 @@ class Passes:
                 header = header_of(trained)
                 pieces = [memoryview(header), joined_bytes(list(trained.values()))]
                 node.tensors(TensorsRequest(self._run, blocks, sha256, len(header)), pieces)
-                self.traffic.add(node.node.name, sum(map(len, pieces)), 0)
+                self.traffic.add(sum(map(len, pieces)), 0)
                 known.sets.put(sha256, sent := object())
             return sent
 
