@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guessing import Bold
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
 from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import MOST_GUESSES, Scheduler
 from mdi.engine.sequence import Event, Request, SamplingParams
 from mdi.engine.sequence import Sequence as Text
-from mdi.engine.speculation import Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
@@ -80,9 +80,12 @@ class Remembering:
             del cache[one.start :]
             for i in range(at, at + one.n_rows):
                 cache.append(int(x[i, 0]))
-                out[i] = hash((*cache[-3:], len(cache) // 7)) % 1009, cache[-1]
+                out[i] = self.row_of(cache)
             at += one.n_rows
         return out
+
+    def row_of(self, ids: list[int]) -> tuple[int, int]:
+        return hash((*ids[-3:], len(ids) // 7)) % 1009, ids[-1]
 
     def head(self, x: np.ndarray) -> np.ndarray:
         self.n_logit_rows += len(x)
@@ -110,7 +113,7 @@ class Source:
     most: int = 0
     pending: dict[int, list[bool]] = field(default_factory=dict)
 
-    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+    def limits(self, sequence: Text, n_places: int, n_texts: int, n_beside: int = 0) -> tuple[int, int]:
         return min(self.at_once[0], n_places), self.at_once[1]
 
     def propose(self, sequence: Text, n: int) -> list[int]:
@@ -349,13 +352,6 @@ def test_a_prefix_is_not_cut_where_its_windows_have_moved_on() -> None:
     behind = len(ids) + MOST_GUESSES - WINDOW_SLACK
     assert prefixes.find("me", [*ids[: behind - 1], 999, 999]) is None
     assert prefixes.find("me", [*ids[:behind], 999, 999]) == (1, behind)
-
-
-class Bold(Speculation):
-    """Guesses from the first token on, whatever it costs."""
-
-    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
-        return n_places, 3
 
 
 @pytest.mark.parametrize("n_frames", [1, 5])

@@ -18,7 +18,7 @@ from mdi.engine.recorder import Activity, Recorder
 from mdi.engine.replay import SentRows
 from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import MOST_GUESSES, PromptPace, Scheduler
-from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams
+from mdi.engine.sequence import Plan, PlannedSlice, Request, SamplingParams
 from mdi.engine.sequence import Sequence as Text
 from mdi.engine.speculation import Speculation
 from mdi.engine.starter import StarterEngine
@@ -39,7 +39,7 @@ class Always:
     def __init__(self, at_once: tuple[int, int]) -> None:
         self._at_once = at_once
 
-    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+    def limits(self, sequence: Text, n_places: int, n_texts: int, n_beside: int = 0) -> tuple[int, int]:
         return min(n_places, self._at_once[0]), self._at_once[1]
 
     def propose(self, sequence: Text, n: int) -> list[int]:
@@ -154,6 +154,36 @@ def test_a_text_begins_behind_a_running_one_only_where_guesses_have_not_moved_it
     follow(n_cut, is_sibling=True)
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_that_wait_for_a_copy_are_not_disturbed_by_guesses_of_its_source(mode: str, window: int | None) -> None:
+    """Four texts of one prompt, and one that comes while the others are guessed: a copy leaves with the next frame, and nodes
+    make it before the rows of this frame.
+    """
+    prompt = [random.Random(8).randrange(1, N_IDS) for _ in range(2 * PAGE)]
+    memory = None if window is None else memory_of(400, window)
+
+    def generate(source: Source | None) -> tuple[list[object], StarterEngine]:
+        engine = StarterEngine(Remembering(window), Scheduler(3, 48, memory), MAX_LENGTH * 2, ArrayRows())
+        engine.speculation = source  # type: ignore[assignment]
+        late: list[Request] = []
+
+        def ends(token: int) -> bool:
+            if not late:
+                late.append(engine.submit(prompt, replace(PARAMS, seed=9), owner="me"))
+            return False
+
+        requests = [engine.submit(prompt, replace(PARAMS, seed=i), ends, owner="me") for i in range(4)]
+        engine.run(LoopbackRing(3))
+        return [outcome(request) for request in (*requests, *late)], engine
+
+    plain, _ = generate(None)
+    truth = {i: [t for tokens, _, _ in one for t in tokens] for i, one in enumerate(plain)}  # type: ignore[misc,attr-defined]
+    found, engine = generate(Source(truth, MODES[mode], (3, 3)))
+    assert len(found) == 5 and found == plain
+    assert engine.n_reused >= 3 * len(prompt) and engine.guesses[0] > 50
+
+
 # Frames
 
 
@@ -206,6 +236,57 @@ def test_texts_that_are_continued_together_are_not_guessed() -> None:
     assert found[0] == found[1]
 
 
+# Texts that share frames
+
+
+class Looping(Remembering):
+    """Each token follows from the one before, so that greedy texts repeat themselves."""
+
+    def row_of(self, ids: list[int]) -> tuple[int, int]:
+        return hash(ids[-1]) * 31 % 1009, ids[-1]
+
+
+class Timed(Speculation):
+    """Frames take as long as a price says, whatever this machine does."""
+
+    def __init__(self, most_rows: int, row_s: float) -> None:
+        super().__init__(most_rows)
+        self._row_s = row_s
+        self._now_s = 0.0
+
+    def sent(self, plan: Plan, now_s: float, guessing_s: float = 0.0) -> None:
+        super().sent(plan, self._now_s)
+        self._now_s += 1.0 + self._row_s * sum(part.n_rows for part in plan.slices)
+
+    def returned(self, number: int, now_s: float, busy_s: float, n_tokens: int) -> None:
+        super().returned(number, self._now_s, 0.0, n_tokens)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n_texts=st.integers(2, 6), most_rows=st.integers(2, 8), row_s=st.sampled_from([0.001, 0.1]),
+    window=st.none() | st.integers(3, 40), limit=st.none() | st.integers(6, 20), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_texts_of_one_node_are_guessed_beside_each_other_and_stay_the_same(
+    n_texts: int, most_rows: int, row_s: float, window: int | None, limit: int | None, seed: int
+) -> None:
+    """One of them draws its tokens, and repeats nothing."""
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(1, N_IDS) for _ in range(chance.randint(1, 20))] for _ in range(n_texts)]
+    memory = None if limit is None else memory_of(limit, window)
+    found = []
+    for speculation in (None, Timed(most_rows, row_s)):
+        engine = StarterEngine(Looping(window), Scheduler(1, 16, memory), MAX_LENGTH, ArrayRows())
+        engine.speculation = speculation
+        greedy = SamplingParams(n_tokens=90, temperature=0)
+        requests = [engine.submit(ids, PARAMS if not i else greedy) for i, ids in enumerate(prompts)]
+        engine.run(LoopbackRing(1))
+        found.append([outcome(request) for request in requests])
+        assert not any(engine.scheduler.used)
+    assert found[0] == found[1]
+    assert limit is not None or engine.guesses[1] > 20
+
+
 # Prompts
 
 
@@ -220,6 +301,30 @@ def test_rows_of_guesses_are_no_prompt_in_a_trace() -> None:
     )
     (span,) = recorder.buffer.last()
     assert (span.n_rows, span.n_prompt_rows) == (17, 12)
+
+
+def test_rows_of_certain_tokens_are_no_prompt_in_a_trace() -> None:
+    scheduler, recorder = Scheduler(2), Recorder()
+    recorder.prompt_rows = scheduler.prompt_rows
+    found = []
+
+    def leave() -> Plan:
+        plan = scheduler.schedule()
+        assert plan is not None
+        recorder.add(Activity.BLOCKS, 0, 1, Frame(FrameType.BATCH, 0, plan.number, slices=slices_of(plan)))
+        found.append((recorder.buffer.last()[-1].n_rows, recorder.buffer.last()[-1].n_prompt_rows))
+        return plan
+
+    scheduler.submit(text(1, 7))
+    scheduler.update(leave().number, {1: [2]})
+    scheduler.take_certain(1, 3)
+    scheduler.submit(text(2, 5))
+    leave()
+    assert found == [(7, 7), (2 + 5, 5)]
+
+
+def slices_of(plan: Plan) -> SliceTable:
+    return SliceTable([Slice(one.seq_id, one.start, one.n_rows, one.n_logits) for one in plan.slices])
 
 
 def test_rows_of_guesses_are_no_prompt_for_the_pace() -> None:

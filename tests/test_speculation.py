@@ -6,9 +6,11 @@ import copy
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from guessing_model import learned_speed as speed
-from mdi.engine.guesses import LONG, SHORT, Index, Repetition
+from mdi.engine.guesses import LONG, N_PLACES, SHORT, Index, Repetition
 from mdi.engine.prices import Prices
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams
 from mdi.engine.sequence import Sequence as Text
@@ -47,12 +49,53 @@ def test_dear_rows_are_not_sent() -> None:
     assert found > 0.97 * plain
 
 
-def test_other_texts_that_fill_the_ring_are_not_disturbed() -> None:
-    stages_s = [0.01] * 4
-    plain, _ = speed(stages_s, p=None, n_places=4, n_texts=8, n_tokens=300)
-    found, scheduler = speed(stages_s, p=0.8, n_places=4, n_texts=8, n_tokens=300)
-    assert found > 0.98 * plain
-    assert scheduler.n_guessed < 300, "only when few texts are left"
+@pytest.mark.parametrize(
+    ("n_nodes", "n_texts", "most_rows", "row", "least"),
+    [
+        (1, 2, 4, 0.1, 1.6), (1, 4, 4, 0.1, 1.3), (1, 16, 4, 0.1, 0.97), (4, 8, 4, 0.1, 1.3), (2, 5, 4, 0.1, 1.1),
+        (1, 2, 8, 0.01, 2.8), (1, 16, 8, 0.01, 1.5),
+    ],
+)  # fmt: skip
+def test_texts_that_fill_all_nodes_have_guesses_in_the_frames_that_they_share(
+    n_nodes: int, n_texts: int, most_rows: int, row: float, least: float
+) -> None:
+    """The last ones as over windows, where each frame is a pass over the disk. Sixteen texts whose rows cost a tenth of a frame
+    each gain little.
+    """
+
+    def of(p: float | None) -> float:
+        return speed([0.01] * n_nodes, 0.0, p, 500, most_rows, lambda n: 1 + row * (n - 1), n_texts=n_texts)[0]
+
+    plain = of(None)
+    assert of(0.0) > 0.98 * plain
+    assert of(0.8) > least * plain
+
+
+@pytest.mark.parametrize("n_texts", [2, 8])
+def test_dear_rows_are_not_sent_beside_those_of_other_texts(n_texts: int) -> None:
+    plain, _ = speed([0.01], p=None, n_texts=n_texts, n_tokens=1000)
+    found, _ = speed([0.01], p=0.8, price=lambda n: n if n > n_texts else 1.0, n_texts=n_texts, n_tokens=1000)
+    assert found > 0.97 * plain
+
+
+def test_the_first_texts_of_a_frame_have_guesses_until_rows_get_dear() -> None:
+    """Up to seven rows cost nothing, and then each one as much as a frame."""
+    speculation = Speculation(kinds=frozenset({"lookup"}))
+    speculation.begin_ring(1)
+    text = Text(1, (5,) * 30, SamplingParams(n_tokens=100), 1000)
+    speculation.begin(text, None)
+    for n_rows in range(1, 13):
+        speculation.rounds.note(n_rows, max(1.0, n_rows - 6.0))
+    speculation.limits(text, 1, 4, 3)
+    for i in range(N_ROUNDS + 1):  # the first may have a prompt ahead
+        parts = tuple(PlannedSlice(j, i, 1, 1, (1,)) for j in range(4))
+        speculation.sent(Plan(i, parts, ()), float(i))
+        speculation.returned(i, i + 1.0, 0.0, 4)
+    assert [speculation.limits(text, 1, 4, n_beside) for n_beside in (3, 4, 5, 6)] == [(1, 4), (1, 3), (1, 2), (1, 1)]
+    text.ids.append(5)
+    assert len(text.ids) <= text.n_quiet, "its guesses were not wrong: it is asked again soon"
+    text.n_quiet = 0
+    assert speculation.limits(text, 1, 4, 3) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +145,32 @@ def test_a_repetition_goes_on_behind_its_own_end() -> None:
     ids = [1, 2, 3] * 5
     assert propose(Repetition(), ids, 7) == [1, 2, 3, 1, 2, 3, 1]
     assert propose(Repetition(), ids, 4, [1, 2, 3, 1]) == [2, 3, 1, 2]
+
+
+def test_of_the_last_places_that_one_counts_which_is_equal_the_furthest_back() -> None:
+    run = list(range(100, 100 + LONG))
+    ids = [50, 51, 52, *run, 900, 60, 52, *run, 901, 52, *run, 902]
+    assert propose(Repetition(), [*ids, 51, 52, *run], 1) == [900]
+    assert propose(Repetition(), [*ids, 60, 52, *run], 1) == [901]
+    assert propose(Repetition(), [*ids, 52, *run], 1) == [902], "of equal ones the last"
+    assert propose(Repetition(), [*ids, 70, *run], 1) == [902]
+    other = Index([7, 50, 51, 52, *run, 903])
+    assert propose(Repetition([other]), [*ids, 7, 50, 51, 52, *run], 1) == [903]
+    assert propose(Repetition([other]), [*ids, 8, 50, 51, 52, *run], 1) == [900], "the text itself comes first"
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 2), min_size=4, max_size=60), n=st.integers(1, 4), n_first=st.integers(0, 60))
+def test_an_index_that_has_grown_finds_what_all_places_say(ids: list[int], n: int, n_first: int) -> None:
+    index, text = Index(ids[:n_first]), ids[-n:]
+    index.find(text, n)
+    index.extend(ids[n_first:])
+    ends = [end for end in range(n, len(ids)) if ids[end - n : end] == text][-N_PLACES:]
+
+    def n_equal(end: int) -> int:
+        return next((i for i in range(end) if ids[end - 1 - i] != ids[-1 - i]), end)
+
+    assert index.find(ids, n) == max(((n_equal(end), end) for end in ends), default=None)
 
 
 def test_a_repetition_is_followed_from_token_to_token_and_left_where_the_text_differs() -> None:
@@ -294,5 +363,27 @@ def test_the_price_of_unknown_rows_follows_from_fewer() -> None:
     assert prices.of(3, 7.0) == 7.0
     prices.note(1, 10.0)
     assert prices.of(2) == pytest.approx(11) and prices.of(1) == 10
-    prices.note(4, 30.0)
-    assert prices.of(4) == 30 and prices.of(3) == pytest.approx(12)
+    prices.note(4, 16.0)
+    assert prices.of(4) == 16 and prices.of(3) == pytest.approx(14) and prices.of(6) == pytest.approx(20)
+
+
+@given(st.lists(st.integers(2, 200), min_size=1, max_size=60, unique=True), st.floats(0.0, 2.0))
+def test_prices_of_many_rows_are_those_of_about_as_many(noted: list[int], row_s: float) -> None:
+    """Each group of them is known by its mean, so that a price that grows evenly is found exactly."""
+    prices = Prices()
+    for n_rows in (1, *noted):
+        prices.note(n_rows, 3 + row_s * n_rows)
+    for n_rows in range(1, 250):
+        assert prices.of(n_rows) == pytest.approx(3 + row_s * n_rows)
+
+
+def test_a_frame_that_waited_can_make_a_price_smaller_only() -> None:
+    prices = Prices()
+    prices.note_most(100, 9.0)
+    assert prices.of(100, 7.0) == 7.0, "nothing is known"
+    prices.note(100, 5.0)
+    prices.note_most(100, 9.0)
+    assert prices.of(100) == 5.0
+    for _ in range(50):
+        prices.note_most(101, 1.0)
+    assert 1.0 <= prices.of(100) < 1.1

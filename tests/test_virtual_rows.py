@@ -253,7 +253,7 @@ def test_guesses_change_no_text(has_draft: bool, made: Tuned, expected: Expected
     again = encode(PROMPTS[0] + "One. " * 12)
     with run_of(made, tmp_path, 3, draft=str(made.checkpoint) if has_draft else "auto") as run:
         assert run.engine.speculation is not None
-        run.engine.speculation.limits = lambda sequence, n_places, n_texts: (n_places, 3)  # type: ignore[method-assign]
+        run.engine.speculation.limits = lambda sequence, n_places, *_: (n_places, 3)  # type: ignore[method-assign]
         assert [texts(run, one)[0] for one in EACH] == list(expected.values())
         assert texts(run, *EACH) == list(expected.values())
         for name in KINDS:

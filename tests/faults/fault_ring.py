@@ -259,7 +259,7 @@ def run(
     try:
         node.open()
         if (speculation := node.engine.speculation) is not None:  # guesses whatever they cost
-            speculation.limits = lambda sequence, n_places, n_texts: (n_places, 3)  # type: ignore[method-assign]
+            speculation.limits = lambda sequence, n_places, *_: (n_places, 3)  # type: ignore[method-assign]
         _note_losses(node, outcome)
         begin = time.perf_counter()
         for one, ids in zip(wanted, node.prompt_ids, strict=True):

@@ -80,7 +80,8 @@ MUTANTS = [
         "tests/test_speculation.py::test_texts_that_share_a_ring_share_its_depth",
     ),
     Mutant(
-        "texts without guesses are thought to fill all nodes", "Speculation.returned", "max(1, self._n_texts)", "self._n_nodes",
+        "texts without guesses are thought to fill all nodes", "Speculation.returned", "time_s / self._n_texts",
+        "time_s / self._n_nodes",
         "tests/test_speculation.py::test_texts_that_share_a_ring_share_its_depth",
     ),
     Mutant(
@@ -88,12 +89,29 @@ MUTANTS = [
         "tests/test_cli_plan.py::test_a_rate_of_right_guesses_predicts_the_speed_of_one_text",
     ),
     Mutant(
-        "a plan has several rows of a mixture in a frame", "plan_on", "1 if config.n_expert else", "1 if False else",
+        "a plan has several rows of a mixture in a frame", "plan_on", "bool(config.n_expert)", "False",
         "tests/test_cli_plan.py::test_one_node_computes_several_rows_of_a_text_but_of_experts",
     ),
     Mutant(
-        "rows are sent whatever they cost", "Speculation.limits", "if speed > best:", "if True:",
+        "rows are sent whatever they cost", "Speculation._best", "if speed > best:", "if True:",
         "tests/test_speculation.py::test_dear_rows_are_not_sent",
+    ),
+    Mutant(
+        "each number of rows is known by itself", "prices:_group", "n_rows // step * step", "n_rows",
+        "tests/test_speculation.py::test_a_frame_that_waited_can_make_a_price_smaller_only",
+    ),
+    Mutant(
+        "rows between those that are known cost as the first", "Prices.of", "(last_s - first_s) / (last - first)", "0.0",
+        "tests/test_speculation.py::test_prices_of_many_rows_are_those_of_about_as_many",
+    ),
+    Mutant(
+        "the last place counts, however little is equal before it", "Index.find", "max(found, (_n_equal(text, ids, at), at))",
+        "max(found[::-1], (at, _n_equal(text, ids, at)))[::-1]",
+        "tests/test_speculation.py::test_of_the_last_places_that_one_counts_which_is_equal_the_furthest_back",
+    ),
+    Mutant(
+        "an index has no places from before it grew", "Index.find", "before.append(last.get(run, 0))", "before.append(0)",
+        "tests/test_speculation.py::test_an_index_that_has_grown_finds_what_all_places_say",
     ),
     Mutant(
         "texts of other owners are looked into", "Speculation.begin",
@@ -115,8 +133,19 @@ MUTANTS = [
         "tests/placement/test_cost.py::test_a_small_model_takes_time_and_memory_of_the_starter",
     ),
     Mutant(
-        "other texts are disturbed", "Speculation.limits", "n_places == 1 and n_texts > 1", "False",
-        "tests/test_speculation.py::test_other_texts_that_fill_the_ring_are_not_disturbed",
+        "rows of other texts in a frame cost nothing", "Speculation._rows_beside",
+        "self.rounds.of(self._n_beside + 1 + n) - plain_s", "self.rounds.of(1 + n) - self.rounds.of(1)",
+        "tests/test_speculation.py::test_the_first_texts_of_a_frame_have_guesses_until_rows_get_dear",
+    ),
+    Mutant(
+        "nobody guesses where several texts fill a ring", "Speculation.limits", "self._is_full and self.most_rows == 1",
+        "self._is_full",
+        f"{LIMITS}::test_texts_of_one_node_are_guessed_beside_each_other_and_stay_the_same",
+    ),
+    Mutant(
+        "a text that found no place in a frame is thought wrong", "Speculation.limits",
+        "self._is_full and not rate.is_judged", "False",
+        "tests/test_speculation.py::test_the_first_texts_of_a_frame_have_guesses_until_rows_get_dear",
     ),
     Mutant(
         "rows of guesses take no memory", "Sequence.n_cached", "max(min(len(self.ids), self.n_positions), self.n_far)",
@@ -156,8 +185,16 @@ MUTANTS = [
         "", f"{LIMITS}::test_texts_that_are_continued_together_are_not_guessed",
     ),
     Mutant(
-        "rows of guesses are a prompt in a trace", "Recorder.add", "s.n_rows == s.n_logits",
-        "s.n_rows == 1", f"{LIMITS}::test_rows_of_guesses_are_no_prompt_in_a_trace",
+        "rows of guesses are a prompt in a trace", "Recorder.add", "s.n_rows != s.n_logits",
+        "s.n_rows != 1", f"{LIMITS}::test_rows_of_guesses_are_no_prompt_in_a_trace",
+    ),
+    Mutant(
+        "certain tokens are a prompt in a trace", "Scheduler.prompt_rows", "if part.is_prompt or plan.is_replay",
+        "if part.n_rows != part.n_logits", f"{LIMITS}::test_rows_of_certain_tokens_are_no_prompt_in_a_trace",
+    ),
+    Mutant(
+        "other nodes know nothing of certain tokens", "RunTrace._node", "prompts.get(s.frame, s.n_prompt_rows)",
+        "s.n_prompt_rows", "tests/tracing/test_trace.py::test_what_is_a_prompt_is_known_to_the_starter",
     ),
     Mutant(
         "rows of guesses are a prompt for the pace", "PromptPace.sent", "part.n_rows for part in plan.slices if part.is_prompt",
@@ -206,8 +243,8 @@ MUTANTS = [
         "n_tokens", f"{LIMITS}::test_the_tokens_of_a_round_are_counted",
     ),
     Mutant(
-        "mixtures guess several rows a frame", "Run._speculation", "1 if model.config.n_expert else",
-        "1 if False else", "tests/test_guessed_runs.py::test_a_mixture_of_experts_guesses_one_row_a_frame",
+        "mixtures guess several rows a frame", "Run._speculation", "bool(model.config.n_expert)", "False",
+        "tests/test_guessed_runs.py::test_a_mixture_of_experts_guesses_one_row_a_frame",
     ),
     Mutant(
         "two tokens may follow, and the first is taken", "StarterEngine._certain", "np.count_nonzero(allowed) == 1",

@@ -59,7 +59,7 @@ def test_the_queue_the_nodes_and_the_links(service: FakeService, client: TestCli
 
 
 def test_what_guesses_bring(service: FakeService, client: TestClient) -> None:
-    service.ring |= {"guessed": 112, "confirmed": 47, "tokens_per_round": 1.75}
+    service.ring |= {"n_guessed": 112, "n_confirmed": 47, "tokens_per_round": 1.75}
     found = scraped(service, client)
     assert found["mdi_ring_guessed_tokens_total", (MODEL,)] == 112
     assert found["mdi_ring_confirmed_tokens_total", (MODEL,)] == 47

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import simulate
 
-from mdi.engine.recorder import N_SPANS, Activity, Recorder, Span, SpanBuffer, extensions_of, pack, recorder_of, unpack
+from mdi.engine.recorder import (
+    N_SPANS,
+    SERVE_SPANS,
+    Activity,
+    Recorder,
+    Span,
+    SpanBuffer,
+    extensions_of,
+    pack,
+    recorder_of,
+    unpack,
+)
 from mdi.errors import ControlError
+from mdi.kernels.slices import SliceTable
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, FrameType, Slice
-from mdi.run.trace import Clock, Reading, read_clock, read_trace, settled, write_trace
+from mdi.run.trace import Clock, Reading, RunTrace, read_clock, read_trace, settled, write_trace
+from mdi.spec.cluster import NodeConfig
 
 counts = st.integers(0, (1 << 32) - 1)
 moments = st.integers(-(1 << 62), 1 << 62)
@@ -159,3 +174,21 @@ def test_a_node_records_only_what_it_was_asked_for() -> None:
     for i in range(N_SPANS + 1):
         kept.buffer.add(Span(Activity.WAIT, i, i, i))
     assert kept.buffer.is_full and len(kept.buffer.last()) == N_SPANS
+
+
+def test_what_is_a_prompt_is_known_to_the_starter() -> None:
+    """Two rows of which one comes back may be the end of a prompt, or a token that was not drawn and the next one."""
+    nodes = [NodeConfig(name, "127.0.0.1", 1, 1) for name in ("starter", "secondary0")]
+    client: Any = SimpleNamespace(node=nodes[1], status=lambda timeout_s: {"name": "secondary0", "timer_s": 1.0})
+    run = RunTrace(SERVE_SPANS + 1)
+    run.read_clocks([client])
+    far = Recorder()
+    run.recorder.prompt_rows = {0: 2, 1: 0}.__getitem__
+    for number in (0, 1):
+        frame = Frame(FrameType.BATCH, 0, number, slices=SliceTable([Slice(1, 4, 2, 1)]))
+        run.recorder.add(Activity.BLOCKS, 1, 2, frame)
+        far.add(Activity.BLOCKS, 3, 4, frame)
+        far.add(Activity.HEAD, 4, 5, frame)
+    assert [span.n_prompt_rows for span in far.buffer.last()] == [2] * 4
+    found = run.trace("m", nodes, [(0, 1), (1, 2)], [far.to_json()], 3).nodes
+    assert [[span.n_prompt_rows for span in node.spans] for node in found] == [[2, 0], [2, 2, 0, 0]], "also of its head"

@@ -202,7 +202,7 @@ def _save(path: Path, profile: ClusterProfile) -> None:
 def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.block_ranges import parse_layers
-    from mdi.engine.speculation import MOST_ROWS
+    from mdi.engine.speculation import most_rows_of
     from mdi.placement.model import Workload, model_shape, with_paths
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
@@ -237,7 +237,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     )
     if options.draft_rate is None:
         return found
-    return found.with_draft(options.draft_rate, 1 if config.n_expert else MOST_ROWS)  # as in a run
+    return found.with_draft(options.draft_rate, most_rows_of(bool(config.n_expert), has_window=False))
 
 
 def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:

@@ -6,7 +6,7 @@ A guess is never wrong for the text: each is compared with the token that is dra
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mdi.engine.sampling import Row, sample
 from mdi.engine.sequence import Constraint
@@ -14,6 +14,8 @@ from mdi.engine.sequence import Sequence as Text
 from mdi.kernels.slices import Slice, SliceTable
 
 LONG, SHORT = 8, 3  # tokens that must have occurred before; fewer once the guesses behind such places were right
+N_PLACES = 4  # where the last tokens occurred, that are compared
+LONGEST = 64  # equal tokens before such a place; more make no difference
 LEARN_ROWS = 256  # that the small model computes at once, of a prompt that is new to it
 
 
@@ -31,32 +33,64 @@ class Source(Protocol):
 
 
 class Index:
-    """Where runs of tokens occurred last; grows by a token in the same time whatever its length.
+    """Where runs of tokens occurred; grows by a token in the same time whatever its length.
 
-    Runs are noted by their hash, for one length when the first one of this length is looked for.
+    Runs are noted by their hash, for one length when the first one of this length is looked for. Places with the same hash are
+    linked, each one to the place before.
     """
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self.ids = list(ids)
-        self._behind: dict[int, dict[int, int]] = {}  # length of a run -> its hash -> position behind it
-        self._n_noted: dict[int, int] = {}
+        self._noted: dict[int, _Places] = {}  # by the length of the runs
 
     def extend(self, ids: Iterable[int]) -> None:
         self.ids.extend(ids)
 
-    def find(self, run: tuple[int, ...]) -> int | None:
-        """The position behind the last place with this run; not the end, where nothing follows."""
-        ids, n = self.ids, len(run)
-        behind = self._behind.setdefault(n, {})
-        for end in range(self._n_noted.get(n, n), len(ids)):
-            behind[hash(tuple(ids[end - n : end]))] = end
-        self._n_noted[n] = max(n, len(ids))
-        at = behind.get(hash(run))
-        return at if at is not None and tuple(ids[at - n : at]) == run else None
+    def find(self, text: list[int], n: int) -> tuple[int, int] | None:
+        """The place whose tokens are equal to the last ones of a text the furthest back, of the last N_PLACES where the last
+        `n` are; of equal ones, the last place. Not the end, where nothing follows.
+
+        Returns:
+            how many tokens are equal, at most LONGEST, and the position behind them; None if the last `n` did not occur.
+        """
+        ids = self.ids
+        noted = self._noted.get(n)
+        if noted is None:
+            noted = self._noted[n] = _Places({}, [0] * n)
+        last, before = noted
+        for end in range(len(before), len(ids)):
+            run = hash(tuple(ids[end - n : end]))
+            before.append(last.get(run, 0))
+            last[run] = end
+        found = 0, 0
+        at = last.get(hash(tuple(text[-n:])), 0)
+        for _ in range(N_PLACES):
+            if not at:
+                break
+            found = max(found, (_n_equal(text, ids, at), at))
+            at = before[at]
+        return found if found[0] >= n else None
+
+
+class _Places(NamedTuple):
+    """Where runs of one length end: by their hash the last place, and for each position the place before with the same hash; 0
+    is none.
+    """
+
+    last: dict[int, int]
+    before: list[int]
+
+
+def _n_equal(text: list[int], ids: list[int], at: int) -> int:
+    """How many of the last tokens of a text are those before position `at` of `ids`, at most LONGEST."""
+    n, most = 0, min(len(text), at, LONGEST)
+    while n < most and text[-1 - n] == ids[at - 1 - n]:
+        n += 1
+    return n
 
 
 class Repetition:
-    """Guesses that the text goes on as it did where its last tokens occurred before.
+    """Guesses that the text goes on as it did where the most of its last tokens occurred before.
 
     Args:
         others: further texts in which they may have occurred.
@@ -106,11 +140,13 @@ class Repetition:
     def _found(self, ids: list[int]) -> tuple[Index, int] | None:
         if len(ids) < self.n_least:
             return None
-        run = tuple(ids[-self.n_least :])
+        best, longest = None, 0
         for index in self._looked_into:
-            if (at := index.find(run)) is not None and at < len(index.ids):
-                return index, at
-        return None
+            found = index.find(ids, self.n_least)
+            if found is not None and found[0] > longest:
+                longest, at = found
+                best = index, at
+        return best
 
     def _from(self, index: Index, at: int, n: int, ids: list[int]) -> list[int]:
         """`n` tokens from a position on; what repeats itself goes on behind its own end."""

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 WEIGHT = 0.2  # of the newest time
 MORE_ROW = 0.1  # of the time of one row, for each further one, as long as that is not known
+N_GROUPS = 4  # of numbers of rows from one to twice as many; less than eight rows are a group of their own each
 
 
 class Prices:
-    """Seconds that frames of so many rows took, the newest with the most weight."""
+    """Seconds that frames of so many rows took, the newest with the most weight.
+
+    Large numbers of rows are known in groups, by their means: each number of its own comes too seldom.
+    """
 
     def __init__(self) -> None:
-        self._times_s: dict[int, float] = {}
+        self._known: dict[int, tuple[float, float]] = {}  # by group: rows, seconds
+        self._ordered: list[tuple[float, float]] = []
         self.n_noted = 0
 
-    def note(self, n_rows: int, time_s: float, weight: float = WEIGHT) -> None:
+    def note(self, n_rows: int, time_s: float) -> None:
         """A frame of `n_rows` rows took `time_s`."""
-        known = self._times_s.get(n_rows, time_s)
-        self._times_s[n_rows] = known + weight * (time_s - known)
+        rows, known_s = self._known.get(_group(n_rows), (n_rows, time_s))
+        self._learn(n_rows, rows + WEIGHT * (n_rows - rows), known_s + WEIGHT * (time_s - known_s))
         self.n_noted += 1
 
     def note_most(self, n_rows: int, time_s: float) -> None:
         """A frame took at most `time_s`: it counts if that is shorter than what is known. One that was late may seem short."""
-        if time_s < (known := self.of(n_rows, time_s)):
-            self._times_s[n_rows] = known + WEIGHT * (time_s - known)
+        if time_s < (known_s := self.of(n_rows, time_s)):
+            rows, at_s = self._known.get(_group(n_rows), (n_rows, known_s))
+            self._learn(n_rows, rows, at_s + WEIGHT * (time_s - at_s))
 
     def of(self, n_rows: int, unknown_s: float = 0.0) -> float:
-        """The time of a frame; from that of one with fewer rows where it is not known, and `unknown_s` without any."""
-        found = self._times_s.get(n_rows)
-        if found is not None:
-            return found
-        below = max((n for n in self._times_s if n < n_rows), default=0)
-        if below:
-            return self._times_s[below] * (1 + MORE_ROW * (n_rows - below) / (1 + MORE_ROW * (below - 1)))
-        return self._times_s[min(self._times_s)] if self._times_s else unknown_s
+        """The time of a frame. Where it is not known, it lies between those with fewer and with more rows; beyond all, each row
+        costs as much as those that are known. `unknown_s` without any.
+        """
+        ordered = self._ordered
+        if not ordered:
+            return unknown_s
+        at = bisect_right(ordered, (n_rows, float("inf")))
+        if not at:
+            return ordered[0][1]
+        rows, time_s = ordered[at - 1]
+        if rows == n_rows:
+            return time_s
+        if len(ordered) == 1:
+            return time_s * (1 + MORE_ROW * (n_rows - rows) / (1 + MORE_ROW * (rows - 1)))
+        (first, first_s), (last, last_s) = ordered[at - 1 : at + 1] if at < len(ordered) else (ordered[0], ordered[-1])
+        return time_s + max(0.0, (last_s - first_s) / (last - first)) * (n_rows - rows)
 
     def clear(self) -> None:
-        self._times_s.clear()
+        self._known.clear()
+        self._ordered.clear()
         self.n_noted = 0
+
+    def _learn(self, n_rows: int, rows: float, time_s: float) -> None:
+        self._known[_group(n_rows)] = rows, time_s
+        self._ordered = [self._known[group] for group in sorted(self._known)]
+
+
+def _group(n_rows: int) -> int:
+    """The least number of rows of its group."""
+    step = 1 << max(0, (n_rows // N_GROUPS).bit_length() - 1)
+    return n_rows // step * step

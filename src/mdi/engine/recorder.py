@@ -124,11 +124,16 @@ class Recorder:
     Args:
         n_spans: kept at most.
         texts: asked with each frame that leaves, on the starter.
+
+    Attributes:
+        prompt_rows: how many rows of a frame belong to prompts, by its number. None: nobody here knows; then those of slices do
+            of which not all rows come back, which is wrong where a token was not drawn.
     """
 
     def __init__(self, n_spans: int = N_SPANS, texts: Texts | None = None) -> None:
         self.buffer = SpanBuffer(n_spans)
         self.texts = texts
+        self.prompt_rows: Callable[[int], int] | None = None
 
     def over(self, ring: TcpRing | LoopbackRing, sends_first: bool = False) -> RecordedRing:
         """The ring as the node's loop is to see it; see RecordedRing."""
@@ -138,9 +143,11 @@ class Recorder:
 
     def add(self, activity: Activity, begin_ns: int, end_ns: int, frame: Frame) -> None:
         """Something was done with a frame's rows."""
-        n_rows = frame.slices.n_rows
-        n_decoding = sum([s.n_rows for s in frame.slices if s.n_rows == s.n_logits])  # guesses among them
-        self.buffer.add(Span(activity, begin_ns, end_ns, frame.number, n_rows, n_rows - n_decoding))
+        if self.prompt_rows is not None:
+            n_prompt = self.prompt_rows(frame.number)
+        else:
+            n_prompt = sum([s.n_rows for s in frame.slices if s.n_rows != s.n_logits])
+        self.buffer.add(Span(activity, begin_ns, end_ns, frame.number, frame.slices.n_rows, n_prompt))
 
     def to_json(self, n_spans: int | None = None) -> dict[str, Any]:
         """The last `n_spans`, or all, in the form that a node sends."""

@@ -40,11 +40,12 @@ UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
 class Guesser(Protocol):
     """Guesses the next tokens of texts: engine.speculation.Speculation."""
 
-    def limits(self, sequence: Sequence, n_places: int, n_texts: int) -> tuple[int, int]:
+    def limits(self, sequence: Sequence, n_places: int, n_texts: int, n_beside: int) -> tuple[int, int]:
         """The frames of a text that may be under way, and the rows that each may have. Nothing is guessed with (1, 1).
 
         Args:
             n_places: frames that the ring has for this text; n_texts: that decode.
+            n_beside: rows of other texts in its next frame.
         """
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
@@ -111,6 +112,7 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._has_grown = False  # the caches of running sequences, since it was seen that all nodes hold them
         self._has_replayed = False  # in the last frame: replays and other rows take turns
+        self._ahead: list[int] | None = None  # bytes that all may grow to, with guesses of the next frame
         self.n_plans = 0
         self.guesser: Guesser | None = None
         self.pinned: set[int] = set()
@@ -264,6 +266,7 @@ class Scheduler:
             while not self._holds(self._use.total):
                 self._preempt(next(reversed(self._running.values())))
             self._has_grown = False
+        self._ahead = None
         if self._waiting:
             self._admit()
         for sequence in filter(self._waits, self._prefilling):
@@ -293,6 +296,16 @@ class Scheduler:
         self._in_flight.append(plan)
         self._n_bare += is_guessed
         return plan
+
+    def prompt_rows(self, number: int) -> int:
+        """Rows of prompts, and those that are replayed, in a frame that is under way."""
+        return sum(
+            part.n_rows
+            for plan in self._in_flight
+            if plan.number == number
+            for part in plan.slices
+            if part.is_prompt or plan.is_replay
+        )
 
     def due(self, number: int) -> tuple[Plan, list[bool]]:
         """The plan of a frame that is back, and for each slice whether tokens are to be drawn from it: not in the middle of a
@@ -527,7 +540,8 @@ class Scheduler:
             sequence = self._ready.popleft()  # a cohort stays together: it needs all of its rows to go on
             cohort = sequence.cohort
             n_known = sequence.n_to_send
-            guesses = [] if self.guesser is None else self._guesses(sequence, n_known)
+            n_beside = n_rows + max(0, n_slices - len(slices) - 1)
+            guesses = [] if self.guesser is None else self._guesses(sequence, n_known, n_beside)
             part = self._with_guesses(sequence, n_known, guesses) if guesses else next_slice(sequence, n_known)
             slices.append(part)
             n_rows += part.n_rows
@@ -551,7 +565,7 @@ class Scheduler:
             return []
         slices = []
         for sequence in self._running.values():
-            if sequence.n_flying and (guesses := self._guesses(sequence, 0)):
+            if sequence.n_flying and (guesses := self._guesses(sequence, 0, 0)):
                 slices.append(self._with_guesses(sequence, 0, guesses))
         return slices
 
@@ -561,16 +575,19 @@ class Scheduler:
         self._count(sequence)
         return part
 
-    def _guesses(self, sequence: Sequence, n_known: int) -> list[int]:
+    def _guesses(self, sequence: Sequence, n_known: int, n_beside: int) -> list[int]:
         """Guesses for the next slice of a sequence, behind so many known rows; none where their rows would be of no use, or
         take memory that texts will need.
+
+        Args:
+            n_beside: rows of other texts in its frame.
         """
         if len(sequence.ids) <= sequence.n_quiet and not sequence.guessed:
             return []  # most come to here
         if self.guesser is None or not sequence.is_guessed or sequence.cohort:
             return []
         n_texts = max(1, self._n_decoding)
-        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts)
+        n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts, n_beside)
         if sequence.n_flying >= n_flying or n_rows <= n_known:
             return []
         begin = sequence.n_sent + n_known
@@ -586,10 +603,15 @@ class Scheduler:
         """Whether a sequence may have rows up to `end`, and all others could still grow, without any cache being dropped."""
         if self.memory is None or self._prefixes is None or end <= sequence.n_far:
             return True
-        others = self._use.ahead([one for one in self._running.values() if one is not sequence])
+        if self._ahead is None:
+            self._ahead = self._use.ahead(self._running.values())
+        before = self._use.needs(min(sequence.n_cached + AHEAD_POSITIONS, sequence.n_positions))
         own = self._use.needs(min(end + AHEAD_POSITIONS, sequence.n_positions))
-        kept = self._prefixes.total
-        return self.memory.holds([sum(n) for n in zip(others or [0] * len(own), own, kept, strict=True)])
+        ahead = [n - old + new for n, old, new in zip(self._ahead, before, own, strict=True)]
+        has_room = self.memory.holds([n + kept for n, kept in zip(ahead, self._prefixes.total, strict=True)])
+        if has_room:
+            self._ahead = ahead
+        return has_room
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         if not self._prefilling:

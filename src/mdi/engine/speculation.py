@@ -12,7 +12,17 @@ the known token and r - 1 guesses, a round gives 1 + p + ... + p^(r - 1) tokens.
 
 No more than L / t frames are in flight, of all texts together. With more, they would wait for the slowest stage, and behind
 them the frame with the right token. So guesses that are always wrong cost nothing but the work of nodes that would wait.
-Where nodes do not wait, because they share cores or each frame is a pass over the disk, one frame is in flight.
+L / t is rounded up from 0.85 of the next number on: measured times scatter by more than such a frame waits. A ring of N nodes
+holds 2 N frames, whatever L is. Where nodes do not wait, because they share cores or each frame is a pass over the disk, one
+frame is in flight.
+
+Where texts fill the ring, or the only node, no node waits: each text has one frame in flight, which others have rows in.
+A frame with n rows takes F(n) seconds. If all k texts of a frame are alike, it brings at most
+
+    s = max over r of k (1 + p + ... + p^(r - 1)) / F(k r)
+
+tokens per second. Guesses of a text beside m rows of others pay if they bring more for their time: its number of rows is the r
+for which p + ... + p^(r - 1) - s (F(m + r) - F(m + 1)) is largest.
 
 A guess takes time, too: on the first node that of its source counts in t, and before a frame leaves in L.
 """
@@ -42,12 +52,23 @@ N_OWN = 16  # frames in which this node's own time is measured
 N_TRIAL = 32  # tokens after which the times with and without guesses are compared
 N_CLEAR, CLEARLY = 8, 1.4  # tokens after which so many times the time without is enough to see it
 MOST_SLOW = 2.0  # times the time without for its tokens: a frame that takes longer was held up by something else
+TRIAL_FRAMES, CLEAR_FRAMES = 8, 2  # at least, before the one and the other: with many texts a frame has many tokens
 TRIAL_PAUSE, LONGEST_TRIAL_PAUSE = 256, 2048  # frames
 PROVEN = 0.6  # with this rate, shorter repetitions count
 DEPTH_SLACK = 0.15  # by this part of a stage's time a right frame may wait: measured times scatter
 N_OTHERS = 4  # ended texts of an owner in which repetitions are looked for
 # Sources in the order in which they are asked, with the rate that is assumed before any guess was judged.
 ASSUMED = {"grammar": 0.9, "prediction": 0.8, "lookup": 0.7, "draft": 0.7}
+
+
+def most_rows_of(has_experts: bool, has_window: bool) -> int:
+    """Rows of a text in a frame, at most.
+
+    Args:
+        has_experts: each further row reads other weights; has_window: the way of the weights from the disk is longer than all
+            rows take.
+    """
+    return 1 if has_experts else WINDOW_ROWS if has_window else MOST_ROWS
 
 
 def tokens_per_s(p: float, n_rows: int, n_frames: int, round_s: float, stage_s: float) -> float:
@@ -82,6 +103,11 @@ class _Rate:
     def is_known(self) -> bool:
         return len(self._judged) >= N_JUDGED // 2
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether the rate is not only assumed."""
+        return bool(self._judged)
+
     def judge(self, n_right: int, is_wrong: bool) -> None:
         self._judged.extend([True] * n_right + [False] * is_wrong)
         self.n_confirmed += n_right
@@ -110,8 +136,7 @@ class Speculation:
     """See the module; a `Guesser` of the scheduler. Belongs to the engine's thread, and has no clock: times come in as numbers.
 
     Args:
-        most_rows: rows of a text in a frame; 1 where each further row reads other weights (experts), and more where rows cost
-            nothing beside the way from the disk.
+        most_rows: see `most_rows_of`.
         draft: the small model, if there is one.
         kinds: the sources that may be used, of ASSUMED.
         n_vocabulary: ids that the model knows; None: none is larger.
@@ -141,12 +166,15 @@ class Speculation:
             0,
             0.0,
         )  # the frame at which `_own_s` was noted, and the busy time then; 0 is not known
-        self._plain = Prices()  # time of a token of any text, without guesses
+        self._plain_s: dict[int, float] = {}  # of a token of any text, without guesses, by how many texts there are
         self._prompt = -1  # newest frame with prompt rows, or a replay
         self._trials = {kind: _Trial() for kind in ASSUMED}
-        self._n_texts = 0
-        # Rate, places and source, the limits for them, and how often they count again.
-        self._known = (0.0, 0, ""), (1, 1), 0
+        self._n_texts = 0  # that decode; 0 is not known
+        self._n_beside = 0  # rows of others in the next text's frame
+        self._is_full = False  # texts fill the ring, so that each has one frame, with rows of others in it
+        # The limits for a rate, places, rows beside and a source, since the frame of this number.
+        self._known: dict[tuple[float, int, int, str], tuple[int, int]] = {}
+        self._known_at = 0
         self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
 
     def begin_ring(self, n_nodes: int, is_deep: bool = True) -> None:
@@ -162,7 +190,9 @@ class Speculation:
         self._n_guessed = 0
         self._last = None
         self._own_s, self._noted, self._busy_s = 0.0, 0, 0.0
-        self._plain.clear()
+        self._plain_s.clear()
+        self._known.clear()
+        self._n_texts, self._is_full = 0, False
         self._trials = {kind: _Trial() for kind in ASSUMED}
         self._n_to_measure = N_ROUNDS
 
@@ -185,33 +215,53 @@ class Speculation:
 
     # Of the scheduler
 
-    def limits(self, sequence: Text, n_places: int, n_texts: int) -> tuple[int, int]:
+    def limits(self, sequence: Text, n_places: int, n_texts: int, n_beside: int = 0) -> tuple[int, int]:
         if n_texts != self._n_texts:
-            self._n_texts, self._n_to_measure = n_texts, N_ROUNDS
-            self._plain.clear()
-        if n_places == 1 and n_texts > 1:  # other texts fill the ring
+            self._take_texts(n_texts, n_places == 1 and n_texts > 1)
+        if self._is_full and self.most_rows == 1:
             sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
             return 1, 1
         guessed = self.texts.get(sequence.seq_id)
-        if guessed is None or self._n_to_measure:
+        if guessed is None or self._n_to_measure or not self.rounds.n_noted:
             return 1, 1
         kind = guessed.last if sequence.guessed else self._finds(guessed, sequence)
         if not kind:
             return 1, 1
-        p = guessed.rates[kind].rate
-        if self._known[0] == (p, n_places, kind) and self._known[2]:  # times change slowly
-            self._known = self._known[0], self._known[1], self._known[2] - 1
-            return self._known[1]
+        self._n_beside = n_beside
+        rate = guessed.rates[kind]
+        if self._number - self._known_at >= N_KNOWN:  # times change slowly
+            self._known.clear()
+            self._known_at = self._number
+        key = rate.rate, n_places, n_beside, kind
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._best(rate.rate, n_places, kind)
+        if found == (1, 1) and not sequence.guessed:
+            if self._is_full and not rate.is_judged:  # a frame with fewer rows may have a place for its guesses
+                sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
+            else:
+                rate.pause(len(sequence.ids))  # others may pay
+        return found
+
+    def _take_texts(self, n_texts: int, is_full: bool) -> None:
+        """So many texts decode from now on. Times are measured again: the more often, the less is known of so many."""
+        if is_full != self._is_full and self._n_nodes > 1:
+            self.rounds.clear()  # frames wait for each other in a full ring
+        self._n_texts, self._is_full = n_texts, is_full
+        self._known.clear()
+        is_known = n_texts in self._plain_s and self.rounds.n_noted
+        self._n_to_measure = max(self._n_to_measure, 1) if is_known else N_ROUNDS
+
+    def _best(self, p: float, n_places: int, kind: str) -> tuple[int, int]:
+        """The fastest limits; (1, 1) where guesses do not pay."""
+        if self._is_full:
+            return 1, self._rows_beside(p, kind)
         best, found = PAYS * self._speed(0.0, 1, 1), (1, 1)
         for n_rows in range(1, self.most_rows + 1):
             n_frames = min(n_places, self._most_frames(n_rows, kind))
             speed = self._speed(p, n_rows, n_frames, kind)
             if speed > best:
                 best, found = speed, (n_frames, n_rows)
-        if found == (1, 1) and not sequence.guessed:
-            guessed.rates[kind].pause(len(sequence.ids))  # others may pay
-        else:
-            self._known = (p, n_places, kind), found, N_KNOWN
         return found
 
     def _finds(self, guessed: _Guessed, sequence: Text) -> str:
@@ -238,6 +288,21 @@ class Speculation:
     def _speed(self, p: float, n_rows: int, n_frames: int, kind: str = "") -> float:
         round_s = self.rounds.of(n_rows) + self._guess_s.get(kind, 0.0) * (n_rows - 1)
         return tokens_per_s(p, n_rows, n_frames, round_s, self._stage_s(n_rows, kind))
+
+    def _rows_beside(self, p: float, kind: str) -> int:
+        """Rows of a text in a frame of a full ring: see the module."""
+        n_texts, guess_s = -(-self._n_texts // self._n_nodes), self._guess_s.get(kind, 0.0)
+        right = [sum(p**i for i in range(1, n_rows)) for n_rows in range(1, self.most_rows + 1)]
+        speed = max(
+            n_texts * (1 + more) / (self.rounds.of(n_texts * (1 + n)) + guess_s * n_texts * n)
+            for n, more in enumerate(right)
+        )
+        plain_s = self.rounds.of(self._n_beside + 1)
+        gains = [
+            more - PAYS * speed * (self.rounds.of(self._n_beside + 1 + n) - plain_s + guess_s * n)
+            for n, more in enumerate(right)
+        ]
+        return 1 + gains.index(max(gains))
 
     def _stage_s(self, n_rows: int, kind: str) -> float:
         if self._n_nodes == 1:
@@ -275,9 +340,7 @@ class Speculation:
     def _pays(self, p: float, kind: str) -> bool:
         if not self.rounds.n_noted:
             return True  # nothing is known of this ring yet
-        plain = PAYS * self._speed(0.0, 1, 1)
-        rows = range(1, self.most_rows + 1)
-        return any(self._speed(p, n, self._most_frames(n, kind), kind) > plain for n in rows)
+        return self._best(p, 2 * self._n_nodes, kind) != (1, 1)
 
     def _allowed(self, sequence: Text, constraint: Constraint | None, found: list[int]) -> list[int]:
         """The guesses before the first one that can not be drawn, or that would end the text."""
@@ -303,6 +366,7 @@ class Speculation:
 
     def forget(self, sequence: Text) -> None:
         """A text has ended; its tokens are looked for repetitions in later texts of its owner."""
+        self._n_texts = 0
         guessed = self.texts.pop(sequence.seq_id, None)
         if guessed is None:
             return
@@ -345,10 +409,10 @@ class Speculation:
             guess_s = guessing_s / sum(part.n_guessed for part in plan.slices)
             known_s = self._guess_s.get(self._kind, guess_s)
             self._guess_s[self._kind] = known_s + WEIGHT * (min(guess_s, 2 * known_s) - known_s)
-        is_free = is_first and len(self.under_way) < max(1, self._n_nodes // 2)
+        is_free = self._is_full or (is_first and len(self.under_way) < max(1, self._n_nodes // 2))
         is_plain = is_first and not has_guesses
-        # As many frames later as there are texts, no prompt is ahead in the ring.
-        is_steady = is_plain and plan.number - self._prompt >= self._n_texts
+        # As many frames later as the ring may have, no prompt is ahead in it.
+        is_steady = is_plain and plan.number - self._prompt >= min(self._n_texts, 2 * self._n_nodes)
         self.under_way[plan.number] = _Flight(now_s, n_rows, has_guesses, is_free, is_plain, is_steady)
 
     def returned(self, number: int, now_s: float, busy_s: float, n_tokens: int) -> None:
@@ -358,17 +422,19 @@ class Speculation:
             return
         self._n_guessed -= flight.has_guesses
         self._n_since += n_tokens
-        if self._n_since > MEASURED_EACH:
+        if self._n_since > MEASURED_EACH * max(1, self._n_texts):
             self._n_since, self._n_to_measure = 0, 1
         time_s = now_s - flight.sent_s
         if flight.is_free:
             self.rounds.note(flight.n_rows, time_s)
         else:
             self.rounds.note_most(flight.n_rows, time_s)
-        if flight.is_steady:
+        if flight.is_steady and self._n_texts:
             self._n_to_measure = max(0, self._n_to_measure - 1)
             # Gaps between frames depend on where in the ring the texts are.
-            self._plain.note(1, time_s / max(1, self._n_texts))
+            token_s = time_s / self._n_texts
+            known_s = self._plain_s.get(self._n_texts, token_s)
+            self._plain_s[self._n_texts] = known_s + WEIGHT * (token_s - known_s)
         if self._last is not None and self._last[1] == number - 1:
             last_s, _, last = self._last
             gap_s = now_s - last_s
@@ -378,7 +444,7 @@ class Speculation:
                 else:
                     self.stages.note_most(flight.n_rows, gap_s)
             if not flight.is_plain:
-                self._trials[self._kind].note(gap_s, n_tokens, self._plain.of(1), number)
+                self._trials[self._kind].note(gap_s, n_tokens, self._plain_s.get(self._n_texts, 0.0), number)
         self._last = now_s, number, flight
         if number - self._noted >= N_OWN:
             self._own_s = (busy_s - self._busy_s) / (number - self._noted) if self._busy_s else 0.0
@@ -389,8 +455,9 @@ class _Flight(NamedTuple):
     """A frame under way.
 
     Attributes:
-        is_free: whether it waits for no other frame; is_plain: whether no guesses are under way, here or before it;
-        is_steady: nor prompts, so that each text has one token in its time.
+        is_free: whether it waits for no other frame, or as all frames do;
+        is_plain: whether no guesses are under way, here or before it; is_steady: nor prompts,
+            so that each text has one token in its time.
     """
 
     sent_s: float
@@ -410,7 +477,7 @@ class _Trial:
 
     def __init__(self) -> None:
         self.until = 0
-        self._time_s, self._n_tokens = 0.0, 0
+        self._time_s, self._n_tokens, self._n_frames = 0.0, 0, 0
         self._pause = TRIAL_PAUSE
 
     def note(self, time_s: float, n_tokens: int, plain_s: float, number: int) -> None:
@@ -418,13 +485,13 @@ class _Trial:
         if not plain_s:
             return
         self._time_s += min(time_s, MOST_SLOW * plain_s * max(1, n_tokens))
-        self._n_tokens += n_tokens
-        if self._n_tokens < N_CLEAR:
+        self._n_tokens, self._n_frames = self._n_tokens + n_tokens, self._n_frames + 1
+        if self._n_tokens < N_CLEAR or self._n_frames < CLEAR_FRAMES:
             return
         slower = self._time_s / (self._n_tokens * plain_s)
-        if self._n_tokens < N_TRIAL and slower < CLEARLY:
+        if (self._n_tokens < N_TRIAL or self._n_frames < TRIAL_FRAMES) and slower < CLEARLY:
             return
-        self._time_s, self._n_tokens = 0.0, 0
+        self._time_s, self._n_tokens, self._n_frames = 0.0, 0, 0
         if PAYS * slower > 1:
             self.until, self._pause = number + self._pause, min(4 * self._pause, LONGEST_TRIAL_PAUSE)
         else:

@@ -28,7 +28,7 @@ from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TextAdapter
-from mdi.engine.speculation import MOST_ROWS, WINDOW_ROWS, Speculation
+from mdi.engine.speculation import Speculation, most_rows_of
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, NodeLostError, UsageError
 from mdi.host.threads import host_of, n_threads
@@ -307,7 +307,7 @@ class Run(StatusOnly):
         self._state = "RUNNING"
         self._texts = RunTexts(engine, model.codec, self.max_length)
         if recorder is not None:
-            recorder.texts = engine.texts
+            recorder.texts, recorder.prompt_rows = engine.texts, engine.scheduler.prompt_rows
         loop.start(engine, ring, recorder)
         if cut is not None:
             cut.n_rounds = lambda: engine.n_rounds_left
@@ -362,7 +362,7 @@ class Run(StatusOnly):
         if options.draft != "auto":
             draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
         has_window = window_of(options.weight_memory) is not None
-        most_rows = 1 if model.config.n_expert else WINDOW_ROWS if has_window else MOST_ROWS
+        most_rows = most_rows_of(bool(model.config.n_expert), has_window)
         return Speculation(most_rows, draft, n_vocabulary=model.config.padded_vocab_size)
 
     def _measure(self, client: ControlClient) -> NodeProfile:

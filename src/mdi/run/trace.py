@@ -312,12 +312,18 @@ class RunTrace:
             measured: the metrics of each secondary; one without has no spans.
         """
         own, starter = self.recorder.buffer, configs[0]
+        prompts = {s.frame: s.n_prompt_rows for s in own.last() if s.activity == Activity.BLOCKS}
         nodes = [NodeTrace(starter.name, blocks[0], tuple(own.last()), is_cut=own.is_full, addr=starter.addr)]
         for config, held, values in zip(configs[1:], blocks[1:], measured, strict=False):  # a lost node says nothing
-            nodes.append(replace(self._node(config.name, held, values), addr=config.addr))
+            nodes.append(replace(self._node(config.name, held, values, prompts), addr=config.addr))
         return Trace(model, tuple(_with_settled_clocks(nodes)), n_tokens)
 
-    def _node(self, name: str, blocks: tuple[int, int], values: Mapping[str, Any]) -> NodeTrace:
+    def _node(
+        self, name: str, blocks: tuple[int, int], values: Mapping[str, Any], prompts: Mapping[int, int]
+    ) -> NodeTrace:  # fmt: skip
+        """Args:
+        prompts: rows of prompts in each frame: the starter alone knows which they are.
+        """
         readings = self._readings.get(name)
         try:
             spans = unpack(values["spans"], name) if readings and "spans" in values else []
@@ -326,8 +332,15 @@ class RunTrace:
             spans = []
         if not readings or not spans:
             return NodeTrace(name, blocks, ())
-        clock = Clock(readings)
-        moved = (s._replace(begin_ns=clock.here_ns(s.begin_ns), end_ns=clock.here_ns(s.end_ns)) for s in spans)
+        clock, computing = Clock(readings), (Activity.BLOCKS, Activity.HEAD)
+        moved = (
+            s._replace(
+                begin_ns=clock.here_ns(s.begin_ns),
+                end_ns=clock.here_ns(s.end_ns),
+                n_prompt_rows=prompts.get(s.frame, s.n_prompt_rows) if s.activity in computing else s.n_prompt_rows,
+            )
+            for s in spans
+        )
         return NodeTrace(name, blocks, tuple(moved), clock.error_s, values.get("spans_cut") is True)
 
 

@@ -23,8 +23,8 @@ TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
 _RING = {
     "tokens_s": (GaugeMetricFamily, "mdi_tokens_per_second", "Of all texts, lately"),
     "n_tokens": (CounterMetricFamily, "mdi_ring_tokens", "Tokens that came out of the ring"),
-    "guessed": (CounterMetricFamily, "mdi_ring_guessed_tokens", "Tokens that were guessed while others went round"),
-    "confirmed": (CounterMetricFamily, "mdi_ring_confirmed_tokens", "Guessed tokens that were then drawn"),
+    "n_guessed": (CounterMetricFamily, "mdi_ring_guessed_tokens", "Tokens that were guessed while others went round"),
+    "n_confirmed": (CounterMetricFamily, "mdi_ring_confirmed_tokens", "Guessed tokens that were then drawn"),
     "tokens_per_round": (
         GaugeMetricFamily,
         "mdi_ring_tokens_per_round",

@@ -80,8 +80,6 @@ class _Watch:
             "n_reused": node.engine.n_reused,
             "n_guessed": n_guessed,
             "n_confirmed": n_confirmed,
-            "guessed": node.engine.guesses[0],
-            "confirmed": node.engine.guesses[1],
             "tokens_per_round": tokens_per_round(node.engine.n_tokens, n_confirmed),
             "n_recoveries": node.n_recoveries,
             "tokens_s": self._tokens_s(node.engine.n_tokens),
