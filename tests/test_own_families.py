@@ -18,6 +18,7 @@ import yaml
 from forced import forced, instruction_sets
 from safetensors.numpy import save_file
 
+from guessing import Bold, of_two_tokens
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import AdapterName, AdapterSource, adapted_rows
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
@@ -35,11 +36,16 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
+from mdi.engine.rows import ArrayRows
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import SamplingParams
+from mdi.engine.starter import StarterEngine
 from mdi.errors import CheckpointError, ControlError, UsageError
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.net.ring import LoopbackRing
 from mdi.run.run import Run
 from mdi.spec.model import ModelConfig, why_not_litgpt
 from mdi.spec.options import Requested
@@ -112,6 +118,30 @@ def made(family: str, tmp_path: Path, **sizes: Any) -> LitCheckpoint:
     save_file(state, folder / "lit_model.safetensors")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(config.plain()), encoding="utf-8")
     return LitCheckpoint(folder)
+
+
+@pytest.mark.parametrize("form", [None, "mxfp4"])
+@pytest.mark.parametrize("cache_type", ["float32", "int8"])
+def test_texts_are_the_same_with_guesses_under_way(source: LitCheckpoint, form: str | None, cache_type: str) -> None:
+    """Greedy and sampled texts, one after the other and at the same time."""
+    stage = stage_of(source, cache_type, form and Packing(form, "int8"))
+    ids = [int(token) for token in ids_of(source)]
+    asked = [
+        (ids[:7], of_two_tokens(SamplingParams(60, temperature=0), 5, 6)),
+        (ids[:3] * 4, of_two_tokens(SamplingParams(50, temperature=0.3, seed=2, n_logprobs=2), 7, 8)),
+        (ids[:40], SamplingParams(28, temperature=0.9, top_k=9, seed=3, presence_penalty=0.4)),
+    ]
+    results = []
+    for speculation in (None, Bold()):
+        for n_frames in (1, 5):
+            engine = StarterEngine(stage, Scheduler(n_frames), LENGTH, ArrayRows())
+            engine.speculation = speculation
+            requests = [engine.submit(prompt, params) for prompt, params in asked]
+            engine.run(LoopbackRing(n_frames))
+            results.append([[event for event in request] for request in requests])
+            assert not len(stage.caches)
+            assert speculation is None or engine.guesses[1] > 10
+    assert all(result == results[0] for result in results)
 
 
 def ids_of(source: WeightSource) -> np.ndarray:

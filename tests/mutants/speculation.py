@@ -177,6 +177,10 @@ MUTANTS = [
         "part.n_logits > 0", f"{LIMITS}::test_frames_of_guesses_alone_hold_up_no_other_text",
     ),
     Mutant(
+        "a copy leaves later than its frame", "Scheduler.schedule", "tuple(self._copies)", "tuple(self._copies[:1])",
+        f"{LIMITS}::test_texts_that_wait_for_a_copy_are_not_disturbed_by_guesses_of_its_source",
+    ),
+    Mutant(
         "guesses leave while a text waits", "Scheduler._guess_slices", "self._waiting or self._ready or ",
         "", f"{LIMITS}::test_nothing_is_guessed_while_a_text_waits",
     ),
@@ -220,6 +224,10 @@ MUTANTS = [
     Mutant(
         "rows of wrong guesses are replayed", "Scheduler.resume", "sequence.return_to(n_done)",
         "sequence.n_sent = n_done", f"{LIMITS}::test_caches_are_replayed_in_the_middle_of_guesses",
+    ),
+    Mutant(
+        "guesses stay under way when a text moves to another ring", "Sequence.rewind", "self.return_to(0)", "self.n_sent = 0",
+        "tests/recovery/test_joins.py::test_a_leaving_node_computes_while_others_load_its_blocks[ring-guessed]",
     ),
     Mutant(
         "sent rows of wrong guesses stay", "SentRows._append",

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from conftest import NANO, Server
+from guessing import guess_always
+from mdi.engine.sequence import SamplingParams
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
 from mdi.serve.grammar import GrammarSource
+from mdi.spec.options import StarterOptions
 from mdi.text.texts import TextCodec
+from secondaries import cluster_of, secondaries
 
 SCHEMA = {
     "type": "object",
@@ -71,6 +78,41 @@ def test_a_schema_forces_tokens_and_changes_nothing(client: openai.OpenAI) -> No
     guessed = chat(client, response_format=form)
     assert guessed.choices[0].message.content == plain.choices[0].message.content
     assert set(json.loads(plain.choices[0].message.content)) == {"family_name", "is_known"}
+
+
+@pytest.mark.parametrize("kind", ["grammar", "prediction"])
+def test_over_a_ring_of_three_nodes_the_texts_are_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several frames of a text are under way, as where nodes have cores of their own."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: False)
+    found, guesses = [], []
+    for draft in ("none", "auto"):
+        with secondaries(2, tmp_path / draft) as nodes:
+            made = StarterOptions(
+                NANO, draft=draft, prompt_style="none", device="cpu", dtype="float32", placement="even", wait_s=20,
+                cache_dir=tmp_path / draft,
+            )  # fmt: skip
+            with Run(GivenNodes(cluster_of(nodes)), made, 200, n_texts=2) as run:
+                source = GrammarSource(NANO, run.model.codec.eos_ids, 2048)
+                prompt = list(run.model.codec.encode("Speak, Romeo."))
+                if draft == "auto":
+                    guess_always(run.engine)
+                requests = []
+                for i, temperature in enumerate((0.0, 0.8)):
+                    params = SamplingParams(80, temperature=temperature, seed=i, n_logprobs=2)
+                    constraint = source.constraint({"schema": SCHEMA}) if kind == "grammar" else None
+                    prediction = found[0][i][0][10:] if kind == "prediction" and found else ()
+                    requests.append(run.engine.submit(prompt, params, constraint=constraint, prediction=prediction))
+                texts = []
+                for request in requests:
+                    events = list(request)
+                    texts.append(([token for event in events for token in event.tokens], [e.logprobs for e in events]))
+                found.append(texts)
+                guesses.append(run.engine.guesses)
+    assert found[0] == found[1]
+    assert guesses[0] == (0, 0) and guesses[1][1] > 20
 
 
 def test_a_copy_of_a_grammar_looks_ahead_and_leaves_the_text_where_it_is() -> None:
