@@ -87,7 +87,11 @@ $(REFERENCES)/adapters/version.txt: $(REFERENCES)/.installed tests/references/wr
 $(REFERENCES)/packed/version.txt: $(REFERENCES)/.installed tests/references/write_packed.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_packed.py $(REFERENCES)/packed
 
-references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt
+$(REFERENCES)/tokens/tokens.json: $(REFERENCES)/.installed tests/references/write_tokens.py
+	$(REFERENCES)/bin/python tests/references/write_tokens.py $(REFERENCES)/tokens
+
+references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
+  $(REFERENCES)/tokens/tokens.json
 
 mutants: $(VENV)/.installed-dev
 	$(PY) tests/mutants/run.py
