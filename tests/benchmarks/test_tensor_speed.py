@@ -32,7 +32,7 @@ def chunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, "tiny-1m")
     source = PackedSource(LitCheckpoint(folder), Packing("int8", "int8"))
-    (path,) = write_chunks(source, folder, (source.config_dict["n_layer"],))
+    (path,) = write_chunks(source, folder, (source.config.n_layer,))
     return path
 
 
