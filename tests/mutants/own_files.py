@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "positions of litgpt's table are not told",
         "LitCheckpoint.__init__",
-        'other_positions(self.config_dict, self.path / "config.json")',
+        'other_positions(self.config, self.path / "config.json")',
         "[]",
         "tests/test_prepare.py::test_positions_that_an_older_version_took_from_litgpts_table",
     ),

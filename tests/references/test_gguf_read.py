@@ -67,4 +67,4 @@ def test_a_gguf_file_has_the_same_logits_in_transformers(
     monkeypatch.setenv("MDI_CACHE_DIR", own_cache(tmp_path / "cache"))
     source = open_source(computed / name / "m.gguf")
     ids, expected = json.loads((computed / name / "ids.json").read_text()), np.load(computed / name / "found.npy")
-    same(logits_of(stages_of(source, [0, source.config_dict["n_layer"]], len(ids)), ids), expected)
+    same(logits_of(stages_of(source, [0, source.config.n_layer], len(ids)), ids), expected)
