@@ -373,7 +373,7 @@ def write_model(folder: Path, script: list[int], begin: int) -> Path:
     for at, token in enumerate(script):
         state["lm_head.weight"][token, begin - 1 + at] = 1
     save_file(state, write_texts(folder) / "lit_model.safetensors")
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config.plain()))
     return folder
 
 
