@@ -71,6 +71,18 @@ def test_texts_that_fill_all_nodes_have_guesses_in_the_frames_that_they_share(
     assert of(0.8) > least * plain
 
 
+@pytest.mark.parametrize("n_texts", [1, 4])
+def test_one_late_frame_does_not_end_guesses_for_good(n_texts: int) -> None:
+    late = [True]
+
+    def price(n: int) -> float:
+        return 20.0 if n > n_texts and late and late.pop() else 1 + 0.05 * (n - 1)
+
+    plain, _ = speed([0.01], p=None, price=price, n_texts=n_texts, n_tokens=3000)
+    found, _ = speed([0.01], p=0.8, price=price, n_texts=n_texts, n_tokens=3000)
+    assert not late and found > 1.3 * plain
+
+
 @pytest.mark.parametrize("n_texts", [2, 8])
 def test_dear_rows_are_not_sent_beside_those_of_other_texts(n_texts: int) -> None:
     plain, _ = speed([0.01], p=None, n_texts=n_texts, n_tokens=1000)
@@ -364,10 +376,13 @@ def test_the_price_of_unknown_rows_follows_from_fewer() -> None:
     prices.note(1, 10.0)
     assert prices.of(2) == pytest.approx(11) and prices.of(1) == 10
     prices.note(4, 16.0)
+    prices.note(9, 1000.0)
+    assert prices.of(9) == pytest.approx(2 * 26), "most likely it was late"
+    prices.forget_more(4)
     assert prices.of(4) == 16 and prices.of(3) == pytest.approx(14) and prices.of(6) == pytest.approx(20)
 
 
-@given(st.lists(st.integers(2, 200), min_size=1, max_size=60, unique=True), st.floats(0.0, 2.0))
+@given(st.lists(st.integers(2, 200), min_size=1, max_size=60, unique=True), st.floats(0.0, 0.5))
 def test_prices_of_many_rows_are_those_of_about_as_many(noted: list[int], row_s: float) -> None:
     """Each group of them is known by its mean, so that a price that grows evenly is found exactly."""
     prices = Prices()

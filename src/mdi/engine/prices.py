@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 WEIGHT = 0.2  # of the newest time
+LATE = 2.0  # times what is thought of so many rows, the first frame that has them counts at most
 MORE_ROW = 0.1  # of the time of one row, for each further one, as long as that is not known
 N_GROUPS = 4  # of numbers of rows from one to twice as many; less than eight rows are a group of their own each
 
@@ -22,6 +23,8 @@ class Prices:
 
     def note(self, n_rows: int, time_s: float) -> None:
         """A frame of `n_rows` rows took `time_s`."""
+        if _group(n_rows) not in self._known:
+            time_s = min(time_s, LATE * self.of(n_rows, time_s))
         rows, known_s = self._known.get(_group(n_rows), (n_rows, time_s))
         self._learn(n_rows, rows + WEIGHT * (n_rows - rows), known_s + WEIGHT * (time_s - known_s))
         self.n_noted += 1
@@ -49,6 +52,11 @@ class Prices:
             return time_s * (1 + MORE_ROW * (n_rows - rows) / (1 + MORE_ROW * (rows - 1)))
         (first, first_s), (last, last_s) = ordered[at - 1 : at + 1] if at < len(ordered) else (ordered[0], ordered[-1])
         return time_s + max(0.0, (last_s - first_s) / (last - first)) * (n_rows - rows)
+
+    def forget_more(self, n_rows: int) -> None:
+        """Forget what frames with more rows took, so that they are tried again: one that was late may be all that is known."""
+        self._known = {group: known for group, known in self._known.items() if group <= _group(n_rows)}
+        self._ordered = [self._known[group] for group in sorted(self._known)]
 
     def clear(self) -> None:
         self._known.clear()

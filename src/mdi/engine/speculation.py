@@ -45,6 +45,7 @@ PAYS = 1.02  # times as fast as without guesses, at least
 SURE = 0.99  # more is not believed
 N_ROUNDS = 3  # that are measured before anything is guessed
 MEASURED_EACH = 1024  # tokens, one round is measured again without guesses: it grows with the text
+FORGOTTEN_EACH = 1024  # frames, prices of further rows are learned again where each frame is measured
 N_QUIET = 16  # frames of which two are measured while nothing is guessed
 LOOK_EACH = 8  # tokens, repetitions are looked for while there are none, and few were right before
 N_KNOWN = 16  # times that limits count before they are worked out again
@@ -175,6 +176,7 @@ class Speculation:
         # The limits for a rate, places, rows beside and a source, since the frame of this number.
         self._known: dict[tuple[float, int, int, str], tuple[int, int]] = {}
         self._known_at = 0
+        self._priced_at = 0  # the frame since which prices of further rows are learned
         self._n_to_measure, self._n_since = N_ROUNDS, 0  # rounds without guesses; tokens since the last ones
 
     def begin_ring(self, n_nodes: int, is_deep: bool = True) -> None:
@@ -289,9 +291,14 @@ class Speculation:
         round_s = self.rounds.of(n_rows) + self._guess_s.get(kind, 0.0) * (n_rows - 1)
         return tokens_per_s(p, n_rows, n_frames, round_s, self._stage_s(n_rows, kind))
 
+    @property
+    def _n_together(self) -> int:
+        """Texts in a frame of a full ring."""
+        return max(1, -(-self._n_texts // self._n_nodes))
+
     def _rows_beside(self, p: float, kind: str) -> int:
         """Rows of a text in a frame of a full ring: see the module."""
-        n_texts, guess_s = -(-self._n_texts // self._n_nodes), self._guess_s.get(kind, 0.0)
+        n_texts, guess_s = self._n_together, self._guess_s.get(kind, 0.0)
         right = [sum(p**i for i in range(1, n_rows)) for n_rows in range(1, self.most_rows + 1)]
         speed = max(
             n_texts * (1 + more) / (self.rounds.of(n_texts * (1 + n)) + guess_s * n_texts * n)
@@ -424,6 +431,9 @@ class Speculation:
         self._n_since += n_tokens
         if self._n_since > MEASURED_EACH * max(1, self._n_texts):
             self._n_since, self._n_to_measure = 0, 1
+        if number - self._priced_at >= FORGOTTEN_EACH and (self._is_full or self._n_nodes == 1):
+            self._priced_at = number
+            self.rounds.forget_more(self._n_together)
         time_s = now_s - flight.sent_s
         if flight.is_free:
             self.rounds.note(flight.n_rows, time_s)
