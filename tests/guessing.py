@@ -20,7 +20,7 @@ class Bold(Speculation):
 
 
 def guess_always(engine: StarterEngine) -> None:
-    """Have an engine with guesses of a run make them as `Bold` does."""
+    """Have an engine with guesses of a run make them as `Bold` does; before its first text, so that nothing was measured."""
     speculation = engine.speculation
     assert speculation is not None
     speculation.limits = lambda sequence, n_places, n_texts, n_beside: (n_places, 3)  # type: ignore[method-assign]

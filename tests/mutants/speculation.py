@@ -97,6 +97,10 @@ MUTANTS = [
         "tests/test_speculation.py::test_dear_rows_are_not_sent",
     ),
     Mutant(
+        "a late frame is the price for ever", "Prices.forget_more", "group <= _group(n_rows)", "True",
+        "tests/test_speculation.py::test_one_late_frame_does_not_end_guesses_for_good",
+    ),
+    Mutant(
         "each number of rows is known by itself", "prices:_group", "n_rows // step * step", "n_rows",
         "tests/test_speculation.py::test_a_frame_that_waited_can_make_a_price_smaller_only",
     ),
@@ -224,10 +228,6 @@ MUTANTS = [
     Mutant(
         "rows of wrong guesses are replayed", "Scheduler.resume", "sequence.return_to(n_done)",
         "sequence.n_sent = n_done", f"{LIMITS}::test_caches_are_replayed_in_the_middle_of_guesses",
-    ),
-    Mutant(
-        "guesses stay under way when a text moves to another ring", "Sequence.rewind", "self.return_to(0)", "self.n_sent = 0",
-        "tests/recovery/test_joins.py::test_a_leaving_node_computes_while_others_load_its_blocks[ring-guessed]",
     ),
     Mutant(
         "sent rows of wrong guesses stay", "SentRows._append",
