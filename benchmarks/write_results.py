@@ -208,10 +208,8 @@ def serving() -> str:
 
 
 def finetuning(what: str) -> str:
-    """One of the three tables of finetune_speed.py; "" where its file is not there: it was not measured."""
+    """One of the three tables of finetune_speed.py."""
     way = speed_of_finetuning.WAYS[what]
-    if not (RESULTS / f"{way.file}.json").is_file():
-        return ""
     result = load(way.file)
     return measured(result, way.table(result["lines"]))
 

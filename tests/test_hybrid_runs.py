@@ -70,7 +70,7 @@ def test_texts_with_guesses_are_those_of_the_whole_model(
     groups: Groups, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: False)
-    monkeypatch.setattr(Speculation, "limits", lambda self, sequence, n_places, n_texts: (n_places, 3))
+    monkeypatch.setattr(Speculation, "limits", lambda self, sequence, n_places, n_texts, n_beside: (n_places, 3))
     with secondaries(len(groups) - 1, tmp_path) as nodes:
         cluster = grouped(nodes, groups)
         ids, metrics = run(cluster, checkpoint, tmp_path, ParallelOptions(), prompts=PROMPTS, draft=str(checkpoint))

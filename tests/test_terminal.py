@@ -61,7 +61,7 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
 
     codec = SimpleNamespace(encode_chat=lambda history, question: [1], answers_in_channels=False)
     model = SimpleNamespace(codec=codec, check_prompt=lambda ids: None, weights=SimpleNamespace(adapters=()))
-    session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None)
+    session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None, adapters=())
     reply = cli_chat.answer(session, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
     assert reply == HOSTILE, "what the model said goes back to the model"
     assert HARMLESS in screen.getvalue()

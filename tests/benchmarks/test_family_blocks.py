@@ -46,7 +46,7 @@ def test_the_table_has_a_bound_only_of_blocks_with_experts(tmp_path: Path, monke
     found = {"format": "int4", "rounds": [], **summary([of_round(20.0)], 4, OWN, LLAMA)}
     blocks = [{"family": "a", "few_rows": 4, **found}, {"family": "b", "few_rows": ROWS, **found}]
     save(tmp_path / "benchmarks" / "results" / "family_blocks.json", {"rows": ROWS, "blocks": blocks})
-    monkeypatch.setattr(write_results, "ROOT", tmp_path)
+    monkeypatch.setattr(write_results, "RESULTS", tmp_path / "benchmarks" / "results")
     lines = write_results.table("family-blocks").splitlines()
     assert "| a | int4 | 50%, 75% | 0.67 | 100, 200 | 0.50 | 4 | 1.62 |" in lines
     assert "| b | int4 | 50%, 75% | 0.67 | 100, 200 | 0.50 |  |  |" in lines

@@ -73,7 +73,7 @@ def test_rounds_have_the_reading_rate_of_each_process(
     one, three = json.loads(kept.read_text())["tokens"]
     assert (one["way"], one["gain"], three["way"]) == ("one node", 1, "3 nodes")
     assert [len(of_round["read_gb_s"]) for of_round in three["rounds"]] == [3, 3]
-    monkeypatch.setattr(write_results, "ROOT", tmp_path)
+    monkeypatch.setattr(write_results, "RESULTS", tmp_path / "benchmarks" / "results")
     rates = [sum(map(statistics.mean, of_round["read_gb_s"])) for of_round in three["rounds"]]
     line = f"({min(rates):.1f} to {max(rates):.1f}) |"
     assert any(

@@ -18,5 +18,5 @@ def test_a_table_is_that_of_its_file(name: str) -> None:
 
 
 def test_a_table_whose_file_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_results, "ROOT", tmp_path)
+    monkeypatch.setattr(write_results, "RESULTS", tmp_path / "benchmarks" / "results")
     assert {write_results.table(name) for name in write_results.TABLES} == {write_results.UNMEASURED}
