@@ -15,6 +15,7 @@ from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.reach import DEADLINE_S, UNTRIED, Reach, Route, bandwidth, try_node
 from mdi.control.server import open_ports
 from mdi.errors import ControlError, UsageError
+from mdi.files import default_cache_dir
 from mdi.host.device import choose_device, devices
 from mdi.host.diagnosis import LinkFinding, NodeFinding, Problem, Report
 from mdi.host.resources import device_free_bytes, free_memory_bytes
@@ -71,7 +72,7 @@ def starter_finding(node: NodeConfig, needed: Mapping[str, int], cache_dir: Path
         "kernels": library.instruction_set(),
         "memory": {"available_bytes": free},
         "devices": devices(),
-        "disk_free_bytes": BlockStore(cache_dir or Path.cwd()).free_bytes(),
+        "disk_free_bytes": BlockStore(cache_dir or default_cache_dir()).free_bytes(),
     }
     return NodeFinding(node, Route(Reach(), Reach()), status, needed.get(node.name, 0))
 

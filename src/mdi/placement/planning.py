@@ -14,6 +14,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProfileRequest
 from mdi.control.server import open_ports
 from mdi.errors import CheckpointError
+from mdi.files import default_cache_dir
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device
 from mdi.kernels.weight_formats import SMALLER
@@ -69,7 +70,7 @@ def profile_cluster(
         fresh: measure again, whatever is kept.
         run: id of the run to place; None is only a plan.
     """
-    folder = cache_dir or Path.cwd()
+    folder = cache_dir or default_cache_dir()
     profiler = Profiler(cluster.starter.name, folder)
     subject = Subject(model.config, model.config_hash, computing, with_head=True)
 
