@@ -164,7 +164,7 @@ def by_torch(
     """The same through RingBlocks, over the numbers that packed weights stand for."""
     import torch
 
-    from mdi.checkpoint.packing import Packing, plain
+    from mdi.checkpoint.packing import Packing
     from mdi_training.frozen_head import FrozenHead
     from mdi_training.ring_training import TunedModel
     from mdi_training.tuned_tensors import SCORE, read_tensors
@@ -173,8 +173,8 @@ def by_torch(
     with opened(args, form, MOST_ROWS + max(len(one.ids) for one in examples), 1) as run, torch.no_grad():
         weights = run.model.weights
         packing = Packing(head_format(form), head_format(form))
-        head = FrozenHead(weights.config, plain(weights.source_of("head").weights("head", packing)))
         tuned = read_tensors(out, weights.config, weights.source_of)
+        head = FrozenHead.of(weights.source_of("head"), packing, bool(tuned.kind.labels))
         model = TunedModel(run, tuned, head)
         learned, found = model.learned(), []
         begin = time.perf_counter()

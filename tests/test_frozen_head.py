@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 from torch.nn import functional
 
 from families import config_of, random_gpt
+from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.packing import FOLDED_FORMATS, Packing
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.errors import CheckpointError
 from mdi.spec.model import ModelConfig
 from mdi_training import frozen_head
 from mdi_training.frozen_head import FrozenHead
+from tiny_checkpoint import write_checkpoint
 
 FAMILIES = [
     "Llama-3.1-8B",
@@ -90,3 +96,18 @@ def test_from_logits_that_were_kept_they_are_the_same(family: str, monkeypatch: 
         found.loss.backward()
         assert projected.grad is not None and own.grad is not None
         alike(own.grad + head.weight.T @ projected.grad, expected[1], most)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "pythia-14m"])
+def test_classes_read_the_same_rows_in_every_format(family: str, form: str, tmp_path: Path) -> None:
+    """Some have the norm's gains in the head."""
+    source = LitCheckpoint(write_checkpoint(tmp_path, gpt=random_gpt(config_of(family), 3)))
+    y = rows(N, source.config.n_embd, seed=2).float()
+    expected = FrozenHead.of(source, Packing("float32", "float32"), has_classes=True).normed(y)
+    assert torch.equal(FrozenHead.of(source, Packing("float32", form), has_classes=True).normed(y), expected)
+    if form in FOLDED_FORMATS and family != "pythia-14m":
+        packed = PackedSource(source, Packing("float32", form))
+        with pytest.raises(CheckpointError, match="without the gains of their norms"):
+            FrozenHead.of(packed, packed.packing, has_classes=True)
+        assert torch.isfinite(FrozenHead.of(packed, packed.packing, has_classes=False)(y)).all()

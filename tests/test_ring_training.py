@@ -675,6 +675,24 @@ def test_classes_are_learned_and_told_apart(
     assert labels == ["you", "who", "you", "who"]
 
 
+def test_classes_that_are_learned_in_one_format_are_told_apart_in_others(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = tiny_gpt(n_layer=N)
+    torch.nn.init.uniform_(gpt.transformer.ln_f.weight, -2, 2, generator=torch.Generator().manual_seed(1))
+    checkpoint = write_checkpoint(tmp_path / "tiny", gpt=gpt, with_end=False)
+    out, found = tmp_path / "out", {}
+    flags = ("--method", "lora", "--head", "classes", "--epochs", "3", "--quantize", "int8", "--quantize-head", "int8")
+    assert finetune(checkpoint, data, out, *flags) == 0
+    for form in ("int8", "float32"):
+        capsys.readouterr()
+        given = ["--ckpt", str(checkpoint), "--predict", str(data), "--out", str(out), "--device", "cpu"]
+        assert launch("finetune", [*given, "--quantize", form, "--quantize-head", form]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line.startswith("{")]
+        found[form] = [one["probability"] for one in told]
+    assert found["float32"] == pytest.approx(found["int8"], abs=0.02), "the classes' rows have the norm's gains"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_written_is_read_again(method: str, tmp_path: Path) -> None:
     config = tiny_config(n_layer=N)

@@ -152,14 +152,13 @@ class _Model:
         known = [vars(base_of(self.weights)), o.device, o.dtype, o.quantize, o.kv_dtype, o.wire_dtype]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
-    def head(self) -> FrozenHead:
-        """Final norm and head, with the numbers that a run has in its format."""
-        from mdi.checkpoint.packing import plain
+    def head(self, has_classes: bool) -> FrozenHead:
+        """Final norm and head, with the numbers that a run has in its format; for classes, see `FrozenHead.of`."""
         from mdi.run.choice import starter_computing
         from mdi_training.frozen_head import FrozenHead
 
         packing = starter_computing(self._family, self.weights, self._options).packing
-        return FrozenHead(self.weights.config, plain(self.weights.source_of("head").weights("head", packing)))
+        return FrozenHead.of(self.weights.source_of("head"), packing, has_classes)
 
     def close(self) -> None:
         self.codec.close()
@@ -191,7 +190,7 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
     features = Features(work, kind, examples)
     try:
         ring_s = _compute(options, model, features, examples, cancel)
-        head = model.head() if asked.task == LM else None
+        head = model.head(False) if asked.task == LM else None
         training = SideTraining(SideModule(shape, settings.seed), head, features, examples, n_train, settings)
         ring_s += _keep_logits(training, sum(example.n_rows for example in examples))
         if (number := _train(training, out, ring_s)[0]) is not None:
@@ -418,9 +417,9 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
     examples, n_train, labels = _examples(options, model, model.max_length - n_before)
     kind = _kind(options, labels)
     new_tensors(kind, config, 0, model.weights.source_of)  # complain now
+    settings, head = _settings(options), model.head(bool(kind.labels))
     _check_new(options, out / WORK, out / WEIGHTS_FILE)
     (out / WORK).mkdir(parents=True, exist_ok=True, mode=0o700)
-    settings, head = _settings(options), model.head()
     length = n_before + max(len(one.ids) for one in examples)
     with _nodes(options, cancel) as nodes:
         with _tuning_run(nodes, options, length, cancel) as run:
@@ -528,7 +527,7 @@ def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
     examples = class_examples(read_rows(options.tuning.predict), model.codec, longest, None)
     length = tuned.kind.length + max(len(one.ids) for one in examples)
     with _nodes(options, cancel) as nodes, _tuning_run(nodes, options, length, cancel) as run:
-        through = TunedModel(run, tuned, model.head())
+        through = TunedModel(run, tuned, model.head(True))
         for i in range(0, len(examples), options.tuning.batch_size):
             with torch.no_grad():
                 rows = through(examples[i : i + options.tuning.batch_size], through.learned())

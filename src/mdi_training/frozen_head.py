@@ -14,6 +14,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from mdi.checkpoint.adapters import norm_gain
+from mdi.checkpoint.packing import Packing, plain
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels.weight_formats import FINAL_NORM
 from mdi.spec.model import ModelConfig
 
 CHUNK_ROWS = 256  # whose logits are in memory at the same time
@@ -38,15 +42,16 @@ class FrozenHead:
     Args:
         config: of the model.
         weights: of the part "head", by their names in the model.
+        norm: weight of the final norm, where that of the part was multiplied into its head. Only `normed` needs it.
 
     Attributes:
         weight: H, (padded_vocab_size, n_embd).
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray], norm: np.ndarray | None = None) -> None:
         tensors = {name: torch.from_numpy(np.array(array, dtype=np.float32)) for name, array in weights.items()}
         weight, bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
-        gain, shift = tensors.get("transformer.ln_f.weight"), tensors.get("transformer.ln_f.bias")
+        gain, shift = tensors.get(FINAL_NORM), tensors.get("transformer.ln_f.bias")
         self._is_rms, self._eps = config.norm_class_name == "RMSNorm", config.norm_eps
         self._has_norm = not config.norm_after_residual
         self.cap: float | None = config.final_logit_softcapping
@@ -58,7 +63,22 @@ class FrozenHead:
         if self._has_norm and not self._is_rms:  # such a norm takes the mean of a row away
             weight -= weight.mean(dim=1, keepdim=True)
         self.weight, self.bias = weight, bias
+        if norm is not None:
+            gain = torch.from_numpy(np.array(norm, dtype=np.float32)) + float(config.norm_unit_offset)
         self._gain, self._shift = gain, shift  # of the norm
+
+    @classmethod
+    def of(cls, source: WeightSource, packing: Packing | None, has_classes: bool) -> FrozenHead:
+        """That of a model, with the numbers that its head has in a format.
+
+        Args:
+            has_classes: `normed` is wanted, for classes that are read from its rows.
+
+        Raises:
+            CheckpointError: it is wanted, and the gains of the norm are not known any more, see `norm_gain`.
+        """
+        norm = norm_gain(source, FINAL_NORM) if has_classes else None
+        return cls(source.config, plain(source.weights("head", packing)), norm)
 
     def length(self, x: torch.Tensor) -> torch.Tensor:
         """What the norm divides each row by: (M, n_embd) -> (M, 1)"""

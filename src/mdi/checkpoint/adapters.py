@@ -35,7 +35,7 @@ from mdi.block_ranges import ADAPTER_PREFIX
 from mdi.checkpoint.chunks import PartFile
 from mdi.checkpoint.hffolder import BLOCK_MODULES, INTERLEAVED
 from mdi.checkpoint.packing import FOLDED_FORMATS, Packing, PartWeights, norm_before
-from mdi.checkpoint.parts import Part
+from mdi.checkpoint.parts import Part, part_of
 from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TYPES, TensorSpec
 from mdi.checkpoint.shapes import interleaved_rows, part_shapes
@@ -438,10 +438,11 @@ def norm_gain(source: WeightSource, norm: str) -> np.ndarray | None:
     values, code = source.array(norm), source.specs[norm].dtype
     values = floats(values) if code in ("F32", "BF16", "F16") else values.astype(np.float32)
     values, packing = np.ascontiguousarray(values[: source.config.n_embd]), source.packing
-    if packing is not None and packing.blocks in FOLDED_FORMATS and is_folded(values, source.config):
+    form = None if packing is None else packing.of_part(part_of(norm))
+    if form in FOLDED_FORMATS and is_folded(values, source.config):
         raise CheckpointError(
-            f"the weights of {source} are stored in {packing.blocks}, without the gains of their norms, which adapters "
-            f"need: start from the model's own weights (--quantize {packing.blocks} packs them)", code="adapter",
+            f"the weights of {source} are stored in {form}, without the gains of their norms, which adapters "
+            f"need: start from the model's own weights (--quantize {form} packs them)", code="adapter",
         )  # fmt: skip
     return values
 

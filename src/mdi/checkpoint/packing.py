@@ -36,7 +36,15 @@ from mdi.kernels.layout import (
     unpacked_rows,
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
-from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
+from mdi.kernels.weight_formats import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYOUTS,
+    PACKED_ROWS,
+    ROUNDED,
+    format_within,
+    is_packable,
+)
 from mdi.spec.model import ModelConfig
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
@@ -286,7 +294,7 @@ def folded(
 def norm_before(name: str, config: ModelConfig) -> str | None:
     """The norm before a linear layer; None if the layer has another input."""
     if name == "lm_head.weight":
-        return "transformer.ln_f.weight"
+        return FINAL_NORM
     match = _BLOCK.fullmatch(name)
     if match is None:
         return None
@@ -300,7 +308,7 @@ def norm_before(name: str, config: ModelConfig) -> str | None:
 
 def _is_folded(norm: str, specs: Mapping[str, TensorSpec]) -> bool:
     """Whether this is a norm whose results only linear layers read: one before them, without a bias."""
-    is_before = norm == "transformer.ln_f.weight" or norm.endswith((".norm_1.weight", ".norm_2.weight"))
+    is_before = norm == FINAL_NORM or norm.endswith((".norm_1.weight", ".norm_2.weight"))
     return is_before and norm in specs and norm.removesuffix("weight") + "bias" not in specs
 
 

@@ -25,7 +25,7 @@ from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import n_tables, rope_tables, score_bias, score_factor
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
+from mdi.kernels.weight_formats import FINAL_NORM, LAYOUTS, PLAIN_MLPS
 from mdi.spec.model import ModelConfig
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
@@ -733,7 +733,7 @@ class Head:
         if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
             raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
         bias = _row(weights, "lm_head.bias", n_tokens)
-        norm = _row(weights, "transformer.ln_f.weight", n_embd)
+        norm = _row(weights, FINAL_NORM, n_embd)
         if norm is None:
             norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
         norms = None if config.norm_after_residual else (norm, _row(weights, "transformer.ln_f.bias", n_embd))

@@ -16,6 +16,7 @@ PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
+FINAL_NORM = "transformer.ln_f.weight"
 POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
 PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
