@@ -46,11 +46,6 @@ def test_what_was_measured_is_a_table(
     assert {len(row) for row in cells} == {len(cells[0])} and table.split("\n")[0] in capsys.readouterr().out
 
 
-def test_without_a_file_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_results, "RESULTS", tmp_path)
-    assert [write_results.TABLES[f"finetune-{name}"]() for name in ("speed", "epochs", "adapters")] == ["", "", ""]
-
-
 def test_each_part_has_a_file_of_its_own() -> None:
     paths = {finetune_speed.parsed([what, "tiny-1m", "--folder", "x"]).json for what in finetune_speed.WAYS}
     assert len(paths) == len(finetune_speed.WAYS)
