@@ -155,20 +155,22 @@ def text_alone(checkpoint: Path, n_tokens: int) -> list[int]:
 
 def test_texts_go_on_in_another_order(checkpoint: Path, tmp_path: Path) -> None:
     """Blocks change places, and the texts are the same as those of one node."""
-    with secondaries(2, tmp_path) as nodes:
-        with Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint), 20_000, n_texts=1) as run:
-            first, *others = run.loop.policy.ring
-            edges = (first.stop, first.stop + others[1].stop - others[1].start, others[1].stop)
-            turned = Form((first, Stage("secondary1", *edges[:2]), Stage("secondary0", *edges[1:])), is_moved=True)
-            sample = run.submit("The ring", encode("The ring"), SamplingParams(20_000, temperature=0))
-            run.loop.put(Better(turned, run.loop.policy.ring))
-            until(lambda: (ring := run.loop.running) is not None and ring.number > 1)
-            assert run.names == ("starter", "secondary1", "secondary0")
-            n_then = run.engine.n_tokens
-            until(lambda: run.engine.n_tokens > n_then + 20)
-            sample.cancel()
-            run.read()
-            found = list(sample.token_ids)
+    with (
+        secondaries(2, tmp_path) as nodes,
+        Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint), 20_000, n_texts=1) as run,
+    ):
+        first, *others = run.loop.policy.ring
+        edges = (first.stop, first.stop + others[1].stop - others[1].start, others[1].stop)
+        turned = Form((first, Stage("secondary1", *edges[:2]), Stage("secondary0", *edges[1:])), is_moved=True)
+        sample = run.submit("The ring", encode("The ring"), SamplingParams(20_000, temperature=0))
+        run.loop.put(Better(turned, run.loop.policy.ring))
+        until(lambda: (ring := run.loop.running) is not None and ring.number > 1)
+        assert run.names == ("starter", "secondary1", "secondary0")
+        n_then = run.engine.n_tokens
+        until(lambda: run.engine.n_tokens > n_then + 20)
+        sample.cancel()
+        run.read()
+        found = list(sample.token_ids)
     assert found == text_alone(checkpoint, len(found))
 
 
