@@ -144,7 +144,8 @@ def test_signals_reach_the_command_and_its_status_comes_back(tmp_path: Path, num
         os.kill(child if number == signal.SIGKILL else process.pid, number)
         assert process.wait(60) == status, process.stderr.read()
     assert not psutil.pid_exists(child)
-    assert read(tmp_path / "m.csv")
+    # A command that was killed at once may have no sample.
+    assert (tmp_path / "m.csv").read_text().startswith(",".join(COLUMNS))
 
 
 def test_a_quick_command_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
