@@ -21,6 +21,7 @@ from mdi_tools import gpu_memory
 from mdi_tools.gpu_memory import Gpu
 from mdi_tools.mem_monitor_command import series_of_nodes, split_command, summary, title_of
 from mdi_tools.process_memory import COLUMNS, Family, MemorySample, ProcessUsage, monitor, node_of
+from waiting import until
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 MB = 1_000_000
@@ -141,11 +142,11 @@ def test_signals_reach_the_command_and_its_status_comes_back(tmp_path: Path, num
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         child = int(process.stdout.readline())
+        until(lambda: read(tmp_path / "m.csv"))  # the command may be killed before its first sample
         os.kill(child if number == signal.SIGKILL else process.pid, number)
         assert process.wait(60) == status, process.stderr.read()
     assert not psutil.pid_exists(child)
-    # A command that was killed at once may have no sample.
-    assert (tmp_path / "m.csv").read_text().startswith(",".join(COLUMNS))
+    assert read(tmp_path / "m.csv")
 
 
 def test_a_quick_command_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

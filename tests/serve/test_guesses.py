@@ -9,16 +9,20 @@ from typing import Any
 
 import openai
 import pytest
+from own_server import TEXT, right, run, server
 
 from conftest import NANO, Server
 from guessing import guess_always
 from mdi.engine.sequence import SamplingParams
+from mdi.kernels import library
+from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.serve.grammar import GrammarSource
 from mdi.spec.options import StarterOptions
 from mdi.text.texts import TextCodec
 from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode
 
 SCHEMA = {
     "type": "object",
@@ -70,6 +74,29 @@ def test_a_prediction_is_counted_and_changes_nothing(client: openai.OpenAI) -> N
     assert other.choices[0].message.content == text
     off = chat(client, prediction={"type": "content", "content": text}, extra_body={"draft": "none"})
     assert off.choices[0].message.content == text and details(off) == (0, 0)
+
+
+@pytest.mark.skipif(library.load() is None, reason="needs the kernels")
+@pytest.mark.parametrize("n_right", [60, 20])
+def test_what_was_predicted_is_counted_once(n_right: int, folder: Path, nodes: list[SecondaryNode]) -> None:
+    """With the end alone: a text's last frame has several events, and all of them are sent behind it."""
+
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            guess_always(made.engine)
+            asked = {
+                "model": "one", "adapter": None, "ids": encode(TEXT), "owner": "", "grammar": None,
+                "sampling": {"temperature": 0, "n_tokens": 60, "seed": 1, "logit_bias": []},
+                "prediction": [*right("one", n_right), *[7] * (60 - n_right)],
+            }  # fmt: skip
+            with made.client.generate([asked]) as texts:
+                found = [event async for _, event in texts]
+        assert [token for event in found for token in event.tokens] == right("one", 60)
+        assert [event.n_accepted > 0 for event in found] == [False] * (len(found) - 1) + [True]
+        assert n_right / 2 < found[-1].n_accepted < 60
+        assert (found[-1].n_rejected > 0) == (n_right < 60)
+
+    run(scenario())
 
 
 def test_a_schema_forces_tokens_and_changes_nothing(client: openai.OpenAI) -> None:

@@ -154,7 +154,7 @@ def interleaved_rows(config: ModelConfig) -> np.ndarray:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """What a model_config.yaml says. Raises CheckpointError."""
+    """Read a model_config.yaml. Raises CheckpointError."""
     return full_config(read_yaml(path), str(path))
 
 

@@ -43,7 +43,7 @@ PATIENCE_S = 120.0  # for another ring, after a node was lost
 
 
 class Bytes(NamedTuple):
-    """That went to nodes and came back."""
+    """Numbers of bytes: sent to nodes, and received from them."""
 
     sent: int = 0
     received: int = 0
@@ -62,7 +62,7 @@ class Traffic:
 
 
 class _Known:
-    """What a node has got, as far as the starter knows: something for each time that tensors were sent."""
+    """Sets of tensors that a node has, as far as the starter knows; each with an object that is new whenever it is sent."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # so that questions at the same time do not send them twice

@@ -557,7 +557,7 @@ class Run(StatusOnly):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """What texts can choose by name; once it is open."""
+        """Adapters that texts can choose by name; known once the run is open."""
         return tuple(name for name in self.engine.adapters if name)
 
     @property

@@ -269,12 +269,12 @@ class StarterOptions(Requested):
 
     @property
     def named_adapters(self) -> tuple[str, ...]:
-        """What texts choose by its name, as NAME=DIR. A folder in PEFT's form that was given without a name gives its own."""
+        """Adapters that texts choose by name, as NAME=DIR. A folder in PEFT's form without a name has its own name."""
         return tuple(one for one in map(_with_name, self.adapter) if "=" in one)
 
     @property
     def in_peft_form(self) -> tuple[str, ...]:
-        """Those in PEFT's form."""
+        """Adapters in PEFT's form."""
         return tuple(one for one in self.named_adapters if not _is_side(one))
 
     @property

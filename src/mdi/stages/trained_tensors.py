@@ -78,7 +78,7 @@ def hash_of(trained: Trained) -> str:
 
 
 class LastSets(Generic[T]):
-    """What is known of the sets of tensors that were used last, by their hashes; N_KEPT of them. From any thread."""
+    """The last N_KEPT sets of tensors that were used, by their hashes, each with a value. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock, self._is_closed = threading.Lock(), False

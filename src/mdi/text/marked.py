@@ -120,7 +120,7 @@ class MarkedStream(TextStream):
         return self._match(text)
 
     def _without_end(self, text: str) -> str:
-        """What was said, but for blanks at its end, which wait for what follows."""
+        """A text without the blanks at its end, which wait for what follows."""
         text = self._blank + text
         said = text.rstrip()
         self._blank = text[len(said) :]
