@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the loops that read; before torch is imported
+if os.environ.get("MDI_KERNELS", "").startswith("avx2"):
+    os.environ["OPENBLAS_CORETYPE"] = "Haswell"  # numpy's products, whose best speed is the peak: with the same instructions
 
 import numpy as np  # noqa: E402
 
@@ -37,9 +39,10 @@ sys.path.insert(0, str(ROOT / "src"))
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
-from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402  # noqa: E402
+from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.page_sizes import CACHE_TYPES, PAGE, cache_shape  # noqa: E402
+from mdi.kernels.pages import Pool  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
@@ -72,10 +75,16 @@ class Profiled:
         self._context, self._model = Context(n_threads), model_of(self.config)
 
     def fill(self, n_sequences: int, position: int) -> None:
-        for seq_id in range(n_sequences):
-            for start in range(0, position, CHUNK):
-                n_rows = min(CHUNK, position - start)
-                self.stage(rows_of(n_rows, self.stage.n_embd), [Slice(seq_id, start, n_rows)])
+        """The first sequence is computed; the others get pages of their own with the same bytes."""
+        for start in range(0, position, CHUNK):
+            n_rows = min(CHUNK, position - start)
+            self.stage(rows_of(n_rows, self.stage.n_embd), [Slice(0, start, n_rows)])
+        caches = self.stage.caches
+        for seq_id in range(1, n_sequences if position else 1):
+            caches.extend(seq_id, 0, position)
+            for pool, source, table in zip(caches.pools, caches.tables(0), caches.tables(seq_id), strict=True):
+                assert isinstance(pool, Pool)
+                pool.memory[table.ids] = pool.memory[source.ids]
 
     def products(self, n_rows: int) -> Callable[[], None]:
         """What multiplies such rows by all matrices."""

@@ -124,10 +124,12 @@ def long_position(setup: Setup) -> Scenario:
 
 
 def depth(setup: Setup) -> Scenario:
-    deep, n_new = setup.deep(), setup.case(1, 1, 32).n_new
+    """With the first of the instruction sets that have a llama.cpp, if there are any."""
+    deep, n_new, best = setup.deep(), setup.case(1, 1, 32).n_new, next(iter(setup.llama_libs), "")
     systems, runs, checks = [], [], []
     for cache in ("fp16", "int8"):
-        pair = deep.ring("int8", 1, DEEP_CONTEXT, cache=cache), deep.llama("int8", cache=cache)
+        pair = (deep.ring("int8", 1, DEEP_CONTEXT, cache=cache, instructions=best),
+                deep.llama("int8", cache=cache, instructions=best))  # fmt: skip
         ours, theirs = (replace(spec, name=f"{spec.name}, {cache} caches") for spec in pair)
         systems += [ours, theirs]
         for at in DEPTHS:

@@ -10,6 +10,8 @@ namespace MDI_NS {
 
 constexpr int kPage = 32;
 constexpr int kQueries = kSums > 8 ? 8 : 4;  // that share keys and values while these are in registers
+constexpr int kKeyPasses = 2 * kQueries <= kSums ? 1 : 2;  // of these, over the keys of a page
+constexpr int parts(int n_queries) { return kSums / n_queries < 4 ? kSums / n_queries : 4; }  // sixteens of a value at a time
 constexpr int kRowBlock = 16;  // rows of a prompt that one task takes through all pages
 
 inline int cache_item_bytes(int type) { return type == kCacheFloat32 ? 4 : type == kCacheInt8 ? 1 : 2; }
@@ -100,38 +102,58 @@ struct Queries {
   int n;
 };
 
-// Products of queries with the keys of a page, halves [kFirst, kEnd) of it; meanwhile `ahead` comes into the cache, `ahead_step`
-// bytes for each number of a key.
+// Whether the products with keys are too few to bring all of the next page meanwhile, so that those with values help.
+template <int kType> constexpr bool kWithValues = kType == kCacheFloat32 && kKeyPasses == 1;
+
+// What is read next, and comes into the cache meanwhile, some lines in each round of the loops.
+struct Ahead {
+  const uint8_t *at, *end;
+  int step;  // bytes
+
+  void go_on() {
+    for (int i = 0; i < step; i += 64) prefetch(at + i);
+    at += step;
+  }
+};
+
+// Products of queries with the keys of a page, halves [kFirst, kEnd) of it.
 template <int kType, int kN, int kFirst, int kEnd>
-inline void multiply_keys(const MdiModel& model, const PageView& page, const Queries& queries, int at, const uint8_t* ahead,
-                          int ahead_step, F (&s)[kN][2]) {
+inline void multiply_keys(const MdiModel& model, const PageView& page, const Queries& queries, int at, Ahead& ahead,
+                          F (&s)[kN][2]) {
   F sums[kN][kEnd - kFirst];
+  #pragma GCC unroll 8
   for (int i = 0; i < kN; i++)
+    #pragma GCC unroll 8
     for (int half = kFirst; half < kEnd; half++) sums[i][half - kFirst] = splat(0.0f);
   for (int d = 0; d < model.head_size; d++) {
-    for (int i = 0; i < ahead_step; i += 64) prefetch(ahead + (int64_t)d * ahead_step + i);
+    ahead.go_on();
     F keys[kEnd - kFirst];
+    #pragma GCC unroll 8
     for (int half = kFirst; half < kEnd; half++)
       keys[half - kFirst] = load_cached<kType>(page.keys, (int64_t)d * kPage + 16 * half);
+    #pragma GCC unroll 8
     for (int i = 0; i < kN; i++) {
       F q = splat(queries.q[at + i][d]);
+      #pragma GCC unroll 8
       for (int half = 0; half < kEnd - kFirst; half++) sums[i][half] = fma(q, keys[half], sums[i][half]);
     }
   }
+  #pragma GCC unroll 8
   for (int i = 0; i < kN; i++)
+    #pragma GCC unroll 8
     for (int half = kFirst; half < kEnd; half++) s[i][half] = sums[i][half - kFirst];
 }
 
 // Scores of up to kQueries queries against a page, made weights; sums and results so far are brought to the new maximum.
 template <int kType, int kN>
 inline void score(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
-                  const uint8_t* ahead, int ahead_step) {
+                  Ahead& ahead) {
   F s[kN][2];
   if constexpr (2 * kN <= kSums) {
-    multiply_keys<kType, kN, 0, 2>(model, page, queries, at, ahead, ahead_step, s);
+    multiply_keys<kType, kN, 0, 2>(model, page, queries, at, ahead, s);
   } else {
-    multiply_keys<kType, kN, 0, 1>(model, page, queries, at, ahead, ahead_step, s);
-    multiply_keys<kType, kN, 1, 2>(model, page, queries, at, ahead, 0, s);
+    multiply_keys<kType, kN, 0, 1>(model, page, queries, at, ahead, s);
+    multiply_keys<kType, kN, 1, 2>(model, page, queries, at, ahead, s);
   }
   int wide = padded(model.head_size, 16);
   F none = splat(-__builtin_inff());
@@ -172,33 +194,40 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
 
 // Values from number d on, 16 * kParts of them at a time.
 template <int kType, int kN, int kParts>
-inline void add_parts(const PageView& page, int first, int end, const Queries& queries, int at, int wide, int d) {
+inline void add_parts(const PageView& page, int first, int end, const Queries& queries, int at, int wide, int d, Ahead& ahead) {
   for (; d + 16 * kParts <= wide; d += 16 * kParts) {
     F sums[kN][kParts];
+    #pragma GCC unroll 8
     for (int i = 0; i < kN; i++)
+      #pragma GCC unroll 8
       for (int j = 0; j < kParts; j++) sums[i][j] = load(queries.result + (int64_t)(at + i) * wide + d + 16 * j);
     for (int p = first; p < end; p++) {
+      if constexpr (kWithValues<kType>) ahead.go_on();
       F v[kParts];
+      #pragma GCC unroll 8
       for (int j = 0; j < kParts; j++) {
         v[j] = load_cached<kType>(page.values, (int64_t)p * wide + d + 16 * j);
         if constexpr (kType == kCacheInt8) v[j] = mul(v[j], splat(page.value_scales[p]));
       }
+      #pragma GCC unroll 8
       for (int i = 0; i < kN; i++) {
         F weight = splat(queries.weights[(at + i) * kPage + p]);
+        #pragma GCC unroll 8
         for (int j = 0; j < kParts; j++) sums[i][j] = fma(weight, v[j], sums[i][j]);
       }
     }
+    #pragma GCC unroll 8
     for (int i = 0; i < kN; i++)
+      #pragma GCC unroll 8
       for (int j = 0; j < kParts; j++) store(queries.result + (int64_t)(at + i) * wide + d + 16 * j, sums[i][j]);
   }
   if constexpr (kParts > 1)
-    if (d < wide) add_parts<kType, kN, kParts / 2>(page, first, end, queries, at, wide, d);
+    if (d < wide) add_parts<kType, kN, kParts / 2>(page, first, end, queries, at, wide, d, ahead);
 }
 
 template <int kType, int kN>
-inline void add_values(const MdiModel& model, const PageView& page, int first, int end, const Queries& queries, int at) {
-  constexpr int kParts = kSums / kN < 4 ? kSums / kN : 4;
-  add_parts<kType, kN, kParts>(page, first, end, queries, at, padded(model.head_size, 16), 0);
+inline void add_values(const MdiModel& model, const PageView& page, int first, int end, const Queries& queries, int at, Ahead& ahead) {
+  add_parts<kType, kN, parts(kN)>(page, first, end, queries, at, padded(model.head_size, 16), 0, ahead);
 }
 
 struct Range { int first, end; };
@@ -210,29 +239,31 @@ inline Range visible(int position, int first_position, int window) {  // places 
 
 template <int kType, int kN>
 inline void attend_page(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
-                        const uint8_t* ahead, int ahead_step) {
-  score<kType, kN>(model, page, first_position, window, queries, at, ahead, ahead_step);
+                        Ahead& ahead) {
+  score<kType, kN>(model, page, first_position, window, queries, at, ahead);
   Range all = visible(queries.position[at], first_position, window);
   bool same = true;
   for (int i = 1; i < kN; i++) {
     Range other = visible(queries.position[at + i], first_position, window);
     same = same && other.first == all.first && other.end == all.end;
   }
-  if (same) return add_values<kType, kN>(model, page, all.first, all.end, queries, at);
+  if (same) return add_values<kType, kN>(model, page, all.first, all.end, queries, at, ahead);
   for (int i = 0; i < kN; i++) {
     Range own = visible(queries.position[at + i], first_position, window);
-    add_values<kType, 1>(model, page, own.first, own.end, queries, at + i);
+    add_values<kType, 1>(model, page, own.first, own.end, queries, at + i, ahead);
   }
 }
 
 // Queries from `at` on against a page, kN at a time, the last ones fewer.
 template <int kType, int kN>
 inline void attend_queries(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
-                           const uint8_t* ahead, int ahead_step) {
-  for (; at + kN <= queries.n; at += kN, ahead_step = 0)
-    attend_page<kType, kN>(model, page, first_position, window, queries, at, ahead, ahead_step);
+                           Ahead& ahead) {
+  for (; at + kN <= queries.n; at += kN) {
+    if (ahead.at >= ahead.end) ahead.step = 0;
+    attend_page<kType, kN>(model, page, first_position, window, queries, at, ahead);
+  }
   if constexpr (kN > 1)
-    if (at < queries.n) attend_queries<kType, kN / 2>(model, page, first_position, window, queries, at, ahead, ahead_step);
+    if (at < queries.n) attend_queries<kType, kN / 2>(model, page, first_position, window, queries, at, ahead);
 }
 
 // All queries against all pages that any of them sees. `page_at(p)` is the view of the positions from 32 p on.
@@ -241,10 +272,15 @@ void attend(const MdiModel& model, int window, const Queries& queries, const Pag
   int wide = padded(model.head_size, 16), lowest = queries.position[0], highest = queries.position[queries.n - 1];
   std::memset(queries.result, 0, sizeof(float) * (size_t)queries.n * wide);
   int first = window && lowest - window + 1 > 0 ? (lowest - window + 1) / kPage : 0;
-  int ahead_step = (int)(slot_bytes(model) / model.head_size), last = highest / kPage;
-  for (int p = first; p <= last; p++)
-    attend_queries<kType, kQueries>(model, page_at(p), p * kPage, window, queries, 0, p < last ? page_at(p + 1).keys : nullptr,
-                                    p < last ? ahead_step : 0);
+  int last = highest / kPage;
+  int64_t n_lines = slot_bytes(model) / 64, n_rounds = kKeyPasses * model.head_size;
+  if (kWithValues<kType>) n_rounds += wide / (16 * parts(kQueries)) * kPage;
+  n_rounds *= (queries.n + kQueries - 1) / kQueries;
+  for (int p = first; p <= last; p++) {
+    const uint8_t* next = p < last ? page_at(p + 1).keys : nullptr;
+    Ahead ahead{next, next + (next ? 64 * n_lines : 0), (int)((n_lines + n_rounds - 1) / n_rounds) * 64};
+    attend_queries<kType, kQueries>(model, page_at(p), p * kPage, window, queries, 0, ahead);
+  }
   for (int i = 0; i < queries.n; i++) {
     F inverse = splat(1.0f / queries.total[i]);
     float* result = queries.result + (int64_t)i * wide;
