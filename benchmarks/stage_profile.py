@@ -28,8 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the loops that read; before torch is imported
-if os.environ.get("MDI_KERNELS", "").startswith("avx2"):
-    os.environ["OPENBLAS_CORETYPE"] = "Haswell"  # numpy's products, whose best speed is the peak: with the same instructions
+# numpy's products, whose best speed is the peak, with the same instructions as the kernels'.
+if core := {"avx2": "Haswell", "avx2vnni": "Haswell", "avx512": "SkylakeX"}.get(os.environ.get("MDI_KERNELS", "")):
+    os.environ["OPENBLAS_CORETYPE"] = core
 
 import numpy as np  # noqa: E402
 

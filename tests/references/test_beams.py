@@ -21,7 +21,9 @@ from secondaries import cluster_of, secondaries
 
 def _answers() -> dict[str, Any]:
     path = MODELS / "beams.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     families: dict[str, Any] = found.get("families", {}) if found.get("version") == version(MODELS) else {}
     return families
 

@@ -227,7 +227,7 @@ void int8_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
         for (int p = 0; p < kPanels; p++)
           sum[m][p] = splat_int(kDotIsUnsigned ? -128 * (sums[m] + sums[kRows + m]) : 0);
       const uint8_t* line = record + 64 + g * 1024;
-#pragma GCC unroll 16
+#pragma GCC unroll kUnrolled
       for (int i = 0; i < 16; i++) {
         W v[kPanels];
         #pragma GCC unroll 8
@@ -281,7 +281,7 @@ void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
         for (int m = 0; m < kRows; m++)
           #pragma GCC unroll 8
           for (int p = 0; p < kPanels; p++) sum[m][p] = begin_halves(-kHalfOffset<kFormat> * sums[m]);
-#pragma GCC unroll 4
+#pragma GCC unroll (kUnrolled < 4 ? kUnrolled : 4)
         for (int i = first; i < first + kLines; i++) {
           W low[kPanels], high[kPanels];
           #pragma GCC unroll 8

@@ -17,8 +17,10 @@ constexpr int kPiece = 4;        // inputs of a row that lie together in its blo
 constexpr int kSums = 4;         // sums of attention that stay in registers
 #ifdef MDI_VNNI
 constexpr bool kDotIsUnsigned = true;
+constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 #else
 constexpr bool kDotIsUnsigned = false;
+constexpr int kUnrolled = 2;     // of more, gcc 12 adds up the products at the end, and keeps them on the stack until then
 #endif
 
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

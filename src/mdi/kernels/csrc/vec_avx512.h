@@ -15,6 +15,7 @@ constexpr int tile_rows(int) { return 8; }  // of any format
 constexpr int kFloatPanels = 2;     // panels side by side in such a tile
 constexpr int kBytePanels = 2;   // the same where weights are bytes
 constexpr int kPiece = 4;        // inputs of a row that lie together in its block
+constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 constexpr int kSums = 16;        // sums of attention that stay in registers
 constexpr bool kDotIsUnsigned = true;  // dot() takes bytes of int8 weights with their offset of 128
 

@@ -13,6 +13,7 @@ constexpr int tile_rows(int) { return 2; }  // of any format
 constexpr int kFloatPanels = 1;
 constexpr int kBytePanels = 1;   // the same where weights are bytes
 constexpr int kPiece = 4;        // inputs of a row that lie together in its block
+constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 constexpr int kSums = 4;         // sums of attention that stay in registers
 constexpr bool kDotIsUnsigned = false;
 
