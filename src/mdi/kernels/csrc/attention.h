@@ -90,9 +90,16 @@ inline F load_cached(const uint8_t* from, int64_t at) {
   if constexpr (kType == kCacheInt8) return load_bytes((const int8_t*)from + at);
 }
 
+// How many of n queries are multiplied at a time from number `at` on.
+inline int together(int at, int n) {
+  int most = kQueries;
+  while (at + most > n) most /= 2;
+  return most;
+}
+
 // Queries of one slice and group, row after row, the heads of a row side by side.
 struct Queries {
-  const float* const* q;  // (n) pointers to head_size numbers
+  const float* q;         // blocks of together(...) queries one after the other: (head_size, queries of the block)
   const int32_t* position;
   const float* const* bias;  // (n) pointers to what is added to the scores of the keys from position 0 on; or null
   float* weights;         // (n, 32) of the page at hand
@@ -121,6 +128,7 @@ template <int kType, int kN, int kFirst, int kEnd>
 inline void multiply_keys(const MdiModel& model, const PageView& page, const Queries& queries, int at, Ahead& ahead,
                           F (&s)[kN][2]) {
   F sums[kN][kEnd - kFirst];
+  const float* numbers = queries.q + (int64_t)at * model.head_size;
   #pragma GCC unroll 8
   for (int i = 0; i < kN; i++)
     #pragma GCC unroll 8
@@ -133,7 +141,7 @@ inline void multiply_keys(const MdiModel& model, const PageView& page, const Que
       keys[half - kFirst] = load_cached<kType>(page.keys, (int64_t)d * kPage + 16 * half);
     #pragma GCC unroll 8
     for (int i = 0; i < kN; i++) {
-      F q = splat(queries.q[at + i][d]);
+      F q = splat(numbers[d * kN + i]);
       #pragma GCC unroll 8
       for (int half = 0; half < kEnd - kFirst; half++) sums[i][half] = fma(q, keys[half], sums[i][half]);
     }
@@ -157,10 +165,13 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
   }
   int wide = padded(model.head_size, 16);
   F none = splat(-__builtin_inff());
+  float most[kN];
+  bool sees[kN];  // something of the page
   for (int i = 0; i < kN; i++) {
     int position = queries.position[at + i] - first_position;
     int last = position < kPage - 1 ? position : kPage - 1, first = window ? position - window + 1 : 0;
-    if (last < 0 || first > last) continue;
+    sees[i] = last >= 0 && first <= last;
+    if (!sees[i]) continue;
     for (int half = 0; half < 2; half++) {
       F x = mul(s[i][half], splat(model.scale));
       x = sub(x, sub(x, x));  // NaN if it is infinite: minus infinity would have no weight, and a cap would make it a number
@@ -172,20 +183,23 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
       if (start > 0) x = first_lanes(none, start < 16 ? start : 16, x);
       s[i][half] = x;
     }
-    float before = queries.most[at + i];
-    float most = __builtin_fmaxf(before, largest(max(s[i][0], s[i][1])));
-    F low = exp(sub(s[i][0], splat(most))), high = exp(sub(s[i][1], splat(most)));
+    float before = queries.most[at + i], here = largest(max(s[i][0], s[i][1]));
+    most[i] = here > before ? here : before;
+  }
+  for (int i = 0; i < kN; i++) {  // apart, so that the processor can do several at a time
+    if (!sees[i]) continue;
+    F low = exp(sub(s[i][0], splat(most[i]))), high = exp(sub(s[i][1], splat(most[i])));
     store(queries.weights + (at + i) * kPage, low);
     store(queries.weights + (at + i) * kPage + 16, high);
-    float all = sum(add(low, high));
-    if (most == before && __builtin_fabsf(most) < __builtin_inff()) {  // as mostly; e^0 is 1, and infinity makes NaN below
+    float all = sum(add(low, high)), before = queries.most[at + i];
+    if (most[i] == before && __builtin_fabsf(before) < __builtin_inff()) {  // as mostly; e^0 is 1, and infinity makes NaN below
       queries.total[at + i] += all;
       continue;
     }
-    F change = exp(splat(before - most));
+    F change = exp(splat(before - most[i]));
     float shrink;
     { alignas(64) float lanes[16]; store(lanes, change); shrink = lanes[0]; }
-    queries.most[at + i] = most;
+    queries.most[at + i] = most[i];
     queries.total[at + i] = queries.total[at + i] * shrink + all;
     float* result = queries.result + (int64_t)(at + i) * wide;
     for (int d = 0; d < wide; d += 16) store(result + d, mul(load(result + d), change));
@@ -254,7 +268,7 @@ inline void attend_page(const MdiModel& model, const PageView& page, int first_p
   }
 }
 
-// Queries from `at` on against a page, kN at a time, the last ones fewer.
+// Queries from `at` on against a page, kN at a time, the last ones fewer, as `together` says.
 template <int kType, int kN>
 inline void attend_queries(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
                            Ahead& ahead) {

@@ -5,8 +5,9 @@ namespace MDI_NS {
 
 // e^x within about one unit in the last place; 0 below -87, e^0 is 1, and NaN stays: min and max give their second number where
 // one is NaN. The argument is reduced by multiples of ln 2,
-// the rest (|r| <= 0.35) goes into a Taylor polynomial of degree 7.
-inline F exp(F x) {
+// the rest (|r| <= 0.35) goes into a Taylor polynomial of degree 7. A call of its own would bring vectors of two registers through
+// memory, which takes longer than all this.
+__attribute__((always_inline)) inline F exp(F x) {
   F low = splat(-87.0f);
   F kept = min(splat(88.0f), max(low, x));
   F n = round(mul(kept, splat(1.44269504088896341f)));

@@ -15,8 +15,8 @@ constexpr int kMostThreads = 256;
 // Memory of a stage that every frame uses again. Grows with the largest frame.
 struct Scratch {
   struct PerThread {
-    Buffer<float> weights, most, total, result;
-    Buffer<const float*> q, bias;
+    Buffer<float> q, weights, most, total, result;
+    Buffer<const float*> bias;
     Buffer<int32_t> position;
   };
   Buffer<float> normed, heads, attended, gate, up, result, chosen, expert, shifted;
@@ -303,15 +303,21 @@ class Runner {
     int repeat = end - first_head, n_queries = n * repeat;
     Scratch::PerThread& own = scratch_.threads[thread];
     const float** bias = stage_.score_bias ? own.bias.of((size_t)n_queries) : nullptr;
-    Queries queries{own.q.of((size_t)n_queries), own.position.of((size_t)n_queries), bias,
+    Queries queries{own.q.of((size_t)n_queries * size), own.position.of((size_t)n_queries), bias,
                     own.weights.of((size_t)n_queries * kPage), own.most.of((size_t)n_queries),
                     own.total.of((size_t)n_queries), own.result.of((size_t)n_queries * padded_size), n_queries};
     for (int i = 0; i < n_queries; i++) {
-      own.q.data()[i] = heads + (int64_t)(row0 + i / repeat) * width + (first_head + i % repeat) * size;
       own.position.data()[i] = slice.start + first + i / repeat;
       queries.most[i] = block.sinks ? block.sinks[first_head + i % repeat] : -__builtin_inff();
       queries.total[i] = block.sinks ? 1.0f : 0.0f;
       if (bias) bias[i] = stage_.score_bias + (first_head + i % repeat) * stage_.score_bias_floats;
+    }
+    for (int at = 0, k; at < n_queries; at += k) {
+      k = together(at, n_queries);
+      for (int i = 0; i < k; i++) {
+        const float* head = heads + (int64_t)(row0 + (at + i) / repeat) * width + (first_head + (at + i) % repeat) * size;
+        for (int d = 0; d < size; d++) own.q.data()[at * size + d * k + i] = head[d];
+      }
     }
     auto page_at = [&](int p) { return page_of(block, slice, p, group); };
     switch (model_.cache_type) {
