@@ -109,13 +109,13 @@ struct Queries {
   int n;
 };
 
-// Whether the products with keys are too few to bring all of the next page meanwhile, so that those with values help.
-template <int kType> constexpr bool kWithValues = kType == kCacheFloat32 && kKeyPasses == 1;
+// Whether the products with values, too, bring the next page: those with keys alone would ask for it faster than memory gives it.
+template <int kType> constexpr bool kWithValues = kType == kCacheFloat32;
 
-// What is read next, and comes into the cache meanwhile, some lines in each round of the loops.
+// What is read next, and comes into the cache meanwhile, as much of it in each round of the loops.
 struct Ahead {
   const uint8_t *at, *end;
-  int step;  // bytes
+  int step;  // bytes; may be less than a line
 
   void go_on() {
     for (int i = 0; i < step; i += 64) prefetch(at + i);
@@ -287,12 +287,12 @@ void attend(const MdiModel& model, int window, const Queries& queries, const Pag
   std::memset(queries.result, 0, sizeof(float) * (size_t)queries.n * wide);
   int first = window && lowest - window + 1 > 0 ? (lowest - window + 1) / kPage : 0;
   int last = highest / kPage;
-  int64_t n_lines = slot_bytes(model) / 64, n_rounds = kKeyPasses * model.head_size;
+  int64_t n_bytes = slot_bytes(model), n_rounds = kKeyPasses * model.head_size;
   if (kWithValues<kType>) n_rounds += wide / (16 * parts(kQueries)) * kPage;
   n_rounds *= (queries.n + kQueries - 1) / kQueries;
   for (int p = first; p <= last; p++) {
     const uint8_t* next = p < last ? page_at(p + 1).keys : nullptr;
-    Ahead ahead{next, next + (next ? 64 * n_lines : 0), (int)((n_lines + n_rounds - 1) / n_rounds) * 64};
+    Ahead ahead{next, next + (next ? n_bytes : 0), (int)((n_bytes + 16 * n_rounds - 1) / (16 * n_rounds)) * 16};
     attend_queries<kType, kQueries>(model, page_at(p), p * kPage, window, queries, 0, ahead);
   }
   for (int i = 0; i < queries.n; i++) {
