@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the loops that read; before torch is imported
-# numpy's products, whose best speed is the peak, with the same instructions as the kernels'.
+# The best speed of numpy's products counts as the peak, so they must use the same instructions as the kernels.
 if core := {"avx2": "Haswell", "avx2vnni": "Haswell", "avx512": "SkylakeX"}.get(os.environ.get("MDI_KERNELS", "")):
     os.environ["OPENBLAS_CORETYPE"] = core
 

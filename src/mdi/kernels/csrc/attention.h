@@ -10,7 +10,7 @@ namespace MDI_NS {
 
 constexpr int kPage = 32;
 constexpr int kQueries = kSums > 8 ? 8 : 4;  // that share keys and values while these are in registers
-constexpr int kKeyPasses = 2 * kQueries <= kSums ? 1 : 2;  // of these, over the keys of a page
+constexpr int kKeyPasses = 2 * kQueries <= kSums ? 1 : 2;  // over the keys of a page, for so many queries
 constexpr int parts(int n_queries) { return kSums / n_queries < 4 ? kSums / n_queries : 4; }  // sixteens of a value at a time
 constexpr int kRowBlock = 16;  // rows of a prompt that one task takes through all pages
 
@@ -109,10 +109,11 @@ struct Queries {
   int n;
 };
 
-// Whether the products with values, too, bring the next page: those with keys alone would ask for it faster than memory gives it.
+// Whether the next page is asked for during the products with values, too: with float32, products with keys alone would ask for
+// it faster than memory gives it.
 template <int kType> constexpr bool kWithValues = kType == kCacheFloat32;
 
-// What is read next, and comes into the cache meanwhile, as much of it in each round of the loops.
+// Memory that is read next. It is brought into the cache meanwhile, an equal part in each round of the loops.
 struct Ahead {
   const uint8_t *at, *end;
   int step;  // bytes; may be less than a line

@@ -20,7 +20,7 @@ constexpr bool kDotIsUnsigned = true;
 constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 #else
 constexpr bool kDotIsUnsigned = false;
-constexpr int kUnrolled = 2;     // of more, gcc 12 adds up the products at the end, and keeps them on the stack until then
+constexpr int kUnrolled = 2;     // with more, gcc 12 adds up the products at the end, and keeps them on the stack until then
 #endif
 
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
