@@ -49,6 +49,7 @@ COMMANDS = {
     "rm": ("mdi.cli.rm", "remove a model from the disk"),
     "export": ("mdi.cli.export", "write a model to one file, for a machine without a network"),
     "import": ("mdi.cli.import_model", "make a model ready from such a file"),
+    "score": ("mdi.cli.score", "say how probable a text is for a model: perplexity, bits per byte"),
     "train": ("mdi_training.train_command", "train a model from scratch, or a checkpoint further"),
     "finetune": (
         "mdi_training.finetune_command",
@@ -63,8 +64,8 @@ COMMANDS = {
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = (
-    "starter", "secondary", "key", "join", "job", "nodes", "local-ring", "demo", "sample", "doctor", "plan", "explain", "serve",
-    "pull", "export", "import",
+    "starter", "secondary", "key", "join", "job", "nodes", "local-ring", "demo", "sample", "score", "doctor", "plan", "explain",
+    "serve", "pull", "export", "import",
 )  # fmt: skip
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's

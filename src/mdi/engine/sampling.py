@@ -241,3 +241,16 @@ def log_probs(logits: Any, token: int, n_best: int) -> tuple[float, list[tuple[i
     best, ids = best_of(values[None], max(1, min(n_best, values.size)))
     found = list(zip(ids[0].tolist(), (best[0] - top - below).tolist(), strict=True))
     return float(values[token] - top - below), found[:n_best]
+
+
+def log_probs_of(logits: Any, tokens: Sequence[int]) -> np.ndarray:
+    """Logarithms of the model's own probabilities of one token for each row, float32 (M).
+
+    Args:
+        logits: (M, vocabulary), as the model gives them.
+        tokens: M of them.
+    """
+    values = on_host(logits)
+    below = values - values.max(axis=1, keepdims=True)
+    found = below[np.arange(len(values)), np.asarray(tokens, dtype=np.int64)]
+    return found - np.log(np.exp(below).sum(axis=1, dtype=np.float64)).astype(np.float32)

@@ -130,6 +130,8 @@ class Sequence:
         siblings: running texts with the same rows of the same prompt, in the order in which they came, and itself.
         read_from: the first position whose rows are wanted, instead of tokens: it ends when the last one is back. None: tokens
             are drawn.
+        behind: of a text that is scored, for each position the token that stands behind it; instead of the rows, its reader
+            gets these tokens' log probabilities.
     """
 
     seq_id: int
@@ -162,6 +164,7 @@ class Sequence:
     cohort: tuple[Sequence, ...] = ()
     siblings: list[Sequence] = field(init=False, default_factory=list)
     read_from: int | None = None
+    behind: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -364,6 +367,7 @@ class Event:
 Ends = Callable[[int], bool]
 Events = queue.SimpleQueue[Event]
 TakeRows = Callable[[int, Any], None]  # see StarterEngine.submit_rows
+TakeScores = Callable[[int, Any], None]  # see StarterEngine.submit_scores
 
 # Of one token: the logarithm of its probability, and those of the best tokens.
 TokenLogprobs = tuple[float, list[tuple[int, float]]]

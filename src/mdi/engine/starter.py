@@ -15,7 +15,7 @@ import numpy as np
 from mdi.engine.cohort import Beams, Chooser, Cohort, Ended, best_texts
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import SentRows
-from mdi.engine.sampling import Row, log_probs, on_host, sample
+from mdi.engine.sampling import Row, log_probs, log_probs_of, on_host, sample
 from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import (
     FAILED,
@@ -34,6 +34,7 @@ from mdi.engine.sequence import (
     Sequence,
     Side,
     TakeRows,
+    TakeScores,
     TextAdapter,
 )
 from mdi.engine.speculation import Speculation
@@ -46,6 +47,7 @@ from mdi.net.wire import Frame, FrameType
 logger = logging.getLogger(__name__)
 
 CERTAIN_ROWS = 16  # of a text in a frame, of tokens that were not drawn
+SCORED_ROWS = 64  # whose logits are in memory at the same time, of a text that is scored
 NOT_FINITE = (
     "that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or weights are "
     "damaged"
@@ -203,7 +205,14 @@ class StarterEngine:
         Raises:
             as `submit`.
         """
-        sequence = self._sequence(tuple(prompt_ids), SamplingParams(1), None, adapter)
+        request = self._rows_request(tuple(prompt_ids), read_from, take_rows, events, adapter)
+        self._queue([request])
+        return request
+
+    def _rows_request(
+        self, prompt: tuple[int, ...], read_from: int, take_rows: TakeRows, events: Events | None, adapter: str
+    ) -> Request:
+        sequence = self._sequence(prompt, SamplingParams(1), None, adapter)
         n_virtual = sequence.n_virtual
         if not 0 <= read_from < sequence.n_prompt - n_virtual:
             n = sequence.n_prompt - n_virtual
@@ -211,6 +220,30 @@ class StarterEngine:
         sequence.read_from, sequence.is_guessed = n_virtual + read_from, False
         request = Request(sequence, events, None, self.cancel)
         request.read_rows(sequence.read_from, lambda first, rows: take_rows(first - n_virtual, rows))
+        return request
+
+    def submit_scores(
+        self, ids: Iterable[int], take_scores: TakeScores, events: Events | None = None, adapter: str = ""
+    ) -> Request:
+        """Queue a text whose log probabilities are wanted: of each of its tokens but the first, once each and in order.
+
+        Args:
+            take_scores: gets the place of a token in the text, and the natural logarithms of the probabilities of some tokens
+                from that one on, float32 (tokens). Called in the engine's thread, so it must be short.
+            adapter: as in `submit`.
+
+        Raises:
+            UsageError: the text has fewer than two tokens; else as `submit`.
+        """
+        text = tuple(ids)
+        if len(text) < 2:
+            raise UsageError(f"a text of {len(text)} tokens cannot be scored: it takes two", code="empty")
+
+        def take(first: int, scores: np.ndarray) -> None:
+            take_scores(first + 1, scores[0, :, 0])
+
+        request = self._rows_request(text[:-1], 0, take, events, adapter)
+        request.sequence.behind = (*request.sequence.prompt_ids[1:], text[-1])
         self._queue([request])
         return request
 
@@ -487,10 +520,17 @@ class StarterEngine:
             x, seen = x[:n_wanting], [x[i * n_wanting : (i + 1) * n_wanting] for i in range(1, 1 + len(self._taps))]
             wanted: list[_Wanted] = []
             places: list[int] = []
+            # Where it is shared, the group's other nodes compute all of these rows, too.
+            logits = self.stage.head(x) if self.stage.is_head_shared else None
             at = 0
             for part, is_live in zip(plan.slices, are_live, strict=True):
                 if is_live and self._live[part.seq_id].sequence.read_from is not None:
-                    self._hand_over(part, [rows[at : at + part.n_logits] for rows in (x, *seen)])
+                    end = at + part.n_logits
+                    own = [rows[at:end] for rows in (x, *seen)]
+                    if self._live[part.seq_id].sequence.behind:
+                        self._score(part, own, None if logits is None else logits[at:end])
+                    else:
+                        self._hand_over(part, own)
                     tokens[part.seq_id] = []
                 elif is_live:
                     found = self._wanted_of(part)
@@ -499,15 +539,12 @@ class StarterEngine:
                 at += part.n_logits
             if at != n_wanting:
                 raise EngineError(f"{n_wanting} rows came back for {at} tokens")
-            if wanted and (sides := {one.sha256: one.side for one in self.adapters.values() if one.side is not None}):
+            if wanted and (sides := self._sides()):
                 x, seen, places = x[places], [rows[places] for rows in seen], list(range(len(places)))
-                self._add_sides(sides, wanted, x, seen)
+                self._add_sides(sides, [seq_id for seq_id, *_ in wanted], x, seen)
             try:
-                if self.stage.is_head_shared:  # the group's other nodes compute all of these rows, too
-                    logits = self.stage.head(x)
-                    tokens = (
-                        self._sampled(*self._finite(logits[places], wanted, "the head gave logits")) if wanted else {}
-                    )
+                if wanted and logits is not None:
+                    tokens |= self._sampled(*self._finite(logits[places], wanted, "the head gave logits"))
                 elif wanted:
                     x, wanted = self._finite(
                         x if len(wanted) == len(x) else x[places], wanted, "the blocks returned numbers"
@@ -523,14 +560,42 @@ class StarterEngine:
         self.compute_s += time.perf_counter() - begin
         return tokens
 
-    def _add_sides(self, sides: Mapping[str, Side], wanted: list[_Wanted], x: Any, seen: list[Any]) -> None:
-        """Put what side networks make of the rows of their texts in the rows' places."""
+    def _add_sides(self, sides: Mapping[str, Side], seq_ids: Iterable[int], x: Any, seen: list[Any]) -> None:
+        """Put what side networks make of the rows of their texts in the rows' places; `seq_ids` says whose each row is."""
         places: dict[str, list[int]] = {}
-        for i, (seq_id, *_) in enumerate(wanted):
+        for i, seq_id in enumerate(seq_ids):
             places.setdefault(self._live[seq_id].sequence.adapter, []).append(i)
         for sha256, at in places.items():
             if (side := sides.get(sha256)) is not None:
                 x[at] = self._rows.of_array(side(*(self._rows.array(rows[at]) for rows in (x, *seen))))
+
+    def _sides(self) -> dict[str, Side]:
+        """Side networks, by the hashes that texts name them with."""
+        return {one.sha256: one.side for one in self.adapters.values() if one.side is not None}
+
+    def _score(self, part: PlannedSlice, rows: list[Any], logits: Any) -> None:
+        """Give the reader of a slice the log probabilities of the tokens behind its rows, computed from some rows at a time.
+
+        Args:
+            rows: as for `_hand_over`.
+            logits: of the rows; None: they are computed here.
+        """
+        request = self._live[part.seq_id]
+        first = part.start + part.n_rows - part.n_logits
+        behind = request.sequence.behind[first : first + part.n_logits]
+        if sides := self._sides():
+            rows[0] = self._rows.joined([rows[0]])  # a copy: a received frame cannot be written to
+            self._add_sides(sides, [part.seq_id] * part.n_logits, rows[0], rows[1:])
+        if not self._rows.are_finite(rows[0]):
+            raise EngineError(f"the blocks returned {NOT_FINITE}")
+        found = np.empty((1, part.n_logits, 1), dtype=np.float32)
+        for begin in range(0, part.n_logits, SCORED_ROWS):
+            some = slice(begin, begin + SCORED_ROWS)
+            values = self.stage.head(rows[0][some]) if logits is None else logits[some]
+            if not self._rows.are_finite(values):
+                raise EngineError(f"the head gave logits {NOT_FINITE}")
+            found[0, some, 0] = log_probs_of(values, behind[some])
+        request.take_rows(first, found)
 
     def _hand_over(self, part: PlannedSlice, rows: list[Any]) -> None:
         """Give the rows of a slice to the reader who wants them: those that went through all blocks, then those of each tap."""

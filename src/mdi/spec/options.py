@@ -544,6 +544,13 @@ class Options(StarterOptions):
         "seed of the random numbers; the same seed gives the same texts (default: a new one, which is printed)", metavar="N"
     )] = None
 
+    # A text that is scored
+    scored: Annotated[str, Option(
+        "the text that is scored: a file, or - for standard input", ("scored",), metavar="FILE", nargs="?"
+    )] = ""
+    text: Annotated[str | None, Option("the text itself, instead of FILE", metavar="TEXT")] = None
+    tokens: Annotated[bool, Option("also every token, with its log probability")] = False
+
     # Going on with a run
     resume: Annotated[str | None, Option(
         "continue an interrupted run, named here or `last`, with its flags and prompts; --nodes-config may be given again; "

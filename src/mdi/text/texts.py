@@ -110,6 +110,24 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text).tolist()
         return ids
 
+    @property
+    def first_id(self) -> int | None:
+        """The id that a text begins with; None if the tokenizer adds none."""
+        return self._tokenizer.bos_id if self._tokenizer.use_bos else None
+
+    def pieces(self, text: str) -> list[tuple[int, str]]:
+        """The tokens of a text, without any that are added: each id with its part of the text; joined, these are the text.
+
+        Of several tokens that make one character together, the last one has it.
+
+        Raises:
+            UsageError: as `encode`.
+        """
+        refuse_surrogates(text, "a text")
+        found = self._tokenizer.pieces(text)
+        begins = [0, *(begin for _, begin in found[1:]), len(text)]
+        return [(i, text[a:b]) for (i, _), a, b in zip(found, begins, begins[1:], strict=False)]
+
     def encode_prompt(self, user_text: str | list[dict[str, str]]) -> list[int]:
         """Ids of `user_text` in the prompt style; a list of messages only for styles that know conversations.
 

@@ -84,6 +84,14 @@ class FileTokenizer:
                 return list(self.processor.encode(text, add_special_tokens=adds_special).ids)
         return list(self.processor.encode(text))
 
+    def pieces(self, text: str) -> list[tuple[int, int]]:
+        """All of a text, without ids that are added: of each token its id, and the character that it begins with."""
+        if self.backend == "huggingface":
+            with panics_as_errors():
+                found = self.processor.encode(text, add_special_tokens=False)
+            return [(i, begin) for i, (begin, _) in zip(found.ids, found.offsets, strict=True)]
+        return [(piece.id, piece.begin) for piece in self.processor.encode(text, out_type="immutable_proto").pieces]
+
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
         if self.backend == "huggingface":
