@@ -257,6 +257,18 @@ def family_blocks() -> str:
     return measured(result, markdown(head, rows))
 
 
+def real_texts() -> str:
+    result = load("real_texts")
+    rows = [
+        [one["model"], one["case"], str(one["nodes"]), str(one["n_tokens"]), f"{one['plain_tokens_s']:.1f}",
+         f"**{one['ratio']:.2f}**", f"{one['lowest']:.2f}", f"{one['confirmed']} of {one['guessed']}",
+         f"{one['confirmed'] / one['n_tokens']:.0%}"]
+        for one in result["rows"]
+    ]  # fmt: skip
+    head = ["model", "case", "nodes", "tokens", "without, tokens/s", "times", "lowest", "right guesses", "of the text"]
+    return measured(result, markdown(head, rows))
+
+
 def guesses(name: str) -> str:
     """Cases of speculation.py, other than those of its main table."""
     result = load(name)
@@ -297,6 +309,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
     "speculation-1b": lambda: guesses("speculation_1b"),
+    "real-texts": real_texts,
     "speculation-quotas": lambda: guesses("speculation_quotas"),
     "swarm": swarm,
     "tensor-speed": tensor_speed,
