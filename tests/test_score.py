@@ -173,6 +173,15 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "'🎉'" in shown
 
 
+def test_over_processes(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--nodes", "2", "--dtype", "float32", "--sequence-length", "64", "--json"]
+    assert launch("score", [str(checkpoint), "--text", TEXT, *flags]) == 0
+    found, ids = json.loads(capsys.readouterr().out), encode(TEXT)
+    assert found["n_nodes"] == 2
+    whole = np.concatenate([expected(ids[i : i + 64]) for i in range(0, len(ids), 64)])
+    assert found["log_probability"] == pytest.approx(float(whole.sum()), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
