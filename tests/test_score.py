@@ -15,7 +15,7 @@ import torch
 from mdi.cli import launch
 from mdi.engine.sampling import log_probs, log_probs_of
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import UsageError
+from mdi.errors import EngineError, UsageError
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.run.scoring import cut, score_ids, score_text
@@ -141,6 +141,26 @@ def test_a_text_of_one_token_cannot_be_submitted(checkpoint: Path, tmp_path: Pat
             run.submit_scores([5], lambda first, found: None)
         with pytest.raises(UsageError):
             run.submit_scores([5, VOCAB + 900], lambda first, found: None)
+
+
+def test_few_logits_are_in_memory_and_damaged_ones_end_the_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(EngineError, match="--dtype"),
+        Run(GivenNodes(standalone()), made(checkpoint, tmp_path), 300) as run,
+    ):
+        head, sizes = run.engine.stage.head, []
+
+        def counted(x: np.ndarray) -> np.ndarray:
+            sizes.append(len(x))
+            return head(x)
+
+        monkeypatch.setattr(run.engine.stage, "head", counted)
+        score_ids(run, [encode(LONG)[:300]])
+        assert max(sizes) <= 64 and sum(sizes) == 299
+        monkeypatch.setattr(run.engine.stage, "head", lambda x: head(x) * np.float32(np.nan))
+        score_ids(run, [encode(LONG)[:300]])
 
 
 # The command
