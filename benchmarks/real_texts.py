@@ -6,7 +6,7 @@
     benchmarks/real_texts.py --short          does it work? one node, one round
 
 Each text is written greedily, with guesses and without in turns over the same ring, and must be the same. A guess is right if
-its token was drawn. The base model, which answers nothing, continues the prompts as they are written in BASE.
+its token was drawn. The base model, which answers nothing, continues the prompts of BASE; a summary it ends after some words.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ CASES = {
     "translation": f"Translate the following text into French.\n\n{SPEECH}",
 }
 BASE = {
-    "summary": f"{ARTICLE}\n\nIn short: The town library of Hartwell",
     "correction": f"Code with two mistakes:\n\n```python\n{CODE}\n```\n\nThe same, corrected:\n\n```python\ndef moving",
     "translation": f"English: {SPEECH}\n\nFrench: Bonjour",
 }
