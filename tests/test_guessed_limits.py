@@ -407,19 +407,21 @@ def _wanted(slices: SliceTable) -> list[int]:
 @given(
     mode=st.sampled_from(sorted(MODES)), at_once=st.tuples(st.integers(1, 6), st.integers(1, 4)),
     n_before=st.lists(st.integers(1, 25), min_size=1, max_size=8), seed=st.integers(0, 2**32), n_texts=st.integers(1, 2),
+    window=st.none() | st.integers(1, 40), n_kept=st.sampled_from([10**5, 40, 70, 100]),
 )  # fmt: skip
 def test_caches_are_replayed_in_the_middle_of_guesses(
-    mode: str, at_once: tuple[int, int], n_before: list[int], seed: int, n_texts: int
+    mode: str, at_once: tuple[int, int], n_before: list[int], seed: int, n_texts: int, window: int | None, n_kept: int
 ) -> None:
     """The second node loses its caches again and again; the starter sends its rows again, and not those of wrong guesses."""
 
     def generate(source: Source | None, losses: Sequence[int]) -> list[object]:
-        engine = StarterEngine(Remembering(), Scheduler(3, 16), MAX_LENGTH, ArrayRows())
-        engine.sent, engine.speculation = SentRows(1 << 20), source  # type: ignore[assignment]
+        memory = None if window is None else memory_of(10**6, window)
+        engine = StarterEngine(Remembering(window), Scheduler(3, 16, memory), MAX_LENGTH, ArrayRows())
+        engine.sent, engine.speculation = SentRows(8 * n_kept), source  # type: ignore[assignment]
         prompts = [[random.Random(i).randrange(1, N_IDS) for _ in range(9 + 20 * i)] for i in range(n_texts)]
         requests = [engine.submit(ids, replace(PARAMS, seed=i)) for i, ids in enumerate(prompts)]
         for n_left in (*losses, 10**6):
-            other = Remembering()
+            other = Remembering(window)
             try:
                 engine.run(Behind(other, 6, n_left))
             except Broken:

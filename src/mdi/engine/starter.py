@@ -378,6 +378,8 @@ class StarterEngine:
                 self.sent.clear()
             else:
                 self._tell(self.scheduler.resume(n_frames, self.memory, kept, self.has_fresh, ring.capacity))
+                if self.fills_replays:
+                    self.sent.hold()
             if self.verifier is not None:
                 self._take_back(self.verifier)
         try:
