@@ -346,7 +346,7 @@ class Scheduler:
                 first that is no guess at the latest. With fewer, the other rows are void.
 
         Returns:
-            events of each token, as if it had come alone.
+            an event of each token, as if it had come alone; without any token if it is held back.
 
         Raises:
             EngineError: it is not the frame that is due, or not with the tokens that it went out for.
@@ -372,7 +372,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self._count(sequence)
-        return [Event(seq_id, new, sequence.finish_reason)] if new or sequence.finish_reason else []
+        return [Event(seq_id, new, sequence.finish_reason, drawn=token)]
 
     def regroup(self, texts: Collection[Sequence], choices: Collection[tuple[int, int]]) -> None:
         """Continue a cohort whose rows are all back: each text with the ids and caches of one of them, and a token behind it.
@@ -405,8 +405,7 @@ class Scheduler:
         for token in tokens:
             new = sequence.take_drawn(token)
             n_drawn += 1
-            if new or sequence.finish_reason:
-                events.append(Event(part.seq_id, new, sequence.finish_reason))
+            events.append(Event(part.seq_id, new, sequence.finish_reason, drawn=token))
             if sequence.finish_reason or sequence.turn != part.turn:
                 break
         if n_drawn < part.n_logits and sequence.turn == part.turn:
