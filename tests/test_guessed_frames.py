@@ -393,6 +393,48 @@ def test_tokens_that_nothing_else_may_follow_are_not_waited_for(n_logprobs: int 
     assert engine.guesses == (n_certain, n_certain)
 
 
+class Count:
+    """Token n is n, up to 9."""
+
+    def __init__(self, n: int = 0) -> None:
+        self._n = n
+
+    def allowed(self) -> np.ndarray:
+        return np.arange(N_IDS) == self._n
+
+    def take(self, token: int) -> bool:
+        assert token == self._n, "a token that may not be there"
+        self._n += 1
+        return self._n == 10
+
+    def copy(self) -> Count:
+        return Count(self._n)
+
+    def n_valid(self, tokens: list[int]) -> int:
+        n = next((i for i, token in enumerate(tokens) if token != self._n + i), len(tokens))
+        return min(n, 10 - self._n)
+
+    def forced(self) -> list[int]:
+        return list(range(self._n, 10))
+
+
+@pytest.mark.parametrize("stop", [(3, 39), (9, 39), (7, 8, 9, 1)])
+@pytest.mark.parametrize("source", ["none", "bold", "wrong"])
+def test_a_constraint_gets_tokens_that_are_held_back(stop: tuple[int, ...], source: str) -> None:
+    """They may become a stop sequence, and are tokens of the text in the end."""
+    engine = StarterEngine(Remembering(), Scheduler(1), MAX_LENGTH, ArrayRows())
+    sources = {"none": None, "bold": Bold(), "wrong": Source({}, MODES["wrong"], (1, 3))}
+    engine.speculation = sources[source]  # type: ignore[assignment]
+    params = SamplingParams(40, temperature=0, stop_sequences=(stop,), n_logprobs=1)
+    requests = [engine.submit([3, 4], params, constraint=Count()), engine.submit([3, 5], params)]
+    engine.run(LoopbackRing(1))
+    events = outcome(requests[0])
+    assert [token for tokens, _, _ in events for token in tokens] == list(range(10))
+    assert events[-1][1] == "stop" and all(tokens for tokens, _, _ in events)
+    assert sum(len(logprobs) for _, _, logprobs in events) == 10
+    assert outcome(requests[1])[-1][1] == "length"
+
+
 def test_a_frame_has_no_more_certain_rows_than_it_may_have() -> None:
     scheduler = Scheduler(1, decode_rows=8)
     texts = [Text(i, (1, 2), SamplingParams(n_tokens=99), 100) for i in range(6)]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guessing import Bold
 from mdi.engine.cohort import Beams
 from mdi.engine.guesses import DraftModel
 from mdi.engine.memory import CacheMemory
@@ -20,14 +23,26 @@ from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import MOST_GUESSES, PromptPace, Scheduler
 from mdi.engine.sequence import Plan, PlannedSlice, Request, SamplingParams
 from mdi.engine.sequence import Sequence as Text
-from mdi.engine.speculation import Speculation
+from mdi.engine.speculation import N_ROUNDS, Speculation
 from mdi.engine.starter import StarterEngine
+from mdi.errors import EngineError
 from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.slices import Slice, SliceTable
 from mdi.metrics import RunMetrics, SampleMetrics
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, FrameType
-from test_guessed_frames import MAX_LENGTH, MODES, N_IDS, Broken, Remembering, Source, memory_of, outcome
+from test_guessed_frames import (
+    MAX_LENGTH,
+    MODES,
+    N_IDS,
+    Broken,
+    Remembering,
+    Source,
+    Wanted,
+    generate,
+    memory_of,
+    outcome,
+)
 
 WINDOW = 16
 PARAMS = SamplingParams(n_tokens=60, temperature=0.9, top_k=20, seed=4)
@@ -407,19 +422,21 @@ def _wanted(slices: SliceTable) -> list[int]:
 @given(
     mode=st.sampled_from(sorted(MODES)), at_once=st.tuples(st.integers(1, 6), st.integers(1, 4)),
     n_before=st.lists(st.integers(1, 25), min_size=1, max_size=8), seed=st.integers(0, 2**32), n_texts=st.integers(1, 2),
+    window=st.none() | st.integers(1, 40), n_kept=st.sampled_from([10**5, 40, 70, 100]),
 )  # fmt: skip
 def test_caches_are_replayed_in_the_middle_of_guesses(
-    mode: str, at_once: tuple[int, int], n_before: list[int], seed: int, n_texts: int
+    mode: str, at_once: tuple[int, int], n_before: list[int], seed: int, n_texts: int, window: int | None, n_kept: int
 ) -> None:
     """The second node loses its caches again and again; the starter sends its rows again, and not those of wrong guesses."""
 
     def generate(source: Source | None, losses: Sequence[int]) -> list[object]:
-        engine = StarterEngine(Remembering(), Scheduler(3, 16), MAX_LENGTH, ArrayRows())
-        engine.sent, engine.speculation = SentRows(1 << 20), source  # type: ignore[assignment]
+        memory = None if window is None else memory_of(10**6, window)
+        engine = StarterEngine(Remembering(window), Scheduler(3, 16, memory), MAX_LENGTH, ArrayRows())
+        engine.sent, engine.speculation = SentRows(8 * n_kept), source  # type: ignore[assignment]
         prompts = [[random.Random(i).randrange(1, N_IDS) for _ in range(9 + 20 * i)] for i in range(n_texts)]
         requests = [engine.submit(ids, replace(PARAMS, seed=i)) for i, ids in enumerate(prompts)]
         for n_left in (*losses, 10**6):
-            other = Remembering()
+            other = Remembering(window)
             try:
                 engine.run(Behind(other, 6, n_left))
             except Broken:
@@ -477,6 +494,77 @@ def test_a_small_model_guesses_the_same_whatever_was_guessed_before(steps: list[
             one.ids.append(1 + one.ids[-1] % (N_IDS - 1))
     n_guessed = sum(n for n, _, _ in steps)
     assert stage.n_computed <= len(one.ids) + n_guessed
+
+
+def test_a_small_model_forgets_its_own_guesses_where_others_were_sent() -> None:
+    one = Text(1, (3, 4, 5), PARAMS, 1000)
+    draft = DraftModel(Last(), ArrayRows(), 1000).of(one)
+    draft.learn(one.ids)
+    found = draft.propose(list(one.ids), 4)
+    ids = [*one.ids, 1 + found[0] % (N_IDS - 1), *found[1:3]]
+    assert draft.propose(ids, 4) == DraftModel(Last(), ArrayRows(), 1000).of(one).propose(ids, 4)
+
+
+@pytest.mark.parametrize(("n_prompt", "n_found"), [(297, 3), (299, 1), (300, 0), (700, 0)])
+def test_a_small_model_guesses_up_to_the_end_of_its_context(n_prompt: int, n_found: int) -> None:
+    stage = Last()
+    one = Text(1, tuple(1 + i % 30 for i in range(n_prompt)), PARAMS, 1000)
+    draft = DraftModel(stage, ArrayRows(), 300).of(one)
+    draft.learn(one.ids)
+    found = draft.propose(list(one.ids), 4) or draft.propose(list(one.ids), 4)
+    assert len(found) == n_found and bool(stage.n_computed) == bool(n_found)
+
+
+class Failing:
+    """A source that fails at one of the calls, from the fourth on; its guesses are right until then."""
+
+    def __init__(self, where: str, text: Text, truth: list[int]) -> None:
+        self._where, self._text, self._truth, self._n = where, text, truth, 0
+
+    def _call(self, where: str) -> None:
+        self._n += where == self._where
+        if where == self._where and (self._n > 3 or where == "close"):
+            raise EngineError("position 768 of sequence 1, but sequences of this run end at 512")
+
+    def learn(self, ids: list[int]) -> bool:
+        self._call("learn")
+        return True
+
+    def propose(self, ids: list[int], n: int) -> list[int]:
+        self._call("propose")
+        begin = len(ids) - self._text.n_prompt
+        return self._truth[begin : begin + n]
+
+    def close(self) -> None:
+        self._call("close")
+
+
+@pytest.mark.parametrize("where", ["learn", "propose", "close"])
+def test_a_source_that_fails_pauses_and_all_texts_go_on(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told once, in one line, however many texts had guesses of it."""
+    texts = [Wanted([3, 4, i], replace(PARAMS, seed=i)) for i in range(1, 4)]
+    plain = generate(texts, None)[0]
+    truth = {i: [token for tokens, _, _ in one for token in tokens] for i, one in enumerate(plain)}
+    model: Any = SimpleNamespace(of=lambda text: Failing(where, text, truth[text.seq_id]))
+    speculation: Any = Bold(draft=model, kinds=frozenset({"draft"}))
+    found, engine, _ = generate(texts, speculation)
+    assert found == plain and engine.scheduler.n_confirmed > 5
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "draft" in caplog.messages[0]
+    assert "\n" not in caplog.messages[0] and not caplog.records[0].exc_info
+
+
+def test_a_source_that_is_asked_before_frames_are_planned_pauses_too() -> None:
+    speculation = Speculation(kinds=frozenset({"draft"}), draft=SimpleNamespace(of=lambda text: failing))  # type: ignore[arg-type]
+    one = Text(1, (5,) * 30, SamplingParams(n_tokens=100), 1000)
+    failing = Failing("learn", one, [])
+    speculation.begin_ring(1)
+    speculation.begin(one, None)
+    speculation.limits(one, 1, 1)
+    for i in range(N_ROUNDS + 1):
+        speculation.sent(Plan(i, (PlannedSlice(1, i, 1, 1, (1,)),), ()), float(i))
+        speculation.returned(i, i + 1.0, 0.0, 1)
+    asked = [speculation.limits(one, 1, 1) for _ in range(6)]
+    assert asked[0] != (1, 1) and asked[3:] == [(1, 1)] * 3
 
 
 def test_the_tokens_of_a_round_are_counted() -> None:

@@ -182,6 +182,14 @@ def test_what_litgpt_cannot_compute_is_refused_by_name(case: str) -> None:
     assert word in str(e.value)
 
 
+@pytest.mark.parametrize("form", ["Gemma 3 4B, its language part", "gpt-oss 20B"])
+def test_a_window_without_positions_is_refused(form: str) -> None:
+    hf = (REAL | OWN)[form][1]
+    with pytest.raises(CheckpointError, match="sliding_window") as e:
+        derive_config({**hf, "sliding_window": 0}, "my-model", Path("config.json"))
+    assert "\n" not in str(e.value)
+
+
 def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
     directory = tmp_path / "my-model"
     directory.mkdir()

@@ -90,6 +90,19 @@ def test_what_is_too_large_is_refused_at_each_door(name: str) -> None:
         full_config(config, "model_config.yaml")
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_window_without_positions_is_refused_at_each_door(size: int) -> None:
+    """A token sees itself at least; kernels and caches would not mean the same by 0."""
+    config = {**PLAIN, "sliding_window_size": size, "sliding_window_indices": [1] * PLAIN["n_layer"]}
+    request = init_request(told(config), 2).to_json()
+    with pytest.raises(ControlError, match="sliding_window_size") as caught:
+        InitRequest.from_json(request)
+    assert caught.value.status == 400
+    with pytest.raises(CheckpointError, match="sliding_window_size") as told_by_file:
+        full_config(config, "model_config.yaml")
+    assert "model_config.yaml" in str(told_by_file.value) and "\n" not in str(told_by_file.value)
+
+
 def test_no_model_that_exists_is_refused() -> None:
     for settings in configs:
         assert excess(settings) == "" == excess(asdict(Config(**settings)))

@@ -130,6 +130,59 @@ def test_windows_are_not_cut_beyond_what_they_kept() -> None:
     assert kept.find("a", ids[: 10 * PAGE - WINDOW_SLACK + 1]) == (1, 10 * PAGE - WINDOW_SLACK)
 
 
+class Wrong:
+    """Guesses that are never drawn."""
+
+    def limits(self, sequence: Sequence, n_places: int, n_texts: int, n_beside: int) -> tuple[int, int]:
+        return 1, 20
+
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        return [999] * n
+
+    def judge(self, sequence: Sequence, n_right: int, is_wrong: bool) -> None:
+        assert not n_right
+
+
+@pytest.mark.parametrize(("has_guesses", "n_far"), [(False, 100), (True, 119)])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_is_kept_says_how_far_the_nodes_got_behind_its_tokens(
+    has_guesses: bool, n_far: int, is_copied: bool
+) -> None:
+    """Rows of a stop sequence, and of guesses that were wrong: the windows of the nodes have moved on for them."""
+    memory = memory_of(1 << 20, window=2)
+    scheduler = Scheduler(1, memory=memory)
+    scheduler.guesser = Wrong() if has_guesses else None
+    ids = tuple(range(200, 290))
+    scheduler.submit(Sequence(1, ids, SamplingParams(40, temperature=0, stop_sequences=((5, 6, 7),)), 1000, owner="a"))
+    drawn = iter([*range(20, 28), 5, 6, 7])
+    while scheduler.n_running or scheduler.n_waiting:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.update(plan.number, {s.seq_id: [next(drawn)] for s in plan.slices if s.n_logits})
+    n = n_far - WINDOW_SLACK - (not is_copied)
+    scheduler.submit(Sequence(2, (*ids[:n], 1, 2), GREEDY, 1000, owner="a"))
+    plan = scheduler.schedule()
+    assert plan is not None and bool(plan.copies) == is_copied
+
+
+def test_what_is_kept_of_a_text_says_how_far_the_nodes_got_before_its_frames_were_lost() -> None:
+    memory = memory_of(1 << 20, window=1)
+    scheduler = Scheduler(2, memory=memory)
+    ids = tuple(range(400))
+    scheduler.submit(Sequence(1, ids, GREEDY, 1000, owner="a"))
+    for number in range(4):
+        if number > 1:
+            scheduler.update(number - 2, {})
+        assert scheduler.schedule() is not None
+    assert scheduler.in_flight == {1: (128, 256)}
+    scheduler.resume(2, memory, {1: 128}, has_fresh=False)
+    scheduler.cancel(1)
+    scheduler.submit(Sequence(2, (*ids[:70], 1, 2), GREEDY, 1000, owner="a"))
+    plan = scheduler.schedule()
+    assert plan is not None and not plan.copies, "position 70 is behind the window of a node that got 192 to 255"
+    assert plan.slices[0].start == 0
+
+
 def test_no_more_is_kept_than_a_share_of_the_memory() -> None:
     kept = Prefixes(memory_of(10), 0.5)
     assert kept.add(Kept(1, "a", (1,) * PAGE, (2,))) == [] and kept.add(Kept(2, "a", (2,) * PAGE, (3,))) == []

@@ -9,7 +9,9 @@ import re
 import signal
 import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +49,7 @@ from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
 from mdi_training.ring_blocks import RingBlocks
-from mdi_training.ring_training import RingTraining, TunedModel, embedding_of
+from mdi_training.ring_training import PART_ROWS, RingTraining, TunedModel, embedding_of
 from mdi_training.tuned_tensors import KEY, Lora, TunedTensors, TuningKind, n_numbers, new_tensors, read_tensors
 from mdi_training.tuning import Steps, Tuning, TuningSettings, train
 from secondaries import cluster_of, secondaries
@@ -585,6 +587,101 @@ def test_what_was_interrupted_goes_on_to_the_same_bits(
     for name in ("losses.csv", "adapter_model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert not (out / "work").exists()
+
+
+class Summing(Tuning):
+    """One number is learned, whose gradient is always 1."""
+
+    def learn(self, indices: Sequence[int]) -> float:
+        (parameter,) = self.named.values()
+        parameter.grad = torch.ones_like(parameter)
+        return 1.0
+
+    def sums(self, indices: Sequence[int]) -> Iterator[Sum]:
+        raise AssertionError("nothing is evaluated")
+
+
+ROWS = [Example(tuple(range(n)), 0, tuple(range(n))) for n in (1, 2, 4, 8)]
+
+
+def summing(
+    settings: TuningSettings, examples: Sequence[Example] = ROWS, n_train: int = 4, base: str = "that", **facts: str
+) -> Summing:
+    return Summing({"a": torch.nn.Parameter(torch.zeros(1))}, examples, n_train, settings, facts, base)
+
+
+def test_the_rate_of_learning_rises_and_then_falls_to_nothing() -> None:
+    one = summing(TuningSettings(10, 1, 0.001, 1))
+    found = [0.0]
+    for _ in range(one.n_all):
+        one.step()
+        found.append(-one.named["a"].item())
+    wanted = [0.001 * min(1, (k + 1) / 2) * (1 - k / 40) for k in range(40)]
+    assert np.diff(found) == pytest.approx(wanted, rel=0.02), "with a gradient of 1 a step is as long as the rate"
+
+
+def test_a_state_is_gone_on_with_over_the_same_examples_and_the_same_model_alone(tmp_path: Path) -> None:
+    settings = TuningSettings(3, 1, 0.1, 1)
+    one = summing(settings)
+    one.step()
+    one.save(tmp_path)
+    other = summing(settings)
+    assert other.restore(tmp_path) and other.n_steps == 1
+    anew = summing(replace(settings, lr=0.2)), summing(settings, method="prompt")
+    assert not any(another.restore(tmp_path) for another in anew), "the same sources with other settings begin again"
+    for different in (
+        summing(settings, ROWS[:3], 3), summing(settings, [*ROWS[:3], ROWS[0]]), summing(settings, n_train=3),
+        summing(settings, base="another"), summing(replace(settings, lr=0.2), base="another"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=r"other examples, another model") as caught:
+            different.restore(tmp_path)
+        assert str(tmp_path) in str(caught.value) and "--out" in str(caught.value)
+        assert caught.value.code == "exists" and not different.n_steps and not different.named["a"].item()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_while_the_state_is_written_leaves_what_is_needed_to_go_on(when: str, tmp_path: Path) -> None:
+    settings, losses = TuningSettings(3, 1, 0.1, 1), tmp_path / "losses.csv"
+
+    class Killed(Summing):
+        def save(self, folder: Path) -> None:
+            if when == "after" or self.n_steps < 8:
+                super().save(folder)
+            if when == "after" or self.n_steps == 8:
+                raise KeyboardInterrupt
+
+    one = Killed({"a": torch.nn.Parameter(torch.zeros(1))}, ROWS, 4, settings, {}, "that")
+    with pytest.raises(KeyboardInterrupt):
+        train(one, tmp_path, losses, lambda: False, lambda line: None)
+    for n in (4, 12):
+        other = summing(settings)
+        assert other.restore(tmp_path) and other.n_steps == n
+        assert train(other, tmp_path, losses, lambda: False, lambda line: None).is_done
+        rows = losses.read_text().split()
+        assert [row.split(",")[0] for row in rows] == ["step", *map(str, range(1, 13))]
+    losses.unlink()
+    other = summing(replace(settings))
+    assert other.restore(tmp_path) and train(other, tmp_path, losses, lambda: False, lambda line: None).is_done
+
+
+def test_a_part_of_a_step_has_no_more_rows_than_a_node_may_get_at_once() -> None:
+    n_rows: list[int] = []
+    kind = TuningKind("prompt", length=5)
+    named = {"a": torch.nn.Parameter(torch.zeros(1))}
+
+    def loss(part: Sequence[Example], tensors: object) -> Sum:
+        n_rows.append(len(part) * (5 + max(len(one.ids) for one in part)))
+        return Sum(torch.zeros(()), len(part))
+
+    model: Any = SimpleNamespace(
+        tuned=SimpleNamespace(kind=kind, named=named, n_rows=5), learned=lambda: [*named.values()], loss=loss
+    )
+    lengths = [300, 40, 1500, 300, 40, 200, 300, 300]
+    examples = [Example(tuple(range(n)), 0, tuple(range(n))) for n in lengths]
+    training = RingTraining(model, examples, 8, TuningSettings(1, 8, 0.1, 1), 2)
+    assert sum(found.n_right for found in training.sums(range(8))) == 8
+    assert sorted(n > PART_ROWS for n in n_rows) == [False] * (len(n_rows) - 1) + [True], "but for a single text"
+    assert max(n_rows) == 1505 and len(n_rows) == 4
 
 
 def test_the_rate_is_that_of_the_steps_alone(tmp_path: Path) -> None:

@@ -250,15 +250,18 @@ def _train(
         the exit status if it was stopped, and what the steps were.
     """
     from mdi_training.interrupt import StopRequest
-    from mdi_training.tuning import LOSSES_FILE, train
+    from mdi_training.tuning import LOSSES_FILE, STATE_FILE, train
 
     n, n_train = len(training.examples), training.n_train
     held, what = (range(n_train, n), "held out") if n > n_train else (range(n_train), "examples")
     print(f"{what} before: {training.score(held)}", flush=True)
     if say_before is not None:
         say_before(held)
+    has_begun = (out / WORK / STATE_FILE).exists()
     if training.restore(out / WORK):
         print(f"going on after step {training.n_steps} of {training.n_all}", flush=True)
+    elif has_begun:
+        print("the training before had other settings: it begins again with the first step", flush=True)
     with StopRequest() as stop:
         steps = train(training, out / WORK, out / LOSSES_FILE, lambda: bool(stop), partial(print, flush=True), ring_s)
     if not steps.is_done:
@@ -424,15 +427,16 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
     with _nodes(options, cancel) as nodes:
         with _tuning_run(nodes, options, length, cancel) as run:
             tuned = new_tensors(kind, config, settings.seed, model.weights.source_of, embedding_of(run))
-            training = RingTraining(TunedModel(run, tuned, head), examples, n_train, settings, asked.micro_batches)
+            through, known = TunedModel(run, tuned, head), weights_hash(model.weights.sources[0])
+            base = f"{model.identity} {known}"
+            training = RingTraining(through, examples, n_train, settings, asked.micro_batches, base)
             training.check()
             print(f"{n_numbers(tuned.named.values()):,} numbers are learned; {training.bytes_told}", flush=True)
-            say = None if labels else partial(_say_kernels, run, examples, head, TunedModel(run, tuned, head), "")
+            say = None if labels else partial(_say_kernels, run, examples, head, through, "")
             number, steps = _train(training, out, say_before=say)
             if number is not None:
                 return number
             _say_rate(training, steps)
-            known = weights_hash(model.weights.sources[0])
             path = tuned.write(out, str(config.name), known)
             shutil.rmtree(out / WORK, ignore_errors=True)
         if not labels:

@@ -105,15 +105,18 @@ class RingTraining(Tuning):
     Args:
         n_train: the first examples are learned from, the others are held out.
         n_parts: of a step's examples, under way at the same time. Gradients are added in their order.
+        base: see Tuning.
 
     Attributes:
         last_bytes: of the last step, to all other nodes and back.
     """
 
     def __init__(
-        self, model: TunedModel, examples: Sequence[Example], n_train: int, settings: TuningSettings, n_parts: int
-    ) -> None:
-        super().__init__(model.tuned.named, examples, n_train, settings, {**asdict(model.tuned.kind), "parts": n_parts})
+        self, model: TunedModel, examples: Sequence[Example], n_train: int, settings: TuningSettings, n_parts: int,
+        base: str = "",
+    ) -> None:  # fmt: skip
+        facts = {**asdict(model.tuned.kind), "parts": n_parts}
+        super().__init__(model.tuned.named, examples, n_train, settings, facts, base)
         self._model, self._n_parts = model, n_parts
         self.last_bytes = Bytes()
 

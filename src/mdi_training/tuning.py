@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 from mdi.checkpoint.safetensors_layout import read_header
 from mdi.errors import CheckpointError, MdiError, UsageError
 from mdi.files import replacing
-from mdi_training.examples import Example
+from mdi_training.examples import Example, digest_of
 from mdi_training.frozen_head import Sum
 
 STATE_FILE, LOSSES_FILE = "state.safetensors", "losses.csv"
@@ -56,6 +56,7 @@ class Tuning(ABC):
         named: what is learned, by its names.
         n_train: the first examples are learned from, the others are held out.
         facts: of what is learned; a state of others is not gone on with.
+        base: stands for the model's numbers; "" where something else has compared them.
 
     Attributes:
         n_steps: done so far, also before `restore`.
@@ -64,9 +65,10 @@ class Tuning(ABC):
 
     def __init__(
         self, named: Mapping[str, torch.nn.Parameter], examples: Sequence[Example], n_train: int, settings: TuningSettings,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Any], base: str = "",
     ) -> None:  # fmt: skip
         self.settings, self.n_train = settings, n_train
+        self._sources = {"examples": digest_of(examples), "n_train": n_train, "base": base}
         self.named, self.examples, self._facts = dict(named), examples, facts
         self._optimizer = torch.optim.AdamW(self.named.values(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
         self.steps_per_epoch = -(-n_train // settings.batch_size)
@@ -123,22 +125,34 @@ class Tuning(ABC):
         for name, parameter in self.named.items():
             if own := self._optimizer.state.get(parameter):
                 tensors |= {f"{key}/{name}": own[key].numpy() for key in ("exp_avg", "exp_avg_sq", "step")}
-        facts = {"n_steps": self.n_steps, "settings": asdict(self.settings), "shape": self._facts}
+        facts = {"n_steps": self.n_steps, "settings": asdict(self.settings), "shape": self._facts, "of": self._sources}
         with replacing(folder / STATE_FILE) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(save(tensors, {"training": json.dumps(facts, sort_keys=True)}))
 
     def restore(self, folder: Path) -> bool:
-        """Go on where `save` was, if that was a training of the same kind; returns whether it was. Raises CheckpointError."""
+        """Go on where `save` was, if that was a training of the same kind; returns whether it was.
+
+        Raises:
+            UsageError: it learned from other examples, or over another model.
+            CheckpointError: the file is damaged.
+        """
         path = folder / STATE_FILE
         if not path.is_file():
             return False
         try:
             facts = json.loads(read_header(path).metadata["training"])
+            if facts.get("of") != self._sources:
+                raise UsageError(
+                    f"{path} is of a training with other examples, another model or other number formats: give those of that "
+                    f"training, give another --out, or remove {folder}",
+                    code="exists",
+                )
             wanted = {
                 "n_steps": facts["n_steps"],
                 "settings": asdict(self.settings),
                 "shape": self._facts,
+                "of": self._sources,
             }
             if facts != json.loads(json.dumps(wanted)):
                 return False
@@ -201,9 +215,9 @@ def train(
         kept.append([training.n_steps, repr(loss)])
         is_over, is_full = is_stopped(), training.n_steps % training.steps_per_epoch == 0
         if is_over or is_full or clock() > saved_s + SAVE_S:
+            _write_lines(losses, kept)  # before the state: no state is without its losses
             training.save(folder)
             saved_s = clock()
-            _write_lines(losses, kept)
         if is_full:
             epoch, now = training.n_steps // training.steps_per_epoch, clock()
             ring = f" and {first_s:.1f} s of the ring" if epoch == 1 and first_s else ""
@@ -215,12 +229,14 @@ def train(
 
 
 def _lines(path: Path, n: int) -> list[list[Any]]:
-    """The first `n` steps of a file of losses, which a training that goes on has behind it."""
+    """The first `n` steps of a file of losses, which a training that goes on has behind it; none if somebody removed it."""
     if not n:
         return []
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            return [list(row) for row in csv.reader(file)][1 : n + 1]
+            return [list(row) for row in csv.reader(file) if row and row[0].isdigit() and int(row[0]) <= n]
+    except FileNotFoundError:
+        return []
     except OSError as e:
         raise UsageError(f"{path} cannot be read: {e.strerror or e}", code="unreadable") from e
 

@@ -211,7 +211,7 @@ def test_a_half_is_what_forward_adds() -> None:
     [{"n_head": 7}, {"n_query_groups": 0}, {"rotary_percentage": 2.0}, {"rope_indices": [0, 5]},
      {"mlp_class_name": "LLaMAMoE", "n_expert": 2, "n_expert_per_token": 3}, {"n_head": None}, {"mlp_class_name": [2, 1]},
      {"norm_class_name": ["RMSNorm"]}, {"rotary_percentage": "all"}, {"rope_indices": 1e308}, {"rope_indices": [0]},
-     {"sliding_window_indices": [1]}],
+     {"sliding_window_indices": [1]}, {"sliding_window_size": 0}, {"sliding_window_size": -5}],
 )  # fmt: skip
 def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dict[str, Any]) -> None:
     """A config may come from another node, and the kernels would read beyond their memory."""
@@ -222,6 +222,13 @@ def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dic
     except ValueError:
         return  # it was refused where it was read
     assert why_not_in_kernels(changed) is not None
+
+
+def test_a_window_of_nothing_never_reaches_the_kernels() -> None:
+    """They take 0 for no window, and would read pages that a window has dropped."""
+    config = ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config)
+    object.__setattr__(config, "sliding_window_size", 0)
+    assert why_not_in_kernels(config) == "windows of 0 positions"
 
 
 def test_a_router_in_plain_numbers_as_files_hold_it() -> None:

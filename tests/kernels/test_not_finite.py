@@ -10,7 +10,7 @@ import pytest
 from forced import forced, instruction_sets
 from kernel_models import Tensors, blocks_of, run
 
-from families import model_of, prompt
+from families import config_of, model_of, prompt, random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.blocks import model_of as structure_of
@@ -123,6 +123,26 @@ def test_a_key_beyond_the_caches_type_does_not_vanish(force: str) -> None:
     for cache_type, is_finite in (("float32", True), ("fp16", False)):
         found = blocks_of(gpt, "float32", cache_type, force=force, changed=damage).half(0, 0, rows, [(0, 0, 5)])
         assert (np.isfinite(found[1:]).all(axis=1) == is_finite).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("force", instruction_sets())
+def test_a_score_beyond_float32_does_not_vanish(force: str, cache_type: str, softcap: float | None, sign: int) -> None:
+    """The query and the key are finite. With int8 the score is too large only with the key's scale."""
+    query, key = (3e36, 200.0) if cache_type == "fp16" else (1e20, 1e20)
+    gpt = random_gpt(config_of("tiny-llama-1.1b", attention_logit_softcapping=softcap), 1)
+    size, heads = gpt.config.head_size, gpt.config.n_head * gpt.config.head_size
+
+    def damage(block: int, tensors: Tensors) -> None:
+        qkv = np.zeros((heads + 2 * gpt.config.n_query_groups * size, 48), dtype=np.float32)
+        qkv[0, 1], qkv[heads, 0] = query, sign * key
+        tensors["attn.qkv.weight"] = pack("float32", qkv)
+
+    blocks = blocks_of(gpt, "float32", cache_type, force=force, changed=damage)
+    found = blocks.half(0, 0, np.eye(2, 48, dtype=np.float32), [(0, 0, 2)])
+    assert np.isfinite(found[0]).all() and not np.isfinite(found[1]).any()
 
 
 @pytest.mark.parametrize("bad", BAD)

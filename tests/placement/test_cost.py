@@ -121,6 +121,9 @@ def test_memory_adds_up() -> None:
     loading = 10 * MB  # a block twice, before there are caches
     assert other.activations == max(activations, loading - other.caches)
     assert other.total == other.weights + other.caches + other.activations + other.process
+    wide = CostModel(cost.profile, replace(shape, vocab_size=1_000_000), cost.workload)
+    assert wide.memory(0, 0, 1, 2).activations == activations + 3 * 4 * 2 * 1_000_000, "the starter has logits"
+    assert wide.memory(1, 1, 3, 2).activations == other.activations
 
 
 def test_loading_may_need_more_than_running() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdi.engine.cohort import Beams, Cohort
-from mdi.engine.replay import SentRows
+from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.replay import FILL, SentRows
+from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import Plan, SamplingParams, Sequence
-from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE
+from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
+from mdi.engine.worker import SecondaryLoop
+from mdi.errors import EngineError, RingEndedError
+from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, CacheClass
+from mdi.kernels.pages import CachePages, Pages
+from mdi.kernels.slices import SliceTable
 from mdi.net.wire import DTYPE_CODES, DTYPES, PLAIN, Frame, FrameCodec, FrameType, Limits, Slice
 
 EPOCH = 9
+N_LONG = 80
 
 
 def frame_of(dtype: str, n_cols: int, slices: list[Slice], first: int, **fields: object) -> Frame:
@@ -90,6 +99,67 @@ def test_a_copy_grows_apart_from_its_source() -> None:
     assert (sent.counts, sent.n_bytes) == ({2: 3, 3: 3}, 24)
 
 
+def test_texts_that_wait_for_a_replay_are_not_forgotten_for_others() -> None:
+    sent = SentRows(40)
+    sent.add(frame_of("float32", 1, [Slice(1, 0, 4, 1)], 0))
+    sent.add(frame_of("float32", 1, [Slice(2, 0, 4, 1)], 20))
+    sent.hold()
+    for end in (4, 8):
+        sent.add(frame_of("float32", 1, [Slice(3, end - 4, 4, 1)], 40))
+        sent.add(Frame(FrameType.BATCH, EPOCH, 0, slices=(Slice(1, 0, end // 2, 0),), is_replay=True))
+        assert sent.counts == {1: 4, 2: 4}, "there was no memory for text 3"
+    assert sent.fill([Slice(1, 2, 2, 0), Slice(2, 0, 1, 0)])[2] == bytes([102] * 4 + [103] * 4 + [120] * 4)
+    sent.add(frame_of("float32", 1, [Slice(1, 4, 2, 1)], 60))
+    assert sent.counts == {1: 6, 2: 4}
+    sent.add(frame_of("float32", 1, [Slice(4, 0, 1, 1)], 80))
+    assert sent.counts == {2: 4, 4: 1}, "text 1 goes on, and can be forgotten"
+    sent.add(frame_of("float32", 1, [Slice(3, 0, 7, 1)], 80, freed=(2,)))
+    assert sent.counts == {4: 1, 3: 7}
+
+
+class Feeding:
+    """A ring that gives these frames, and has what was sent."""
+
+    def __init__(self, *frames: Frame) -> None:
+        self.frames, self.sent = list(frames), list[Frame]()
+
+    def recv(self) -> Frame:
+        if not self.frames:
+            raise RingEndedError
+        return self.frames.pop(0)
+
+    def send(self, frame: Frame) -> None:
+        self.sent.append(frame)
+
+    def release(self, frame: Frame) -> None:
+        """Nothing is used again."""
+
+
+class Idle:
+    """A stage without blocks."""
+
+    n_embd = 1
+    caches = SimpleNamespace(rearrange=lambda freed, copies: None)
+
+    def __call__(self, x: np.ndarray, slices: object) -> np.ndarray:
+        return x
+
+
+def test_a_node_that_fills_replays_keeps_their_rows_while_others_come() -> None:
+    sent = SentRows(32)
+    sent.add(frame_of("float32", 1, [Slice(1, 0, 8, 1)], 0))
+    replays = [
+        Frame(FrameType.BATCH, EPOCH, 0, slices=SliceTable([Slice(1, at, 4, 0)]), is_replay=True) for at in (0, 4)
+    ]
+    slices = SliceTable([Slice(2, 0, 4, 1)])
+    other = Frame(FrameType.BATCH, EPOCH, 0, "float32", 4, 1, slices, payload=bytearray(16))
+    ring = Feeding(replays[0], other, replays[1])
+    anything: Any = (Idle(), ArrayRows(), ring, False)
+    SecondaryLoop(*anything, sent=sent, replay=FILL).run()
+    rows = frame_of("float32", 1, [Slice(1, 0, 8, 1)], 0).payload
+    assert [bytes(frame.payload) for frame in ring.sent] == [rows[:16], bytes(16), rows[16:]]
+
+
 def test_without_memory_nothing_is_kept() -> None:
     sent = SentRows(0)
     sent.add(frame_of("float32", 1, [Slice(1, 0, 4, 1)], 0))
@@ -111,25 +181,58 @@ def test_a_replay_travels_with_and_without_its_rows() -> None:
 # A ring of two nodes in numbers: what each has of every sequence, position by position.
 
 
+class Paper(Pages):
+    """Pages without memory."""
+
+    def copy(self, page: int) -> int:
+        return self.take()
+
+
+class Node:
+    """The ids whose rows its caches hold, and the pages that they would take: a window drops those that it has passed."""
+
+    def __init__(self, classes: Collection[CacheClass]) -> None:
+        self.ids: dict[int, list[int]] = {}
+        self._pages = CachePages([*classes], [Paper(1, 10**6) for _ in classes])
+
+    def rearrange(self, plan: Plan) -> None:
+        self._pages.rearrange(plan.freed, plan.copies)
+        made = {new_id: list(self.ids[source]) for source, new_id in plan.copies}
+        for seq_id in (*plan.freed, *made):
+            self.ids.pop(seq_id, None)
+        self.ids.update(made)
+
+    def compute(self, part: PlannedSlice, ids: Collection[int]) -> None:
+        self._pages.extend(part.seq_id, part.start, part.n_rows)
+        self.ids.setdefault(part.seq_id, [])[part.start :] = ids
+
+
 class World:
     """The scheduler drives two nodes; the first keeps what it sent, the second can be lost.
 
     Tokens are a function of the prompt and the position, so that a wrong position or a lost row would show.
+
+    Args:
+        window: of some blocks of each node, if there are any.
+        n_kept: rows that the first node has memory for, of all texts together.
     """
 
-    def __init__(self, n_frames: int, chunk_rows: int) -> None:
-        self.scheduler = Scheduler(n_frames, chunk_rows)
-        self.nodes: list[dict[int, list[int]]] = [{}, {}]
-        self.sent: dict[int, list[int]] = {}
-        self.flying: list[tuple[Plan, int]] = []  # and how many nodes have computed it
+    def __init__(self, n_frames: int, chunk_rows: int, window: int | None = None, n_kept: int = 10**6) -> None:
+        self.classes = (CacheClass(None, 1), *([] if window is None else [CacheClass(window, 1)]))
+        self.memory = None if window is None else CacheMemory((NodeCaches("node", 1 << 40, self.classes),))
+        self.scheduler = Scheduler(n_frames, chunk_rows, self.memory)
+        self.nodes = [Node(self.classes), Node(self.classes)]
+        self.sent = SentRows(4 * n_kept)
+        self.flying: list[tuple[Plan, int, list[list[int]]]] = []  # with how many nodes have computed it, and its rows
         self.texts: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.cohorts: dict[int, Cohort] = {}
+        self.n_replayed = 0
 
-    def submit(self, seq_id: int, n_prompt: int, n_tokens: int) -> None:
-        """Texts with long prompts have the same one, which they share."""
+    def submit(self, seq_id: int, n_prompt: int, n_tokens: int, is_own: bool = False) -> None:
+        """Texts with long prompts have the same one, which they share, unless they are to have their own."""
         self.texts[seq_id] = []
-        first = 9000 if n_prompt > PAGE else 1000 * seq_id
+        first = 9000 if n_prompt > PAGE and not is_own else 1000 * seq_id
         prompt = tuple(first + k for k in range(n_prompt))
         self.scheduler.submit(Sequence(seq_id, prompt, SamplingParams(n_tokens), 1000))
 
@@ -146,51 +249,55 @@ class World:
     def leave(self) -> bool:
         plan = self.scheduler.schedule()
         if plan is not None:
-            self.flying.append((plan, 0))
+            self.flying.append((plan, 0, [list(part.ids) for part in plan.slices]))
         return plan is not None
 
     def compute(self, which: int) -> None:
         """The oldest frame that node `which` has not computed yet."""
-        for k, (plan, n) in enumerate(self.flying):
+        for k, (plan, n, rows) in enumerate(self.flying):
             if n == which:
-                self.flying[k] = (plan, n + 1)
-                self._rows(plan, which)
+                self.flying[k] = (plan, n + 1, self._rows(plan, which, rows))
                 return
 
-    def _rows(self, plan: Plan, which: int) -> None:
-        caches = self.nodes[which]
-        for rows_of in (caches, self.sent) if which == 0 else (caches,):
-            made = {new_id: list(rows_of[source]) for source, new_id in plan.copies if source in rows_of}
-            assert rows_of is self.sent or len(made) == len(plan.copies), "a copy of nothing"
-            for seq_id in (*plan.freed, *(new_id for _, new_id in plan.copies)):
-                rows_of.pop(seq_id, None)
-            rows_of.update(made)
-        for part in plan.slices:
-            if plan.is_replay and which == 0:
-                assert len(self.sent[part.seq_id]) >= part.start + part.n_rows
-                continue
-            rows = self.sent[part.seq_id][part.start : part.start + part.n_rows] if plan.is_replay else list(part.ids)
-            cache = caches.setdefault(part.seq_id, [])
-            assert part.start <= len(cache), "a hole"
-            cache[part.start :] = rows
-            if which == 0 and (part.seq_id in self.sent or not part.start):
-                kept = self.sent.setdefault(part.seq_id, [])
-                kept[part.start :] = rows
+    def _rows(self, plan: Plan, which: int, rows: list[list[int]]) -> list[list[int]]:
+        """The rows of each slice, for the next node."""
+        node = self.nodes[which]
+        node.rearrange(plan)
+        if which or not plan.is_replay:
+            for part, ids in zip(plan.slices, rows, strict=True):
+                node.compute(part, ids)
+        if not which:
+            slices = SliceTable([Slice(part.seq_id, part.start, part.n_rows, part.n_logits) for part in plan.slices])
+            self._keep(plan, slices, np.array([] if plan.is_replay else sum(rows, []), dtype=np.float32))
+            if plan.is_replay:
+                self.n_replayed += slices.n_rows
+                ids = np.frombuffer(self.sent.fill(slices)[2], dtype=np.float32).astype(int)
+                ends = np.cumsum([part.n_rows for part in plan.slices])
+                rows = [part.tolist() for part in np.split(ids, ends[:-1])]
+        return rows
+
+    def _keep(self, plan: Plan, slices: SliceTable, ids: np.ndarray) -> None:
+        frame = Frame(
+            FrameType.BATCH, EPOCH, plan.number, "float32", len(ids), 1, slices, plan.freed, ids.tobytes(), plan.copies,
+            plan.is_replay,
+        )  # fmt: skip
+        self.sent.add(frame)
+        assert self.sent.n_bytes == sum(4 * n for n in self.sent.counts.values())
 
     def back(self) -> None:
         if not self.flying or self.flying[0][1] < 2:
             return
-        plan, _ = self.flying.pop(0)
+        plan, _, _ = self.flying.pop(0)
         tokens, complete = {}, []
         for part, is_live in zip(plan.slices, self.scheduler.due(plan.number)[1], strict=True):
             if part.n_logits and (cohort := self.cohorts.get(part.seq_id)) is not None:
                 tokens[part.seq_id] = []
-                ids = self.nodes[1][part.seq_id][: part.start + part.n_rows]
+                ids = self.nodes[1].ids[part.seq_id][: part.start + part.n_rows]
                 logits = np.random.default_rng(ids).normal(size=9).astype(np.float32)
                 if is_live and cohort.take(part.seq_id, logits):
                     complete.append(cohort)
             elif part.n_logits:
-                ids = self.nodes[1][part.seq_id]
+                ids = self.nodes[1].ids[part.seq_id]
                 tokens[part.seq_id] = [(sum(ids[: part.start + part.n_rows]) + part.seq_id) % 997]
         for event in self.scheduler.update(plan.number, tokens):
             self.texts[event.seq_id] += event.tokens
@@ -207,14 +314,19 @@ class World:
 
     def lose(self, n_kept: int) -> None:
         """The second node is replaced by one without caches; the rows of `n_kept` texts can be replayed."""
+        self.nodes[1] = Node(self.classes)
+        self._resume(dict(list(self.sent.counts.items())[:n_kept]), True)
+
+    def form_again(self) -> None:
+        """The ring is left in the middle of its frames, and formed again; both nodes have their caches."""
+        self._resume(dict.fromkeys(self.texts, 10**6), False)
+
+    def _resume(self, kept: dict[int, int], has_fresh: bool) -> None:
         self.flying.clear()
         for cohort in self.cohorts.values():
             cohort.forget()
-        self.nodes[1] = {}
-        kept = {seq_id: len(rows) for seq_id, rows in list(self.sent.items())[:n_kept]}
-        for seq_id in self.sent.keys() - kept.keys():
-            del self.sent[seq_id]
-        self.scheduler.resume(self.scheduler.n_frames, None, kept)
+        self.scheduler.resume(self.scheduler.n_frames, self.memory, kept, has_fresh)
+        self.sent.hold()
 
     def run(self) -> dict[int, list[int]]:
         while len(self.ended) < len(self.texts):
@@ -227,8 +339,22 @@ class World:
 
 
 # Few losses beside the other steps: else no token is back before the next one, and nothing is ever replayed.
-STEPS: list[str | int] = [*["leave", "first", "second", "back"] * 4, 0, 2, 3]
+STEPS: list[str | int] = [*["leave", "first", "second", "back"] * 4, 0, 2, 3, "again"]
 Steps = st.lists(st.sampled_from(STEPS), max_size=60)
+
+
+def disturb(world: World, steps: Collection[str | int]) -> dict[int, list[int]]:
+    """The texts of a world after these steps; a number is a loss, and how many texts can be replayed then."""
+    actions: dict[str, Callable[[], object]] = {
+        "leave": world.leave, "back": world.back, "again": world.form_again,
+        "first": lambda: world.compute(0), "second": lambda: world.compute(1),
+    }  # fmt: skip
+    for step in steps:
+        if isinstance(step, int):
+            world.lose(step)
+        else:
+            actions[step]()
+    return world.run()
 
 
 @given(
@@ -236,29 +362,45 @@ Steps = st.lists(st.sampled_from(STEPS), max_size=60)
     st.integers(1, 3),
     st.integers(1, 5) | st.just(PAGE),
     st.none() | st.tuples(st.sampled_from([2, PAGE + 3]), st.integers(1, 6), st.integers(1, 4)),
+    st.none() | st.integers(1, 9),
+    st.sampled_from([10**6, 10, 40]),
     Steps,
 )
 def test_texts_are_those_of_an_undisturbed_ring(
-    texts: list[tuple[int, int]], n_frames: int, chunk_rows: int, beams: tuple[int, int, int] | None,
-    steps: list[str | int],
+    texts: list[tuple[int, int]], n_frames: int, chunk_rows: int, beams: tuple[int, int, int] | None, window: int | None,
+    n_kept: int, steps: list[str | int],
 ) -> None:  # fmt: skip
-    worlds = [World(n_frames, chunk_rows), World(n_frames, chunk_rows)]
+    worlds = [World(n_frames, chunk_rows), World(n_frames, chunk_rows, window, n_kept)]
     for world in worlds:
         for seq_id, (n_prompt, n_tokens) in enumerate(texts):
             world.submit(seq_id, n_prompt, n_tokens)
         if beams is not None:
             world.submit_beams(*beams)
     undisturbed, disturbed = worlds
-    actions: dict[str, Callable[[], object]] = {
-        "leave": disturbed.leave, "back": disturbed.back,
-        "first": lambda: disturbed.compute(0), "second": lambda: disturbed.compute(1),
-    }  # fmt: skip
-    for step in steps:
-        if isinstance(step, int):
-            disturbed.lose(step)
-        else:
-            actions[step]()
-    assert disturbed.run() == undisturbed.run()
+    assert disturb(disturbed, steps) == undisturbed.run()
+
+
+def test_long_texts_go_on_behind_many_losses_with_windows_and_little_memory() -> None:
+    """Prompts of many frames, and texts longer than a window and its slack: nodes drop what the window has passed."""
+    n_replayed = 0
+    for seed in range(N_LONG):
+        rng = random.Random(seed)
+        n_frames, chunk_rows = rng.randint(1, 6), rng.choice([8, PAGE, CHUNK_ROWS])
+        window, n_kept = rng.choice([None, 1, 8, 40]), rng.choice([100, 250, 500, 10**6])
+        texts = [
+            (rng.choice([3, 90, 200, 400]), rng.randint(1, 60), rng.random() < 0.5) for _ in range(rng.randint(1, 4))
+        ]
+        worlds = [World(n_frames, chunk_rows), World(n_frames, chunk_rows, window, n_kept)]
+        for world in worlds:
+            for seq_id, (n_prompt, n_tokens, is_own) in enumerate(texts):
+                world.submit(seq_id, n_prompt, n_tokens, is_own)
+        steps: list[str | int] = []
+        for _ in range(rng.randint(1, 4)):
+            steps += rng.choices(["leave", "first", "second", "back"], k=rng.randint(1, 150))
+            steps.append(rng.choice([1, 2, 4, 4, "again"]))
+        assert disturb(worlds[1], steps) == worlds[0].run(), seed
+        n_replayed += worlds[1].n_replayed
+    assert n_replayed > 1000
 
 
 @pytest.mark.parametrize("chunk_rows", [1, PAGE])

@@ -165,6 +165,25 @@ def test_the_best_window_that_fits_is_chosen_and_the_least_that_works_is_told(tm
     found.close()
 
 
+def test_a_part_of_the_limit_is_left_for_what_grows(tmp_path: Path) -> None:
+    """Buffers of links, and Python's objects: what a process takes is more than what it has reckoned."""
+    found, blocks, head = parts_of(tmp_path)
+    memory, taken = RunMemory(sequence=1 * MB, n_sequences=3, work=2 * MB, promised=7 * MB), 50 * MB
+    with pytest.raises(LimitError) as error:
+        choose_window("starter", WindowOptions(memory=1), blocks, head, memory, taken)
+    plan = choose_window("starter", WindowOptions(memory=error.value.least_bytes), blocks, head, memory, taken)
+    left = error.value.least_bytes - (taken + plan.resident_bytes + (3 + 2 + 7) * MB)
+    assert 16 * MB <= left < 64 * MB
+    found.close()
+
+
+def test_logits_of_all_rows_count(tmp_path: Path) -> None:
+    config = chunks(tmp_path)[0].config
+    row = 4 * config.padded_vocab_size
+    assert work_bytes(config, 20, 12) - work_bytes(config, 20, 4) >= 8 * row
+    assert work_bytes(config, 20, 4) > work_bytes(config, 12, 4)
+
+
 def test_what_is_set_by_hand_is_kept_or_refused(tmp_path: Path) -> None:
     found, blocks, head = parts_of(tmp_path)
     memory, limit = RunMemory(0, 1, 0), MARGIN_BYTES + plan_window(blocks, head, 2, 3).resident_bytes

@@ -11,7 +11,14 @@ import pytest
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.safetensors_layout import read_header
 from mdi.cli import launch
+from mdi.engine.speculation import WINDOW_ROWS
+from mdi.errors import LimitError
 from mdi.kernels import library
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions
+from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import TEXT, reference, write_checkpoint
 
@@ -69,6 +76,34 @@ def test_a_limit_of_memory(checkpoint: Path, capsys: pytest.CaptureFixture[str])
     assert ids(sample(capsys, "--ckpt", str(checkpoint), "--memory", "8G")) == EXPECTED
     failed = sample(capsys, "--ckpt", str(checkpoint), "--memory", "1M", status=2)
     assert failed["error"].count("--memory") == 1 and "\n" not in failed["error"]
+
+
+def test_a_limit_counts_the_small_model_and_the_rows_of_guesses(checkpoint: Path, tmp_path: Path) -> None:
+    """Both are part of the least that works, which is told before anything is computed."""
+    n_texts, vocabulary = 16, 16_000
+    wide = write_checkpoint(tmp_path / "wide", padded_vocab_size=vocabulary)
+    small = write_checkpoint(tmp_path / "small", padded_vocab_size=vocabulary, n_layer=1, n_embd=256)
+
+    def opened(draft: str, limit: int) -> Run:
+        options = StarterOptions(
+            ckpt=wide, prompt_style="none", device="cpu", quantize="float32", draft=draft, dtype="float32",
+            weight_memory=WindowMemory(window=WindowOptions(memory=limit)),
+        )  # fmt: skip
+        return Run(GivenNodes(standalone()), options, 100, n_texts=n_texts)
+
+    def least(draft: str) -> int:
+        limit = 1 << 20
+        while True:
+            with pytest.raises(LimitError) as error, opened(draft, limit):
+                raise AssertionError("it is not enough")
+            if "the least that works" in str(error.value):
+                return error.value.least_bytes
+            limit = error.value.least_bytes + (1 << 20)  # packing needs memory, too, and comes first
+
+    none, auto, own = least("none"), least("auto"), least(str(small))
+    logits = (WINDOW_ROWS - 1) * n_texts * 4 * vocabulary
+    assert auto - none > logits
+    assert own - auto > 2 * 4 * vocabulary * 256, "its embedding and its head"
 
 
 def test_flags_that_do_not_fit_each_other(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,6 +234,8 @@ class Draft:
         if self._cached[self._n_known : begin] != ids[self._n_known : begin]:
             begin = min(self._n_known, len(ids) - 1)
         n = min(n, self._model.max_length - len(ids))
+        if n <= 0:
+            return []  # the text is longer than the small model's context
         found: list[int] = []
         if len(ids) - begin > LEARN_ROWS:  # a prompt: the texts wait for a part of it at a time
             self._compute(begin, ids[begin : begin + LEARN_ROWS])

@@ -28,7 +28,8 @@ class _Text:
 
 
 class SentRows:
-    """Rows by sequence and position, in bounded memory: the oldest text is forgotten first, as a whole.
+    """Rows by sequence and position, in bounded memory: the oldest text is forgotten first, as a whole, unless it waits for a
+    replay.
 
     Args:
         limit_bytes: of all rows together.
@@ -38,6 +39,7 @@ class SentRows:
         self._limit_bytes = limit_bytes
         self._n_bytes = 0
         self._texts: dict[int, _Text] = {}  # the oldest first
+        self._held: set[int] = set()  # those of them that wait for a replay, or are being replayed
         self._dtype, self._n_cols = "bytes", 0
         self._row_bytes = 0, 0  # of the scales and of the values of a row
 
@@ -50,11 +52,23 @@ class SentRows:
     def n_bytes(self) -> int:
         return self._n_bytes
 
+    def hold(self) -> None:
+        """A ring begins in which these rows are sent again. Each text that is here now stays, even if others lack the memory,
+        until a frame frees it or has new rows of it: then it was replayed, or has begun again.
+        """
+        self._held = set(self._texts)
+
     def add(self, frame: Frame) -> None:
         """A frame leaves, with all its rows."""
         self._rearrange(frame.freed, frame.copies)
-        if not frame.n_rows or not self._limit_bytes:
-            return
+        if not frame.is_replay:
+            self._held.difference_update([part.seq_id for part in frame.slices])
+        if frame.n_rows and self._limit_bytes:
+            self._keep(frame)
+        while self._n_bytes > self._limit_bytes:  # those that are held were here when there was memory for all
+            self._forget(next(seq_id for seq_id in self._texts if seq_id not in self._held))
+
+    def _keep(self, frame: Frame) -> None:
         if (frame.dtype, frame.n_cols) != (self._dtype, self._n_cols):
             self.clear()
             self._dtype, self._n_cols = frame.dtype, frame.n_cols
@@ -68,8 +82,6 @@ class SentRows:
             end = row + part.n_rows
             self._append(part, scales[row * scale : end * scale], values[row * value : end * value])
             row = end
-        while self._n_bytes > self._limit_bytes:
-            self._forget(next(iter(self._texts)))
 
     def fill(self, slices: Slices) -> tuple[str, int, bytes]:
         """The rows of these slices: their type, columns, and payload. Raises EngineError if some are not here."""
@@ -85,6 +97,7 @@ class SentRows:
 
     def clear(self) -> None:
         self._texts.clear()
+        self._held.clear()
         self._n_bytes = 0
 
     def _append(self, part: Slice, scales: memoryview, values: memoryview) -> None:
@@ -116,6 +129,7 @@ class SentRows:
         self._n_bytes += sum(text.n_bytes for text in made.values())
 
     def _forget(self, seq_id: int) -> None:
+        self._held.discard(seq_id)
         text = self._texts.pop(seq_id, None)
         if text is not None:
             self._n_bytes -= text.n_bytes

@@ -219,8 +219,8 @@ class Scheduler:
     ) -> list[Event]:
         """Continue over another ring. Most of its nodes have their caches; the others get theirs by replays.
 
-        A sequence is continued behind the last position that came back; one that cannot be replayed begins again. Returns what
-        `rewind` does.
+        A sequence is continued behind the last position that came back. One that cannot be replayed, or that the nodes' windows
+        have passed, begins again on all nodes. Returns what `rewind` does.
 
         Args:
             kept: positions of each sequence, from the first on, whose rows can be replayed.
@@ -232,19 +232,26 @@ class Scheduler:
         freed = [seq_id for plan in self._in_flight for seq_id in plan.freed] + self._freed
         if self._prefixes is not None:
             freed += [self._prefixes.drop_oldest() for _ in range(len(self._prefixes))]
+        last_starts = {
+            part.seq_id: part.start for plan in self._in_flight if not plan.is_replay for part in plan.slices
+        }
         self._in_flight.clear()
         self._n_bare = 0
         for queue in (self._ready, self._prefilling, self._replays):
             queue.clear()
         for sequence in self._running.values():
             n_done = min(flying.get(sequence.seq_id, (sequence.n_sent, 0))[0], len(sequence.ids) - 1)
-            if sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0):
+            has_rows = sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0)
+            n_passed = max(last_starts.get(sequence.seq_id, 0), sequence.n_far)
+            if has_rows and can_be_cut(n_passed, n_done, 0 if memory is None else memory.window):
+                sequence.n_far = max(sequence.n_far, sequence.n_sent)  # a node may have these rows
                 sequence.return_to(n_done)
                 if has_fresh:
                     self._replays.add(sequence)
                 else:
                     self._go_on(sequence)
             else:
+                freed.append(sequence.seq_id)
                 sequence.rewind()
                 self._prefilling.append(sequence)
         self._copies = []
@@ -339,7 +346,7 @@ class Scheduler:
                 first that is no guess at the latest. With fewer, the other rows are void.
 
         Returns:
-            events of each token, as if it had come alone.
+            an event of each token, as if it had come alone; without any token if it is held back.
 
         Raises:
             EngineError: it is not the frame that is due, or not with the tokens that it went out for.
@@ -365,7 +372,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self._count(sequence)
-        return [Event(seq_id, new, sequence.finish_reason)] if new or sequence.finish_reason else []
+        return [Event(seq_id, new, sequence.finish_reason, drawn=token)]
 
     def regroup(self, texts: Collection[Sequence], choices: Collection[tuple[int, int]]) -> None:
         """Continue a cohort whose rows are all back: each text with the ids and caches of one of them, and a token behind it.
@@ -398,8 +405,7 @@ class Scheduler:
         for token in tokens:
             new = sequence.take_drawn(token)
             n_drawn += 1
-            if new or sequence.finish_reason:
-                events.append(Event(part.seq_id, new, sequence.finish_reason))
+            events.append(Event(part.seq_id, new, sequence.finish_reason, drawn=token))
             if sequence.finish_reason or sequence.turn != part.turn:
                 break
         if n_drawn < part.n_logits and sequence.turn == part.turn:

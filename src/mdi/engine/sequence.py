@@ -252,8 +252,7 @@ class Sequence:
         """Take the next drawn token as `append` does. If it is the first guess, the rows behind it count, else they do not."""
         new = self.append(token)
         if not self.guessed:
-            self.n_sent = min(self.n_sent, len(self.ids) - 1)
-            return new
+            return new  # behind a stop sequence, `n_sent` still says how far the nodes' caches reach
         if self.guessed[0] == token:
             self.n_confirmed += 1
             if self.finish_reason is None:
@@ -352,6 +351,7 @@ class Event:
         time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
         logprobs: of each token, if its sequence asks for them: its own, and those of the best tokens.
         n_kept: with the reason UNTRUE: generated tokens, from the first on, that are right as far as it is known.
+        drawn: the token that was drawn, also if it is held back. Readers do not get it.
     """
 
     seq_id: int
@@ -360,6 +360,7 @@ class Event:
     time_s: float = field(default=0.0, compare=False)
     logprobs: tuple[tuple[float, list[tuple[int, float]]], ...] = ()
     n_kept: int = 0
+    drawn: int | None = field(default=None, compare=False)
 
 
 # Sees each new token in the loop's thread, before the next frame is made; True ends the sequence with the reason "stop".
@@ -379,7 +380,9 @@ UNTRUE = "untrue"
 
 
 class Constraint(Protocol):
-    """Restricts which tokens may come next. Called in the loop's thread; it gets each token before the next question."""
+    """Restricts which tokens may come next. Called in the loop's thread; it gets each token before the next question, those
+    that are held back among them.
+    """
 
     def allowed(self) -> Any:
         """bool array (vocabulary). What it raises, here and in `take`, ends the sequence as UNMATCHED."""
@@ -405,6 +408,7 @@ class Request:
     Attributes:
         seq_id: the same in all its events.
         events: at most one for each new token, and one for the end; several requests may share a queue and a reader.
+        is_full: whether its constraint lets nothing follow.
     """
 
     def __init__(
@@ -418,6 +422,7 @@ class Request:
         self._cancel = cancel
         self._is_over = False
         self.constraint = constraint
+        self.is_full = False
         self._allowed: Any = None
         self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not given out, by their number
         self._n_given = len(sequence.generated)
@@ -478,11 +483,16 @@ class Request:
             self._allowed = self.constraint.allowed()
         return self._allowed
 
-    def is_met_by(self, tokens: tuple[int, ...]) -> bool:
-        """Whether the reader's own condition ends the sequence with these tokens."""
+    def is_met_by(self, tokens: tuple[int, ...], drawn: int | None) -> bool:
+        """Whether the reader's own condition ends the sequence.
+
+        Args:
+            tokens: that are given out; drawn: the newest one, which may be held back.
+        """
         self._allowed = None
-        is_full = self.constraint is not None and any([self.constraint.take(token) for token in tokens])
-        return is_full or (self._ends is not None and any([self._ends(token) for token in tokens]))
+        if self.constraint is not None and drawn is not None:
+            self.is_full = self.constraint.take(drawn)
+        return self.is_full or (self._ends is not None and any([self._ends(token) for token in tokens]))
 
     def keep_logprobs(self, number: int, logprobs: TokenLogprobs) -> None:
         """Called for the sequence's new token `number`, from 0 on; a lost token is drawn again."""

@@ -29,6 +29,7 @@ A guess takes time, too: on the first node that of its source counts in t, and b
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,6 +38,8 @@ from mdi.engine.guesses import LONG, SHORT, DraftModel, Forced, Index, Repetitio
 from mdi.engine.prices import WEIGHT, Prices
 from mdi.engine.sequence import Constraint, Plan
 from mdi.engine.sequence import Sequence as Text
+
+logger = logging.getLogger(__name__)
 
 MOST_ROWS, WINDOW_ROWS = 4, 8  # of a text in a frame; where each frame is a pass over the disk
 N_JUDGED = 32  # guesses of a source whose rate counts
@@ -151,6 +154,7 @@ class Speculation:
         self._draft = draft
         self._kinds = kinds
         self._n_vocabulary = n_vocabulary
+        self._failed: set[str] = set()  # sources of which it was told that they failed
         self.texts: dict[int, _Guessed] = {}
         self._ended: dict[str, deque[Index]] = {}
         self.rounds, self.stages = Prices(), Prices()
@@ -274,8 +278,11 @@ class Speculation:
         for kind, source in guessed.sources.items():
             if self._is_paused(kind, guessed.rates[kind], n):
                 continue
-            if source.learn(sequence.ids):
-                return kind
+            try:
+                if source.learn(sequence.ids):
+                    return kind
+            except Exception as e:
+                self._pause_failed(kind, guessed.rates[kind], n, e)
             is_looked_up &= kind == "lookup"
         sequence.n_quiet = n
         if is_looked_up:
@@ -331,10 +338,14 @@ class Speculation:
             if rate.is_known and not self._pays(rate.rate, kind):
                 rate.pause(len(sequence.ids))
                 continue
-            source.learn(sequence.ids)
             if isinstance(source, Repetition) and kind == "lookup":
                 source.n_least = SHORT if rate.is_known and rate.rate >= PROVEN else LONG
-            found = self._allowed(sequence, guessed.constraint, source.propose(stream, n))
+            try:
+                source.learn(sequence.ids)
+                found = self._allowed(sequence, guessed.constraint, source.propose(stream, n))
+            except Exception as e:
+                self._pause_failed(kind, rate, len(sequence.ids), e)
+                continue
             if found:
                 guessed.by.extend([kind] * len(found))
                 guessed.last = self._kind = kind
@@ -343,6 +354,15 @@ class Speculation:
         if not sequence.guessed:
             sequence.n_quiet = len(sequence.ids)
         return []
+
+    def _pause_failed(self, kind: str, rate: _Rate, n_tokens: int, error: Exception) -> None:
+        """A source could not be asked. Its text goes on without it: a guess may cost time, and no more."""
+        rate.pause(n_tokens)
+        if kind not in self._failed:
+            self._failed.add(kind)
+            logger.warning(
+                "warning: guesses by %s pause, because they failed: %s: %s", kind, type(error).__name__, error
+            )
 
     def _pays(self, p: float, kind: str) -> bool:
         if not self.rounds.n_noted:
@@ -379,11 +399,15 @@ class Speculation:
             return
         if (rate := guessed.rates.get("prediction")) is not None:
             sequence.n_predicted, sequence.n_accepted = rate.n_guessed, rate.n_confirmed
-        for source in guessed.sources.values():
-            source.close()
         lookup = guessed.sources.get("lookup")
+        for kind, source in guessed.sources.items():
+            try:
+                if sequence.owner is not None and source is lookup:
+                    source.learn(sequence.ids)
+                source.close()
+            except Exception as e:
+                self._pause_failed(kind, guessed.rates[kind], 0, e)
         if sequence.owner is not None and isinstance(lookup, Repetition):
-            lookup.learn(sequence.ids)
             self._ended.setdefault(sequence.owner, deque(maxlen=N_OTHERS)).appendleft(lookup.own)
 
     # Times

@@ -411,6 +411,8 @@ class StarterEngine:
                 self.sent.clear()
             else:
                 self._tell(self.scheduler.resume(n_frames, self.memory, kept, self.has_fresh, ring.capacity))
+                if self.fills_replays:
+                    self.sent.hold()
             if self.verifier is not None:
                 self._take_back(self.verifier)
         try:
@@ -762,16 +764,21 @@ class StarterEngine:
     def _tell(self, events: list[Event]) -> None:
         """Hand events of the scheduler to their readers. A text that its reader's own condition ends leaves the scheduler."""
         now = time.perf_counter()
-        for seq_id, tokens, reason in [(event.seq_id, event.tokens, event.finish_reason) for event in events]:
+        for event in events:
+            seq_id, tokens, reason = event.seq_id, event.tokens, event.finish_reason
             request = self._live.get(seq_id)
             if request is None:
                 continue  # the token before ended it, by its reader's condition
+            if reason is None and (reason := self._own_end(request, tokens, event.drawn)) is not None:
+                end = self.scheduler.cancel(seq_id, reason)
+                if end is not None and request.is_full:
+                    tokens += end.tokens  # that were held back
+            if not tokens and reason is None:
+                continue
             if tokens:
                 self.n_tokens += len(tokens)
                 self.last_token_s = now
                 self.first_token_s = self.first_token_s or now
-            if reason is None and (reason := self._own_end(request, tokens)) is not None:
-                self.scheduler.cancel(seq_id, reason)
             if reason is not None:
                 del self._live[seq_id]
                 self._cohorts.pop(seq_id, None)
@@ -818,9 +825,9 @@ class StarterEngine:
         return Event(sequence.seq_id, (), UNTRUE, time.perf_counter(), n_kept=max(0, n_right + 1 - sequence.n_prompt))
 
     @staticmethod
-    def _own_end(request: Request, tokens: tuple[int, ...]) -> str | None:
+    def _own_end(request: Request, tokens: tuple[int, ...], drawn: int | None) -> str | None:
         try:
-            return "stop" if request.is_met_by(tokens) else None
+            return "stop" if request.is_met_by(tokens, drawn) else None
         except Exception:  # of the reader: its own sequence ends, and no other
             logger.exception("a sequence is ended, because the check for its end failed")
             return FAILED if request.constraint is None else UNMATCHED

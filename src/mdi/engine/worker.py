@@ -221,6 +221,8 @@ class SecondaryLoop:
         self._replay = replay
         self._received = SentRows(0) if received is None else received
         self._is_hot = is_hot
+        if replay == FILL:
+            self._sent.hold()
         self.compute_s = 0.0
 
     def run(self) -> None:

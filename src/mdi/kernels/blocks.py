@@ -360,6 +360,8 @@ def _contradiction(config: ModelConfig) -> str | None:
         return f"{heads} heads in {groups} groups"
     if config.rope_n_elem > size:
         return f"rotary positions of {config.rope_n_elem} numbers in heads of {size}"
+    if config.sliding_window_size is not None and config.sliding_window_size < 1:
+        return f"windows of {config.sliding_window_size} positions"
     if config.mlp_class_name == "LLaMAMoE" and not 1 <= config.n_expert_per_token <= config.n_expert:
         return f"{config.n_expert_per_token} of {config.n_expert} experts"
     if config.glu_limit and _MLPS[config.mlp_class_name](config) != "clamped_glu":

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
-from mdi.engine.guesses import DraftModel
+from mdi.engine.guesses import LEARN_ROWS, DraftModel
 from mdi.engine.rows import ArrayRows
 from mdi.errors import UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
 from mdi.run.choice import Choice, starter_computing
 from mdi.spec.cluster import WeightMemory
+from mdi.spec.options import StarterOptions
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.starter_weights import StarterSupply
+from mdi.stages.window_budget import window_of, work_bytes
+
+
+def draft_memory(model: Choice, max_length: int) -> int:
+    """Bytes that the small model takes beside a window: its weights, the caches of all texts, and rows while it computes.
+
+    0 without one, and where nothing is fitted into a limit. Raises as `open_draft`.
+    """
+    asked, family = model.options, model.family
+    window = window_of(asked.weight_memory)
+    if asked.draft in ("none", "auto") or window is None or window.memory is None:
+        return 0
+    weights = family.open_weights(Path(asked.draft), None, 1, None, _format_of(asked), False)
+    try:
+        computing = starter_computing(family, weights, asked)
+        if computing.packing is None:
+            return 0  # it is refused when it is opened
+        length = min(max_length, family.max_length(weights.config))
+        spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, length), window=None)
+        caches = model.n_sequences * spec.run_bytes(family)
+        return spec.weight_bytes({}) + caches + work_bytes(weights.config, LEARN_ROWS, 1)
+    finally:
+        weights.close()
+
+
+def _format_of(asked: StarterOptions) -> str | None:
+    return None if asked.quantize == AUTO else asked.quantize
 
 
 def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> DraftModel:
@@ -31,8 +61,7 @@ def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> 
             f"--draft {folder}: its tokenizer has other tokens than that of {model.directory}, so it cannot guess them",
             code="draft",
         )
-    form = None if asked.quantize == AUTO else asked.quantize
-    weights = family.open_weights(folder, None, 1, None, form, False)
+    weights = family.open_weights(folder, None, 1, None, _format_of(asked), False)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:

@@ -87,6 +87,7 @@ class Basis:
         sharing: gives the nodes of every ring their shares, where some of them compute blocks together.
         gradients: whether nodes are asked for gradients.
         is_held: whether nodes hold the blocks already: then others can take the place of one that refuses.
+        draft_bytes: that a small model takes in this process, with its caches.
     """
 
     run: int
@@ -104,6 +105,7 @@ class Basis:
     taps: tuple[int, ...] = ()
     is_held: bool = False
     gradients: bool = False
+    draft_bytes: int = 0
 
     @property
     def run_id(self) -> str:
@@ -734,7 +736,9 @@ class Preparation:
             NoMemoryError: weights that will not fit are not loaded in the first place. UsageError: no gradients.
         """
         basis = self.basis
-        spec = self._supply.spec(basis.computing, basis.max_length, basis.n_sequences, self._kv_memory)
+        spec = self._supply.spec(
+            basis.computing, basis.max_length, basis.n_sequences, self._kv_memory, 0, basis.draft_bytes
+        )
         if basis.gradients:
             check_gradients(spec)
         basis.caches.check_memory(spec, self.held)

@@ -38,7 +38,7 @@ from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
 from mdi.run.choice import Choice, check_hot_spares, model_of
 from mdi.run.cut import MovingCut
-from mdi.run.drafting import open_draft
+from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.identity import base_of, identity_of
 from mdi.run.loop import Joins, Lookout, RingLoop, SlowLinks
@@ -252,7 +252,7 @@ class Run(StatusOnly):
         basis = Basis(
             self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
             self._process, self._ports.listener, self._ports.caches, model.sharing, self._taps,
-            model.held is not None, self._gradients,
+            model.held is not None, self._gradients, draft_memory(model, self.max_length),
         )  # fmt: skip
         nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
         self._former = former = Former(basis, cluster, nodes)

@@ -155,6 +155,8 @@ class ModelConfig:
             raise ValueError("intermediate_size is missing")
         fill("intermediate_size", 4 * self.n_embd)
         if self.sliding_window_size is not None:
+            if self.sliding_window_size < 1:
+                raise ValueError(f"sliding_window_size {self.sliding_window_size}: a token sees itself at least")
             object.__setattr__(self, "sliding_window_indices", self._per_block("sliding_window_indices"))
         if self.rope_local_base_freq is not None:
             object.__setattr__(self, "rope_indices", self._per_block("rope_indices"))

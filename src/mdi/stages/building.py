@@ -68,6 +68,8 @@ class StageSpec:
         group: in which this node has a share of every block; None computes them alone.
         n_nodes: of the ring; max_length: of a sequence; n_sequences: at the same time.
         kv_memory: limit for the caches by hand, in bytes.
+        n_rows: of a text in a frame, at most: its newest token, and guesses.
+        beside: bytes that the process will take besides, for a small model that guesses.
     """
 
     name: str
@@ -85,6 +87,8 @@ class StageSpec:
     max_length: int
     n_sequences: int
     kv_memory: int | None = None
+    n_rows: int = 1
+    beside: int = 0
 
     @property
     def has_ends(self) -> bool:
@@ -97,7 +101,7 @@ class StageSpec:
         return (
             self.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
             replace(self.computing, threads=None), self.stored_format, share, self.window,
-            None if self.window is None else (self.max_length, self.n_sequences, self.kv_memory),
+            None if self.window is None else (self.max_length, self.n_sequences, self.kv_memory, self.n_rows, self.beside),
         )  # fmt: skip
 
     @property
@@ -218,11 +222,10 @@ def build_stage(
         return stage
     weights: Resident | Any
     if spec.window is not None:
-        work = work_bytes(
-            spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + spec.n_sequences, spec.n_sequences
-        )
+        n_rows = spec.n_sequences * spec.n_rows
+        work = work_bytes(spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
-            spec.run_bytes(family), spec.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised
+            spec.run_bytes(family), spec.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)

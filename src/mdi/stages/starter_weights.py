@@ -27,6 +27,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
+from mdi.engine.speculation import most_rows_of
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import default_cache_dir
 from mdi.host.computing import Computing
@@ -342,12 +343,12 @@ class StarterSupply:
 
     def __init__(self, name: str, weights: StarterWeights, family: ModelFamily, options: StarterOptions) -> None:
         self._name, self._weights = name, weights
-        self.family, self.memory = family, options.weight_memory
+        self.family, self.memory, self._has_guesses = family, options.weight_memory, options.guesses
         self.cache_dir = options.cache_dir or default_cache_dir()
 
     def spec(
         self, computing: Computing, max_length: int = 1, n_sequences: int = 1, kv_memory: int | None = None,
-        node: int = 0,
+        node: int = 0, beside: int = 0,
     ) -> StageSpec:  # fmt: skip
         """The starter's stage.
 
@@ -355,6 +356,7 @@ class StarterSupply:
             node: another one of the ring, whose blocks the starter computes as well; none of a group.
             n_sequences: at the same time.
             kv_memory: limit for the caches; None: the free memory.
+            beside: see StageSpec.
         """
         weights, group = self._weights, self._weights.group_of(0)
         share = "" if group is None else f"{group.rank} of {group.shares} {group.packing}"
@@ -365,7 +367,7 @@ class StarterSupply:
         return StageSpec(
             self._name, weights.model, weights.config_hash, weights.config, weights.blocks[node], parts, computing,
             weights.dtype, weights.stored_format, window_of(self.memory), group, len(weights.blocks), max_length,
-            n_sequences, kv_memory,
+            n_sequences, kv_memory, most_rows_of(bool(weights.config.n_expert), True) if self._has_guesses else 1, beside,
         )  # fmt: skip
 
     def _holder_of(self, part: str) -> StarterWeights | ShardWeights:

@@ -175,8 +175,8 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
     if (!sees[i]) continue;
     for (int half = 0; half < 2; half++) {
       F x = mul(s[i][half], splat(model.scale));
-      x = sub(x, sub(x, x));  // NaN if it is infinite: minus infinity would have no weight, and a cap would make it a number
       if constexpr (kType == kCacheInt8) x = mul(x, load(page.key_scales + 16 * half));
+      x = sub(x, sub(x, x));  // NaN if it is infinite: minus infinity would have no weight, and a cap would make it a number
       if (model.softcap != 0) x = mul(tanh(div(x, splat(model.softcap))), splat(model.softcap));
       if (queries.bias) x = add(x, load(queries.bias[at + i] + first_position + 16 * half));
       int end = last + 1 - 16 * half, start = first - 16 * half;
