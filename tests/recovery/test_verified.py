@@ -28,7 +28,7 @@ from mdi.net.wire import Frame
 from mdi.node.secondary import SecondaryNode
 from mdi.run import verify
 from mdi.run.nodes import GivenNodes, StarterPorts
-from mdi.run.recomputing import OwnBlocks
+from mdi.run.recomputing import OthersBlocks, OwnBlocks
 from mdi.run.run import Run
 from mdi.run.texts import TAKEN_BACK
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -730,3 +730,20 @@ def test_a_spare_that_ends_is_not_missed(checkpoint: Path, honest: list[list[int
         assert texts_of(run)[3::2] == honest[::2]
         told = run.verifier
         assert told is not None and told.n_checked == told.n_rows > told.n_by_others and not told.found
+
+
+def test_texts_that_have_ended_keep_no_caches_with_who_computes_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OthersBlocks] = []
+    begin = OthersBlocks.__init__
+
+    def note(blocks: OthersBlocks, *args: Any) -> None:
+        begin(blocks, *args)
+        made.append(blocks)
+
+    monkeypatch.setattr(OthersBlocks, "__init__", note)
+    with secondaries(3, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+        texts_of(run)
+        assert made
+        until(lambda: not any(blocks.cached for blocks in made))
