@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import torch
 from safetensors.torch import save
 
 from mdi.cancel import Cancel
+from mdi.checkpoint import store
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.records import BELIEVED_S, stamp_of
-from mdi.checkpoint.store import PIECE_BYTES, BlockStore
+from mdi.checkpoint.store import COMING, PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError
+from mdi.files import lock_file
 from mdi.spec.model import ModelConfig
 from mdi.stages.window_files import WeightBytes
 
@@ -285,6 +288,88 @@ def test_many_parts_are_looked_for_at_a_time(tmp_path: Path) -> None:
     stopped.cancel(LookupError("the run was ended"))
     with pytest.raises(LookupError):
         BlockStore(tmp_path).have([INFO.sha256, "ab" * 32], stopped)
+
+
+# Two processes with one folder
+
+
+def reader(during: Callable[[], None] = lambda: None) -> Callable[[int], bytes]:
+    """Gives the bytes of the part; `during` is called before the second piece."""
+    stream = io.BytesIO(DATA)
+
+    def read(n: int) -> bytes:
+        if stream.tell():
+            during()
+        return stream.read(min(n, len(DATA) // 2 + 1))
+
+    return read
+
+
+def test_a_part_that_comes_to_another_process_is_waited_for(tmp_path: Path) -> None:
+    """Nobody writes into its file, and nobody makes room by removing it."""
+    first, second, refused = BlockStore(tmp_path), BlockStore(tmp_path, limit_bytes=len(DATA)), []
+
+    def try_as_well() -> None:
+        have = second.partial_bytes(INFO.sha256)
+        assert 0 < have < len(DATA)
+        for offset in (0, have):
+            with pytest.raises(CheckpointError, match="another process") as told:
+                second.receive(INFO, offset, reader())
+            refused.append(told.value.code)
+        second.free_space(len(DATA), ())
+
+    first.receive(INFO, 0, reader(try_as_well))
+    assert set(refused) == {COMING}
+    assert first.path(INFO.sha256).read_bytes() == DATA
+    with pytest.raises(CheckpointError, match="here already") as told:
+        second.receive(INFO, 0, reader())
+    assert told.value.code == COMING and second.has(INFO.sha256) and not second.partial_bytes(INFO.sha256)
+
+
+def test_a_transfer_that_was_cut_off_goes_on_in_another_process(tmp_path: Path) -> None:
+    first, second = BlockStore(tmp_path), BlockStore(tmp_path)
+
+    def cut_off() -> None:
+        raise OSError("the connection is gone")
+
+    with pytest.raises(OSError, match="is gone"):
+        first.receive(INFO, 0, reader(cut_off))
+    have = second.partial_bytes(INFO.sha256)
+    assert have > 0
+    second.receive(INFO, have, io.BytesIO(DATA[have:]).read)
+    assert first.has(INFO.sha256)
+
+
+def test_a_part_that_another_process_has_just_finished_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file was opened under its first name, and has another one when it is locked."""
+    first, second = BlockStore(tmp_path), BlockStore(tmp_path)
+
+    def lock_late(file: int) -> bool:
+        monkeypatch.setattr(store, "lock_file", lock_file)
+        first.receive(INFO, 0, reader())
+        return lock_file(file)
+
+    monkeypatch.setattr(store, "lock_file", lock_late)
+    with pytest.raises(CheckpointError) as told:
+        second.receive(INFO, 0, reader())
+    assert told.value.code == COMING
+    assert first.path(INFO.sha256).read_bytes() == DATA
+
+
+def test_without_locks_no_record_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some network file systems: another process may have written to the file when it had been hashed."""
+
+    def refuse(file: int) -> bool:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(store, "lock_file", refuse)
+    one = BlockStore(tmp_path)
+    one.receive(INFO, 0, reader())
+    path = one.path(INFO.sha256)
+    assert path.read_bytes() == DATA and one.checked.find(INFO.sha256, stamp_of(path)) is None
+    assert one.has(INFO.sha256)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:

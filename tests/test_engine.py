@@ -142,6 +142,39 @@ def test_a_seed_always_means_the_same_text(n_prompt: int, n_before: int) -> None
     assert [*begun, *found] == GOLDEN_IDS
 
 
+class NoVerdict:
+    """A verifier that is never through. The run ends with the first text."""
+
+    is_untrue = False
+
+    def __init__(self, engine: StarterEngine) -> None:
+        self._engine = engine
+
+    def returned(self, seq_id: int, start: int, rows: object) -> None: ...
+
+    def holds(self, seq_id: int) -> bool:
+        self._engine.close()
+        return True
+
+    def forget(self, seq_id: int) -> None: ...
+
+    def judge(self, seq_id: int, position: int, row: object) -> bool:
+        return False
+
+    def begin(self) -> dict[int, int]:
+        return {}
+
+
+def test_a_text_that_was_not_verified_when_the_run_ends_has_not_ended_well() -> None:
+    engine = StarterEngine(Formula(), Scheduler(chunk_rows=4), 100, ArrayRows())
+    engine.verifier = NoVerdict(engine)
+    request = engine.submit([11], SamplingParams(n_tokens=3, temperature=0))
+    engine.run(LoopbackRing(1))
+    engine.end_all()
+    events = list(request)
+    assert [event.finish_reason for event in events] == [None, None, "failed"] and not events[-1].tokens
+
+
 @pytest.mark.parametrize("n_nodes", [1, 3])
 def test_many_submitted_before_the_run_do_not_block_it(n_nodes: int) -> None:
     prompts = [prompt(3, i) for i in range(20)]

@@ -188,6 +188,7 @@ class RunMetrics:
         duration_s: wall time from the moment the run was ready to its last token.
         recoveries: what became of each lost node, see mdi.run.report.
         has_inexact_guesses: guesses could change the last bits of a row, and so a token (--draft-inexact).
+        verified: what --verify found, see mdi.run.verify.Verified; None without it.
     """
 
     model: str
@@ -197,6 +198,7 @@ class RunMetrics:
     duration_s: float
     recoveries: tuple[dict[str, Any], ...] = ()
     has_inexact_guesses: bool = False
+    verified: dict[str, Any] | None = None
 
     @classmethod
     def from_parts(
@@ -253,6 +255,7 @@ class RunMetrics:
             "confirmed": self.guesses[1],
             "tokens_per_round": self.tokens_per_round,
             "inexact_guesses": self.has_inexact_guesses,
+            **({} if self.verified is None else {"verified": self.verified}),
         }
 
 

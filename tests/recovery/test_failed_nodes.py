@@ -128,6 +128,20 @@ def test_a_stage_whose_weights_could_not_be_read_is_built_again(
     assert all(len(slots) == 1 for slots in after)
 
 
+def test_a_node_whose_caches_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """Of the next ring; the run goes on."""
+
+    def spoil() -> None:
+        status_of = nodes[1].status_of
+        nodes[1].status_of = lambda *args: {**status_of(*args), "caches": "many"}  # type: ignore[method-assign]
+        fail(nodes[0])
+
+    with ring(tmp_path, 0) as (nodes, starter):
+        ids = generate(starter, {8: spoil})
+        assert starter.names == ("starter", "secondary0")
+    assert ids == list(reference(PROMPT, N_TOKENS, 4))
+
+
 def test_rings_are_counted_so_that_late_requests_are_known(tmp_path: Path) -> None:
     numbers: list[int] = []
 

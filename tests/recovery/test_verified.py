@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,20 @@ import pytest
 
 from adapter_files import write_adapter
 from families import greedy
-from lying_nodes import LIARS, make_lie
+from lying_nodes import LIARS, change_a_bit, make_lie
+from mdi.cancel import Cancel
 from mdi.control.messages import RowsRequest
 from mdi.engine.cohort import Beams
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import NoMemoryError, UsageError
+from mdi.errors import ControlError, NoMemoryError, UsageError
 from mdi.kernels import library
+from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
 from mdi.node.secondary import SecondaryNode
-from mdi.run.nodes import GivenNodes
+from mdi.run import verify
+from mdi.run.nodes import GivenNodes, StarterPorts
+from mdi.run.recomputing import OthersBlocks, OwnBlocks
 from mdi.run.run import Run
 from mdi.run.texts import TAKEN_BACK
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -52,6 +57,8 @@ def run_over(
     folder: Path,
     n_spares: int = 0,
     n_texts: int = len(PROMPTS),
+    ports: StarterPorts | None = None,
+    cancel: Cancel | None = None,
     **options: Any,
 ) -> Iterator[Run]:
     fields = {
@@ -65,7 +72,8 @@ def run_over(
     made = StarterOptions(ckpt=checkpoint, cache_dir=folder, **{**fields, **options})
     cluster = cluster_of(nodes[: len(nodes) - n_spares])
     spares = tuple(entry_of(node, is_spare=True) for node in nodes[len(nodes) - n_spares :])
-    with Run(GivenNodes(replace(cluster, spares=spares)), made, N_TOKENS + 60, n_texts=n_texts) as run:
+    given = GivenNodes(replace(cluster, spares=spares))
+    with Run(given, made, N_TOKENS + 60, n_texts=n_texts, ports=ports, cancel=cancel) as run:
         yield run
     assert not [thread for thread in threading.enumerate() if thread.name == "verify"]
 
@@ -176,6 +184,323 @@ def test_the_starter_is_believed(checkpoint: Path, honest: list[list[int]], tmp_
             assert texts_of(run) == honest
             assert run.verifier is not None
             assert [untrue.nodes for untrue, _ in run.verifier.found] == [("secondary0",)]
+
+
+# A ring ends before all of its rows are compared
+
+
+class Loss:
+    """Another node is lost, or has left, when a liar has computed a few rows."""
+
+    def __init__(self, node: SecondaryNode, how: str) -> None:
+        self._node, self._how = node, how
+        self._has_begun = threading.Event()
+        self._thread = threading.Thread(target=self._lose, name="loss")
+
+    @property
+    def has_begun(self) -> bool:
+        return self._has_begun.is_set()
+
+    def when(self, n_before: int, seq_id: int) -> bool:
+        """The liar lies until then."""
+        if n_before > 45 and not self._has_begun.is_set():
+            self._has_begun.set()
+            self._thread.start()
+        return not self.has_begun
+
+    def _lose(self) -> None:
+        name = self._node.config.name
+        for worker in self._node.runs.active:
+            worker.abort(Fault(name, "its power fails", name, self._how))
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+@pytest.mark.parametrize("how", ["lost", "left"])
+def test_rows_that_were_not_compared_when_a_ring_ends_do_not_count(
+    how: str, checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """A node lies before the loss of another one, in rows of which fewer are there than are compared at a time."""
+    with secondaries(3, tmp_path) as nodes:
+        loss = Loss(nodes[2], how)
+        make_lie(nodes[0], loss.when)
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            found = texts_of(run)
+            loss.join()
+            told = run.verifier
+            assert run.n_recoveries and told is not None and told.n_void > 0
+            assert found == honest
+
+
+def test_rows_are_compared_before_a_ring_is_left(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
+    """A node is asked to end. Another one is found to lie of which no rows were compared before, though it lies no more."""
+    is_left, found = threading.Event(), []  # by then, at each time that a ring was left
+    with secondaries(3, tmp_path) as nodes:
+        rows = nodes[0].rows
+
+        def told(request: RowsRequest) -> dict[str, Any]:
+            is_left.wait(60)
+            return rows(request)
+
+        def lies(n_before: int, seq_id: int) -> bool:
+            if n_before > 45:
+                nodes[2].leave()
+            return not is_left.is_set()
+
+        nodes[0].rows = told  # type: ignore[method-assign]
+        make_lie(nodes[0], lies)
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            finish = run.loop.on_left
+
+            def leave() -> None:
+                is_left.set()
+                finish()
+                found.append([] if run.verifier is None else [one.nodes for one, _ in run.verifier.found])
+
+            run.loop.on_left = leave
+            assert texts_of(run) == honest
+            assert found[0] == [("secondary0",)]
+            assert run.names == ("starter", "secondary1")
+
+
+def test_a_text_is_taken_back_over_earlier_rings(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
+    """No row was chosen in the ring in which a node lied; it is found in the next one, by numbers that are not finite."""
+    with secondaries(3, tmp_path) as nodes:
+        loss = Loss(nodes[2], "left")
+
+        def spoil(rows: np.ndarray) -> None:
+            rows.fill(np.nan) if loss.has_begun else change_a_bit(rows)
+
+        def lies(n_before: int, seq_id: int) -> bool:
+            return loss.when(n_before, seq_id) or n_before > 20  # of the stage, which is another one in the next ring
+
+        make_lie(nodes[0], lies, spoil)
+        with run_over(nodes, checkpoint, tmp_path, verify=1e-9) as run:
+            found = texts_of(run)
+            loss.join()
+            assert run.verifier is not None
+            assert [one.nodes for one, _ in run.verifier.found] == [("secondary0",)]
+            assert found == honest
+
+
+def test_a_text_is_taken_back_to_where_all_accused_nodes_were_right(checkpoint: Path, tmp_path: Path) -> None:
+    """Of the second node fewer rows were compared, when it contradicts the first one; and the text has more by then."""
+    ids, is_far, asked = encode(PROMPTS[0]), threading.Event(), set()
+
+    def lies(n_before: int, seq_id: int) -> bool:
+        if n_before > 80:
+            is_far.set()
+        return n_before > 40
+
+    with secondaries(3, tmp_path) as nodes:
+        rows = nodes[1].rows
+
+        def told(request: RowsRequest) -> dict[str, Any]:
+            answer = rows(request)
+            if request.which == "received" and request.stop > 40:  # first it is asked whether the node before is right
+                is_far.wait(60)
+                answer["sha256"] = "0" * 64 if request in asked else answer["sha256"]
+                asked.add(request)
+            return answer
+
+        make_lie(nodes[1], lies, lambda rows: np.negative(rows, out=rows))
+        nodes[1].rows = told  # type: ignore[method-assign]
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            sample = run.submit(PROMPTS[0], ids, SamplingParams(100, temperature=0))
+            run.read()
+            assert run.verifier is not None
+            assert [one.nodes for one, _ in run.verifier.found] == [("secondary0", "secondary1")]
+            assert list(sample.token_ids) == greedy(tiny_gpt(), ids, 100)
+
+
+# Nodes that do not want to be verified
+
+
+def answer_with(node: SecondaryNode, change: Callable[[RowsRequest, dict[str, Any]], dict[str, Any]]) -> None:
+    """Have a node change what it tells of rows."""
+    rows = node.rows
+    node.rows = lambda request: change(request, rows(request))  # type: ignore[method-assign]
+
+
+def test_a_node_that_says_later_that_it_computes_otherwise_is_untrue(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """Else it would not be verified any more."""
+    with secondaries(2, tmp_path) as nodes:
+        make_lie(nodes[0], LIARS["always"])
+        answer_with(nodes[0], lambda request, answer: {**answer, "numerics": ""})
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            assert texts_of(run) == honest
+            assert run.verifier is not None
+            (untrue, _), *_ = run.verifier.found
+            assert untrue.nodes == ("secondary0",) and "torch" in untrue.reason
+
+
+@pytest.mark.parametrize("rows", ["!!!!", "AAAA", None], ids=["no base64", "too few", "nothing"])
+def test_a_node_whose_rows_cannot_be_read_is_untrue(
+    rows: str | None, checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """And the node behind it is verified further on."""
+    with secondaries(3, tmp_path) as nodes:
+        make_lie(nodes[1], LIARS["after many rows"])
+        answer_with(nodes[0], lambda request, answer: {**answer, "rows": rows} if request.is_whole else answer)
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            assert texts_of(run) == honest
+            told = run.verifier
+            assert told is not None and not told.verified.not_verified
+            assert {one.nodes for one, _ in told.found} <= {("secondary0",), ("secondary1",)}
+            assert told.verified.untrue[0] == "secondary0" and "secondary0" not in run.names
+
+
+def test_rows_that_a_node_does_not_tell_are_asked_for_again(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """Those behind them do not count before: it lied in the first ones."""
+    refused: set[tuple[int, int]] = set()
+
+    def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
+        if request.which == "sent" and request.start < 32 and (request.seq_id, request.stop) not in refused:
+            refused.add((request.seq_id, request.stop))
+            raise ControlError("busy", 409, code="busy")
+        return answer
+
+    with secondaries(2, tmp_path) as nodes:
+        make_lie(nodes[0], lambda n_before, seq_id: 30 < n_before < 45 or n_before > 160)
+        answer_with(nodes[0], told)
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            assert texts_of(run) == honest
+            assert run.verifier is not None
+            assert [one.nodes for one, _ in run.verifier.found] == [("secondary0",)]
+
+
+def test_a_node_that_never_tells_its_rows_is_untrue(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "PAUSE", 0.001)
+
+    def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
+        if request.which == "sent" and request.start < 32:
+            raise ControlError("busy", 409, code="busy")
+        return answer
+
+    with secondaries(2, tmp_path) as nodes:
+        make_lie(nodes[0], lambda n_before, seq_id: 30 < n_before < 45)
+        answer_with(nodes[0], told)
+        with run_over(nodes, checkpoint, tmp_path) as run:
+            assert texts_of(run) == honest
+            assert run.verifier is not None
+            (untrue, _), *_ = run.verifier.found
+            assert untrue.nodes == ("secondary0",) and "busy" in untrue.reason
+
+
+def test_rows_that_the_memory_is_too_small_for_are_counted(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """Nobody is to blame."""
+    with secondaries(2, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, replay_memory=20_000) as run:
+        assert texts_of(run) == honest
+        told = run.verifier
+        assert told is not None and not told.found and told.n_void == told.n_rows - told.n_checked > 0
+
+
+def test_the_report_says_what_was_not_verified(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mdi")
+    with (
+        secondaries(1, tmp_path) as nodes,
+        secondary(1, tmp_path / "1", quantize="int8") as other,
+        run_over([*nodes, other], checkpoint, tmp_path) as run,
+    ):
+        texts_of(run)
+        told = run.verifier
+        assert told is not None
+    found = run.metrics().to_json()["verified"]
+    assert found == {
+        "rows": told.n_rows, "checked": told.n_checked, "by_others": 0, "void": 0, "not_verified": ["secondary1"],
+        "untrue": [],
+    }  # fmt: skip
+    assert 0 < found["checked"] < found["rows"] and "not verified: secondary1" in caplog.text
+
+
+# A verdict is not waited for in vain
+
+
+@pytest.mark.parametrize("what", ["a node is lost", "the run is cancelled"])
+def test_the_engine_does_not_wait_for_a_verdict_that_cannot_come(
+    what: str, checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """Numbers are not finite, and no node tells its rows. A ring that breaks meanwhile is not the end of the run."""
+    cancel, is_over = Cancel(), threading.Event()
+
+    def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
+        if what == "the run is cancelled":
+            cancel.cancel()
+        else:
+            loss.when(100, 0)
+        is_over.wait(60)
+        return answer
+
+    with secondaries(3, tmp_path) as nodes:
+        loss = Loss(nodes[2], "left")
+        make_lie(nodes[0], lambda n_before, seq_id: not loss.has_begun, lambda rows: rows.fill(np.nan))
+        answer_with(nodes[0], told)
+        try:
+            with run_over(nodes, checkpoint, tmp_path, cancel=cancel, verify=1e-9) as run:
+                run.submit(PROMPTS[0], encode(PROMPTS[0]), SamplingParams(N_TOKENS, temperature=0))
+                until(lambda: cancel.is_cancelled or loss.has_begun)
+                if what == "the run is cancelled":
+                    until(lambda: not run.engine.n_known)
+                    is_over.set()
+                else:
+                    until(
+                        lambda: (
+                            run.loop.failure is not None or (ring := run.loop.running) is not None and ring.number > 1
+                        )
+                    )
+                    is_over.set()
+                    run.read()
+                    assert [list(one.token_ids) for one in run.samples] == honest[:1]
+        finally:
+            is_over.set()
+            if loss.has_begun:
+                loss.join()
+
+
+def test_a_ring_may_end_while_a_job_of_it_begins(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the ring before are given back then, which may take long: the jobs of the next ring are done all the same."""
+    close, is_slow, is_next = OwnBlocks.close, threading.Event(), threading.Event()
+
+    def slowly(blocks: OwnBlocks) -> None:
+        if is_slow.is_set() and threading.current_thread().name == "verify":
+            is_slow.clear()
+            loss.when(100, 0)
+            is_next.wait(60)
+        close(blocks)
+
+    monkeypatch.setattr(OwnBlocks, "close", slowly)
+    with secondaries(3, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path) as run:
+        assert texts_of(run) == honest
+        assert run.verifier is not None and run.ring is not None
+        loss, first = Loss(nodes[2], "left"), Loss(nodes[1], "failed")
+        first.when(100, 0)
+        first.join()
+        until(lambda: run.loop.running is not None and run.loop.running.number > 1)
+        is_slow.set()
+        begin = run.verifier.begin
+
+        def note() -> Mapping[int, int]:
+            found = begin()
+            is_next.set()
+            return found
+
+        monkeypatch.setattr(run.verifier, "begin", note)
+        assert texts_of(run)[3::2] == honest[::2]
+        loss.join()
+        assert is_next.is_set() and run.loop.failure is None
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -325,6 +650,34 @@ def test_a_liar_is_found_by_a_spare(checkpoint: Path, honest: list[list[int]], t
             assert [one.nodes for one, _ in run.verifier.found] == [("secondary1",)]
 
 
+def test_a_third_opinion_that_cannot_be_had_is_asked_for_again(
+    checkpoint: Path, honest: list[list[int]], tmp_path: Path
+) -> None:
+    """Its blocks are given back, also if it comes to nothing."""
+    asked: set[RowsRequest] = set()
+    is_refused = threading.Event()
+
+    def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
+        if request in asked and request.is_whole and not is_refused.is_set():  # a second time: for a third opinion
+            is_refused.set()
+            raise ControlError("busy", 409, code="busy")
+        asked.add(request)
+        return answer
+
+    ports = StarterPorts()
+    try:
+        with secondaries(3, tmp_path) as nodes:
+            make_lie(nodes[1], lambda n_before, seq_id: 60 < n_before < 75)
+            answer_with(nodes[0], told)
+            with run_over(nodes, checkpoint, tmp_path, n_spares=1, ports=ports) as run:
+                assert texts_of(run) == honest
+                assert run.verifier is not None and is_refused.is_set()
+                assert [one.nodes for one, _ in run.verifier.found] == [("secondary1",)]
+        assert not [held.use for held in ports.caches.listed if held.use == "USED"]
+    finally:
+        ports.close()
+
+
 def test_a_spare_that_lies_harms_nobody(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
     """It is named, and not used any more: the ring goes on as it is, and is verified here."""
     with secondaries(3, tmp_path) as nodes:
@@ -377,3 +730,20 @@ def test_a_spare_that_ends_is_not_missed(checkpoint: Path, honest: list[list[int
         assert texts_of(run)[3::2] == honest[::2]
         told = run.verifier
         assert told is not None and told.n_checked == told.n_rows > told.n_by_others and not told.found
+
+
+def test_texts_that_have_ended_keep_no_caches_with_who_computes_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OthersBlocks] = []
+    begin = OthersBlocks.__init__
+
+    def note(blocks: OthersBlocks, *args: Any) -> None:
+        begin(blocks, *args)
+        made.append(blocks)
+
+    monkeypatch.setattr(OthersBlocks, "__init__", note)
+    with secondaries(3, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
+        texts_of(run)
+        assert made
+        until(lambda: not any(blocks.cached for blocks in made))

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from mdi.checkpoint.disk_space import free_bytes
 from mdi.checkpoint.parts import Part, PartInfo
 from mdi.checkpoint.records import BELIEVED_S, HashRecord, in_threads, stamp_of
 from mdi.errors import CheckpointError
+from mdi.files import lock_file
 from mdi.spec.model import ModelConfig
 from mdi.units import size
 
@@ -32,6 +34,7 @@ logger = logging.getLogger("mdi")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A process or machine that is short of something for the moment: this says nothing of the file.
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -41,11 +44,26 @@ def _coming(message: str) -> CheckpointError:
     return error
 
 
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def _is_written(path: Path) -> bool:
+    """Whether another process writes to a file just now. Raises OSError."""
+    with open(path, "r+b") as file:
+        return not lock_file(file.fileno())
+
+
 class BlockStore:
     """Files `<sha256>.safetensors` in one directory; `<sha256>.part` is one that has not come whole yet.
 
     A file under its final name was correct when it came; `has` checks whether it still is. Several parts can be
-    received at a time, in as many threads. The directory is made when the first part comes.
+    received at a time, in as many threads. The directory is made when the first part comes. Several processes may have the same
+    directory: who writes to a `.part` has locked it, and another one hears that the part is coming.
 
     Args:
         limit_bytes: limit for all files together, see `free_space`; None is no limit.
@@ -200,6 +218,8 @@ class BlockStore:
                 break
             if path.stem not in keep and path.stem not in used:
                 with contextlib.suppress(OSError):  # Windows cannot remove mapped files
+                    if path.suffix == ".part" and _is_written(path):
+                        continue
                     path.unlink()
                     removed += n
         return removed
@@ -228,7 +248,8 @@ class BlockStore:
 
         Raises:
             CheckpointError: bytes are missing (received ones are kept), do not match the sha256, or the disk is full
-                (received bytes are removed); code COMING if another node sends the part, or has just sent or lost it.
+                (received bytes are removed); code COMING if it is coming already, to this process or another one, or has just
+                come or been lost.
         """
         with self._alone(info):
             if self.has(info.sha256):
@@ -252,26 +273,65 @@ class BlockStore:
         self, info: Part, offset: int, read: Callable[[int], bytes], on_bytes: Callable[[int], None] | None
     ) -> None:
         partial = self._partial(info.sha256)
-        have = self.partial_bytes(info.sha256)
-        if not 0 <= offset <= min(have, info.n_bytes):
-            raise _coming(
-                f"{info.name} cannot continue at byte {offset} of {info.n_bytes}: {have} bytes of it are stored"
-            )
-        with self._disk(info):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            file: BinaryIO = open(partial, "r+b" if have else "w+b", buffering=0)  # noqa: SIM115 - closed below
-        with file:
+        with self._locked(info, partial) as (file, is_locked):
+            have = os.fstat(file.fileno()).st_size
+            is_here = self.has(info.sha256)  # another process may just have had it
+            if is_here or not 0 <= offset <= min(have, info.n_bytes):
+                if is_here or not have:
+                    self._drop(partial, file)
+                where = f"cannot continue at byte {offset} of {info.n_bytes}: {have} bytes of it are stored"
+                raise _coming(f"{info.name} {'is here already' if is_here else where}")
             with self._disk(info):
                 digest = self._resume(file, offset)
             self._receive(file, digest, info, offset, read, on_bytes)
             with self._disk(info):
                 os.fsync(file.fileno())
-        if (found := digest.hexdigest()) != info.sha256:
-            partial.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"the bytes of {info.name} are not the ones expected: sha256 {found}, expected {info.sha256}"
-            )
-        self.take(partial, info)
+            if (found := digest.hexdigest()) != info.sha256:
+                self._drop(partial, file)
+                raise CheckpointError(
+                    f"the bytes of {info.name} are not the ones expected: sha256 {found}, expected {info.sha256}"
+                )
+            if sys.platform == "win32":  # an open file cannot be renamed
+                file.close()
+            self._keep(partial, info, is_locked)
+
+    @contextlib.contextmanager
+    def _locked(self, info: Part, partial: Path) -> Iterator[tuple[BinaryIO, bool]]:
+        """The open file of a part that has not come whole, which no other process writes to; and whether that is sure: not on a
+        disk without locks. Raises CheckpointError COMING: another process writes to it, or has just renamed or removed it.
+        """
+        with self._disk(info):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            file: BinaryIO = open(os.open(partial, _OPEN, 0o666), "r+b", buffering=0)  # noqa: SIM115 - closed below
+        with file:
+            try:
+                is_locked = lock_file(file.fileno())
+            except OSError:
+                yield file, False
+                return
+            if not is_locked or not _is_at(file, partial):
+                raise _coming(f"{info.name} is being received by another process")
+            yield file, True
+
+    @staticmethod
+    def _drop(partial: Path, file: BinaryIO) -> None:
+        if sys.platform == "win32":
+            file.close()
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+    def _keep(self, partial: Path, info: Part, is_locked: bool) -> None:
+        """A whole file becomes a part, which is hashed when it is used if another process may have written to it."""
+        try:
+            if is_locked:
+                self.take(partial, info)
+            else:
+                with self._disk(info):
+                    os.replace(partial, self.path(info.sha256))
+        except CheckpointError:
+            if partial.exists():
+                raise
+            raise _coming(f"{info.name} was taken or removed by another process") from None
 
     def take(self, path: Path, info: Part) -> None:
         """A whole file on the same disk, hashed just now, becomes a part of this store."""

@@ -76,7 +76,9 @@ class Verifier(Protocol):
         """Whether a text that ends now is to be verified before its reader hears of its end; `release` follows then."""
 
     def judge(self, seq_id: int, position: int, row: Any) -> bool:
-        """Have all rows of a text up to this one computed again, and wait: whether a node was found to compute nonsense."""
+        """Have all rows of a text up to this one computed again, and wait for that as long as the ring is whole: whether a node
+        was found to compute nonsense.
+        """
 
     def forget(self, seq_id: int) -> None:
         """A text is over, and is not verified any more."""
@@ -85,11 +87,10 @@ class Verifier(Protocol):
     def is_untrue(self) -> bool:
         """Whether a node of the ring was found to compute nonsense."""
 
-    def n_right(self, seq_id: int) -> int | None:
-        """Rows of a text, from the first on, that still count after the end of a ring; None: all."""
-
-    def begin(self) -> None:
-        """A new ring begins."""
+    def begin(self) -> Mapping[int, int]:
+        """A new ring begins. Returns of each text that has rows of the last one that may be wrong, how many, from the first on,
+        still count; it is not verified any more.
+        """
 
 
 class _NotFiniteError(EngineError):
@@ -433,9 +434,8 @@ class StarterEngine:
             command()
         for seq_id in list(self._live):
             self._end(seq_id, reason)
-        for seq_id, (request, event) in list(self._held.items()):
-            if self.verifier is not None and self.verifier.is_untrue:
-                self._held[seq_id] = request, replace(event, tokens=(), finish_reason=FAILED, logprobs=())
+        for seq_id, (request, event) in list(self._held.items()):  # they are not verified
+            self._held[seq_id] = request, replace(event, tokens=(), finish_reason=FAILED, logprobs=())
             self._release(seq_id)
 
     def release(self, seq_id: int) -> None:
@@ -553,8 +553,12 @@ class StarterEngine:
                     )
                     tokens |= self._sampled(*self._finite(self.stage.head(x), wanted, "the head gave logits"))
             except _NotFiniteError as e:
-                if self.verifier is not None and self._is_untrue(self.verifier, plan, e.seq_id, x_back):
-                    raise RingError(str(e)) from None
+                if self.verifier is not None:
+                    if self._is_untrue(self.verifier, plan, e.seq_id, x_back):
+                        raise RingError(str(e)) from None
+                    ring.recv(
+                        0
+                    )  # raises if a node was lost meanwhile: nobody knows, and another ring computes the text
                 raise
             if self.verifier is not None:
                 self._note_returned(self.verifier, plan, are_live, x_back, tokens)
@@ -803,13 +807,13 @@ class StarterEngine:
 
     def _take_back(self, verifier: Verifier) -> None:
         """Over a new ring: end the texts of which tokens were drawn from rows that may be wrong, for their readers to go on."""
+        right = verifier.begin()
         for seq_id, (request, _) in list(self._held.items()):
-            n_right = verifier.n_right(seq_id)
-            if n_right is not None:
+            if (n_right := right.get(seq_id)) is not None:
                 self._held[seq_id] = request, self._untrue(request, n_right)
             self._release(seq_id)
         for seq_id, request in list(self._live.items()):
-            sequence, n_right = request.sequence, verifier.n_right(seq_id)
+            sequence, n_right = request.sequence, right.get(seq_id)
             if n_right is None or len(sequence.ids) <= max(sequence.n_prompt, n_right + 1):
                 continue
             self.scheduler.cancel(seq_id, UNTRUE)
@@ -817,7 +821,6 @@ class StarterEngine:
             if self._speculation is not None:
                 self._speculation.forget(sequence)
             request.events.put(self._untrue(request, n_right))
-        verifier.begin()
 
     @staticmethod
     def _untrue(request: Request, n_right: int) -> Event:

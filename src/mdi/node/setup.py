@@ -233,7 +233,11 @@ class SecondarySetup:
         except RingError as e:  # it was ready, and has given up since: others may replace it
             raise e if isinstance(e, NodeLostError) else NodeLostError(self.name, str(e), e.code) from None
         self.sent_rows = _sent_rows(status) if status.get("caches_kept") is True else None
-        return CacheReport.from_json(status.get("caches"), self._client.where)
+        try:
+            return CacheReport.from_json(status.get("caches"), self._client.where)
+        except ControlError as e:
+            self.error = e  # another node may have its blocks
+            raise
 
     @property
     def numerics(self) -> str:

@@ -211,6 +211,7 @@ class Ring:
             memory.
         replay: how caches are restored from rows; None: from the token ids.
         has_fresh: whether there are nodes without caches.
+        numerics: by name of each secondary, as it said when it was ready; see stages.store.HeldStage.
         n_frames: in flight at most, without guesses.
         link: from and to this node; None before it is closed, and after its end.
         computed: the same as the engine sees it.
@@ -227,6 +228,7 @@ class Ring:
     placement: str
     sent_rows: Mapping[str, Counts]
     has_window: bool
+    numerics: Mapping[str, str]
     numbers: str = ""
     is_exact: bool = True
     may_guess: bool = True
@@ -493,7 +495,7 @@ class Former:
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
         return Ring(
             self._n_rings, self.cluster, self.clients, work.stages, work.stage, memory, work.processes, work.ring_ports,
-            work.placement, work.sent_rows, work.has_window,
+            work.placement, work.sent_rows, work.has_window, {setup.name: setup.numerics for setup in work.setups},
         )  # fmt: skip
 
     def _holders(self, outside: Sequence[ControlClient]) -> Holders:

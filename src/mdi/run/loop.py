@@ -329,6 +329,7 @@ class RingLoop:
         engine: continues over the rings; None before the first one is closed.
         running: the ring that generates; None while there is none. `is_recovering` says that one is sought.
         on_search: called when other nodes may be needed for a ring.
+        on_left: called when a ring was left of one's own will, before another one is formed.
         failure: what ended the loop, if that was not `close`; then all texts have ended.
         differs_from: how many ids each text had, prompt included, when the first ring came that may give it others than an
             undisturbed run.
@@ -348,6 +349,7 @@ class RingLoop:
         self._clock = clock
         self._is_untrue = False  # whether rows of the last ring may be wrong
         self.on_search: Callable[[], None] = lambda: None
+        self.on_left: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[Ended | Leaving | Better | Loaded | Untrue] = queue.SimpleQueue()
         self._ahead: LoadAhead | None = None
         self._left_for: Lost | Form | None = None  # what the present ring will be left for, when `_ahead` has loaded
@@ -434,10 +436,18 @@ class RingLoop:
             event = self._events.get()
             if isinstance(event, Ended):
                 break
-            if wanted is None and (wanted := self._wanted(event, ring)) is not None:
+            if isinstance(event, Untrue):  # also if the ring is to be left already: such a node is in no other one
+                wanted = self._without(event, ring) or wanted
+            elif wanted is None:
+                wanted = self._wanted(event, ring)
+            if wanted is not None:
                 engine.leave(ring.computed.epoch)
         self.running = None
         is_broken = isinstance(event.error, RingError) and not self._cancel.is_cancelled
+        if is_broken or wanted is not None:
+            if event.error is None:
+                self.on_left()
+            wanted = self._found_late(ring) or wanted
         if is_broken or wanted is None:
             self._end_ahead(is_used=False)
         if is_broken:
@@ -447,10 +457,21 @@ class RingLoop:
             raise event.error
         return wanted
 
-    def _wanted(self, event: Leaving | Better | Loaded | Untrue, ring: Ring) -> Lost | Form | None:
+    def _found_late(self, ring: Ring) -> Lost | None:
+        """As `_without`, by all that was found until now."""
+        lost, others = None, []
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, Untrue):
+                lost = self._without(event, ring) or lost
+            else:
+                others.append(event)
+        for event in others:
+            self._events.put(event)
+        return lost
+
+    def _wanted(self, event: Leaving | Better | Loaded, ring: Ring) -> Lost | Form | None:
         """Why the present ring is to be left now; None if it is not."""
-        if isinstance(event, Untrue):
-            return self._without(event) if event.ring in (ring.number, None) else None
         if isinstance(event, Loaded):
             return self._loaded(event.ahead) if event.ahead is self._ahead else None
         if isinstance(event, Better):
@@ -469,13 +490,13 @@ class RingLoop:
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
 
-    def _without(self, untrue: Untrue) -> Lost | None:
-        """The ring is left, and its rows count for nothing; None if all of its rows are right."""
+    def _without(self, untrue: Untrue, ring: Ring) -> Lost | None:
+        """The ring is left, and its rows count for nothing; None if they are right, or others have computed the wrong ones."""
         for name in untrue.nodes:
             self.policy.absences.exclude(name)
         names = " or ".join(untrue.nodes)
         logger.warning("warning: wrong rows: %s; %s takes no further part in this run", untrue.reason, names)
-        if untrue.ring is None:
+        if untrue.ring is None or not {stage.name for stage in ring.stages}.intersection(untrue.nodes):
             return None
         self._is_untrue = True
         self._end_ahead(is_used=False)

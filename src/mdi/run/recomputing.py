@@ -120,9 +120,9 @@ class OthersBlocks(Recomputed):
                 if time.monotonic() > end:
                     raise RingError(f"{self.name} has not computed {part.n_rows} rows within {ANSWER_S:.0f} s")
         told = frame.dtype, bytes(frame.payload)
-        n_rows, number = frame.n_rows, frame.number
+        n_rows, shape = frame.n_rows, (frame.n_rows, frame.n_cols, frame.number)
         link.release(frame)
-        if (n_rows, number) != (part.n_rows, self._n_frames):
+        if shape != (part.n_rows, rows.n_cols, self._n_frames):
             raise RingError(f"{self.name} answered {part.n_rows} rows with {n_rows} others")
         return told
 

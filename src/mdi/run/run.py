@@ -345,8 +345,8 @@ class Run(StatusOnly):
             able = [name for name in found if name != stage.name and loop.may_use(name) and name in loop.clients]
             return sorted(random.sample(able, len(able)), key=lambda name: name in used)
 
-        self.verifier = verifier = RowVerifier(options.verify, former, loop.put, holders)
-        loop.on_search = verifier.leave_others
+        self.verifier = verifier = RowVerifier(options.verify, former, loop.put, holders, self._cancel)
+        loop.on_search, loop.on_left = verifier.leave_others, verifier.finish
         verifier.engine = engine
         return verifier
 
@@ -600,11 +600,12 @@ class Run(StatusOnly):
         """The measurements of the run, so far or in all."""
         duration_s = 0.0 if self._texts is None else self._texts.duration_s
         model = self.model if self._has_model else None
-        return metrics_of_run(
+        found = metrics_of_run(
             model, self.names, self.samples, self.measured(), self.secondary_metrics, duration_s,
             [] if self._loop is None else self._loop.recoveries, self.may_differ_from,
             self.options.draft_inexact and self._former is not None and not self._former.has_fixed_rows,
         )  # fmt: skip
+        return found if self.verifier is None else replace(found, verified=self.verifier.verified.to_json())
 
     def measured(self) -> NodeMetrics | None:
         """The work of this node in the run so far; None before the ring is closed."""

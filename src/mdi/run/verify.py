@@ -9,7 +9,8 @@ without one, both are named. What a node says that it got is compared with what 
 differ, one of the two is wrong, and both are named. Nodes whose numbers may differ, because they compute in torch or in other
 formats, are not verified, and named once.
 
-A text whose rows were chosen is not told to have ended before they are verified. Beams are refused.
+A text whose rows were chosen is not told to have ended before they are verified. When a ring is over, rows that were chosen
+and not compared count as wrong: the text goes on behind those that were. Beams are refused.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import base64
 import hashlib
 import itertools
 import logging
+import math
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +38,7 @@ from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingE
 from mdi.host.threads import computing_threads
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.slices import Slice
+from mdi.net.ring import TcpRing
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.policy import Stage
@@ -47,6 +51,10 @@ JOIN_S = 10.0
 JUDGE_S = 60.0  # a text that cannot go on waits so long for a verdict
 LOOK_S = 0.5  # between two looks at whether nodes that compute again are to leave
 LEAVE_S = 5.0  # for them to be free for another ring
+# How often a node is asked for rows of a text that cannot go on without them, and how long it is not asked then, as a part of
+# the silence after which a node is lost: meanwhile a ring that breaks has broken.
+TRIES = 10
+PAUSE = 0.25
 
 _Told = tuple[str, bytes]  # computed rows: the name of their type, and the bytes
 
@@ -68,15 +76,35 @@ class Untrue:
 
 @dataclass(frozen=True)
 class _Job:
-    """Rows of a text up to `stop` that node `index` of the ring has computed; `index` None: the text has ended."""
+    """Rows of a text up to `stop` that node `index` of the ring has computed; `index` None: the text has ended.
+
+    Attributes:
+        n_tries: how often a node has not told its rows for it.
+    """
 
     ring: Ring | None
     seq_id: int
     index: int | None
     stop: int = 0
+    n_tries: int = 0
 
 
 _LEAVE = _Job(None, -1, None)  # other nodes are left alone
+_LOOK = _Job(None, -2, None)  # look whether they are to leave
+
+
+@dataclass
+class _Rows:
+    """Of the rows of a text that a node has computed, from the first on.
+
+    Attributes:
+        chosen: so many are to be computed again; checked: so many were, without a gap, and are right.
+        n_jobs: that are not done.
+    """
+
+    chosen: int = 0
+    checked: int = 0
+    n_jobs: int = 0
 
 
 @dataclass
@@ -85,21 +113,46 @@ class _Text:
 
     Attributes:
         n_before: rows whose tokens were known before; n_back: rows whose tokens are known; n_offered: of them, those for which
-            was drawn. chosen: rows of each node, from the first on, that are to be computed again.
+            was drawn.
         hashes: of each row that came back from the last node, by position.
-        pending: of each node that has a job, how many.
-        checked: rows of each node, from the first on, that were computed again.
-        is_held: whether its end is held back.
+        nodes: by name of each node.
+        is_held: whether its end is held back; is_judged: whether the engine waits for a verdict.
     """
 
     n_before: int
     n_back: int = 0
     n_offered: int = 0
-    chosen: dict[str, int] = field(default_factory=dict)
     hashes: dict[int, bytes] = field(default_factory=dict)
-    pending: dict[str, int] = field(default_factory=dict)
-    checked: dict[str, int] = field(default_factory=dict)
+    nodes: defaultdict[str, _Rows] = field(default_factory=lambda: defaultdict(_Rows))
     is_held: bool = False
+    is_judged: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether jobs are not done."""
+        return any(rows.n_jobs for rows in self.nodes.values())
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was verified of a run.
+
+    Attributes:
+        rows: of all nodes so far; checked: those that were computed again; by_others: on other nodes.
+        void: rows that were chosen, and could not be compared.
+        not_verified: nodes whose numbers may differ.
+        untrue: nodes that were left out.
+    """
+
+    rows: int
+    checked: int
+    by_others: int
+    void: int
+    not_verified: tuple[str, ...]
+    untrue: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(one) if isinstance(one, tuple) else one for name, one in vars(self).items()}
 
 
 class RowVerifier:
@@ -109,9 +162,10 @@ class RowVerifier:
         rate: the probability.
         put: gets what was found; the ring is to be left then, if it is one of its nodes.
         holders: names of other nodes that may compute the blocks of a node of the ring, the best first.
+        cancel: of the run.
 
     Attributes:
-        n_rows: rows of all nodes so far; n_checked: those that were computed again; n_void: that could not be.
+        n_rows: rows of all nodes so far; n_checked: those that were computed again; n_void: that were to be, and could not.
         n_fetched: bytes of rows that nodes have sent for it.
         n_by_others: rows that other nodes have computed again.
         busy_s: time that computing them again took.
@@ -120,7 +174,7 @@ class RowVerifier:
 
     def __init__(
         self, rate: float, former: Former, put: Callable[[Untrue], None],
-        holders: Callable[[Stage, Sequence[Stage]], Sequence[str]] = lambda stage, ring: (),
+        holders: Callable[[Stage, Sequence[Stage]], Sequence[str]] = lambda stage, ring: (), cancel: Cancel | None = None,
     ) -> None:  # fmt: skip
         self._rate = rate
         self._former = former
@@ -130,34 +184,72 @@ class RowVerifier:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a job is done
         self._texts: dict[int, _Text] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Of texts that go on over another ring: of each node of an earlier one, rows that are right; others may be wrong.
+        self._doubtful: dict[int, dict[str, int]] = {}
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._later: deque[tuple[float, _Job]] = deque()  # that are tried again, and when
         self._ring: Ring | None = None
-        self._accused: tuple[str, ...] = ()
+        self._accused: tuple[str, ...] = ()  # nodes of the present ring
+        self._untrue: set[str] = set()  # and of all
         self._told: set[str] = set()  # nodes that cannot be verified, of which the log has a line
         self._again: dict[int, Recomputed] = {}  # blocks of the nodes of the ring `_of_ring`
         self._of_ring: Ring | None = None
-        self._numerics: dict[int, str] = {}  # of its nodes
         self._unfit: set[tuple[str, int]] = set()  # nodes that compute the blocks of a node of it otherwise
         self._liars: set[str] = set()  # of those that have computed something again
         self._unheard = Unheard()
         self._others_end: Cancel | None = None  # while other nodes may compute for this
-        self._cancel = Cancel()
+        self._cancel = Cancel(parent=cancel)
         self.engine: StarterEngine | None = None
         self.n_rows = self.n_checked = self.n_void = self.n_fetched = self.n_by_others = 0
         self.busy_s = 0.0
         self.found: list[tuple[Untrue, float]] = []
         self._is_left = threading.Event()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
         self._thread.start()
 
+    @property
+    def verified(self) -> Verified:
+        with self._lock:
+            untrue = dict.fromkeys(name for one, _ in self.found for name in one.nodes)
+            return Verified(
+                self.n_rows, self.n_checked, self.n_by_others, self.n_void, tuple(sorted(self._told)), tuple(untrue)
+            )
+
     # Of the engine's thread
 
-    def begin(self) -> None:
-        """A ring begins; nothing is known of its rows."""
+    def begin(self) -> Mapping[int, int]:
         with self._lock:
-            self._ring, self._accused = self._former.ring, ()
+            found = {seq_id: self._n_right(seq_id) for seq_id in {*self._texts, *self._doubtful}}
             self._texts.clear()
+            kept = {seq_id: n for seq_id, n in found.items() if n is not None}
+            for seq_id in kept:
+                del self._doubtful[seq_id]
+            self._ring, self._accused = self._former.ring, ()
             self._others_end = self._others_end or self._cancel.child()
+        return kept
+
+    def _n_right(self, seq_id: int) -> int | None:
+        """The ring is over: rows of a text, from the first on, that still count; None: all. It is noted in `_doubtful`."""
+        doubtful = self._doubtful.setdefault(seq_id, {})
+        wrong = set(self._untrue)
+        if (text := self._texts.get(seq_id)) is not None and (ring := self._ring) is not None:
+            self._choose(ring, seq_id, text)
+            missing = self._missing(text)
+            self.n_void += sum(missing.values())
+            wrong.update(missing)
+            for name in (stage.name for stage in _verifiable(ring)):
+                if (n := max(text.n_before, text.nodes[name].checked)) < text.n_back:
+                    doubtful[name] = min(n, doubtful.get(name, n))
+        if not wrong.intersection(doubtful):
+            return None
+        # As far as all nodes are right that can be verified: when the text goes on, nothing is known any more of these rows.
+        return min(n for name, n in doubtful.items() if name in wrong or name not in self._told)
+
+    def _missing(self, text: _Text) -> dict[str, int]:
+        """Of each node that is verified, rows of a text that were chosen and have not been compared."""
+        found = {name: rows.chosen - rows.checked for name, rows in text.nodes.items() if name not in self._told}
+        return {name: n for name, n in found.items() if n > 0}
 
     def returned(self, seq_id: int, start: int, rows: Any) -> None:
         ring = self._ring
@@ -167,7 +259,7 @@ class RowVerifier:
             for at, row in enumerate(rows):
                 text.hashes[start + at] = hashlib.sha256(row.tobytes()).digest()
             n_before, text.n_back = text.n_back, max(text.n_back, start + len(rows))
-            self.n_rows += (text.n_back - n_before) * sum(stage.start < stage.stop for stage in ring.stages[1:])
+            self.n_rows += (text.n_back - n_before) * len(_verifiable(ring))
             if text.n_back - text.n_offered >= WINDOW:
                 self._choose(ring, seq_id, text)
 
@@ -175,25 +267,23 @@ class RowVerifier:
         with self._lock:
             if (text := self._texts.get(seq_id)) is None or (ring := self._ring) is None:
                 return False
-            self._choose(ring, seq_id, text)
-            text.is_held = bool(text.pending or self._accused)
-        if not text.is_held:
-            self.forget(seq_id)
+            self._choose_rest(ring, seq_id, text)
+            text.is_held = bool(text.is_waiting or self._accused)
+            if not text.is_held:
+                self._end(seq_id, text)
         return text.is_held
 
     def forget(self, seq_id: int) -> None:
         """A text is over."""
         with self._lock:
+            self._doubtful.pop(seq_id, None)
             if self._texts.pop(seq_id, None) is not None and self._ring is not None:
                 self._jobs.put(_Job(self._ring, seq_id, None))
 
-    def n_right(self, seq_id: int) -> int | None:
-        with self._lock:
-            if (text := self._texts.get(seq_id)) is None:
-                return None
-            names = self._accused or (tuple(text.pending) if text.is_held else ())
-            n = max(text.n_before, min((text.checked.get(name, 0) for name in names), default=text.n_back))
-            return n if n < text.n_back else None
+    def _end(self, seq_id: int, text: _Text) -> None:
+        """A text is over, and goes to its reader."""
+        self.n_void += sum(self._missing(text).values())
+        self.forget(seq_id)
 
     @property
     def is_untrue(self) -> bool:
@@ -205,42 +295,77 @@ class RowVerifier:
         with self._lock:
             text = self._texts.setdefault(seq_id, _Text(position))
             text.hashes[position] = hashlib.sha256(row.tobytes()).digest()
+            text.is_judged = True
             for index, stage in enumerate(ring.stages):
-                if index and stage.start < stage.stop and stage.name not in self._told:
+                if stage in _verifiable(ring) and stage.name not in self._told:
                     self._put_job(ring, seq_id, text, index, position + 1)
-        with self._changed:
-            self._changed.wait_for(lambda: not text.pending or self.is_untrue, JUDGE_S)
+        self._wait(ring, lambda: not text.is_waiting or self.is_untrue, JUDGE_S)
         return self.is_untrue
 
     def _put_job(self, ring: Ring, seq_id: int, text: _Text, index: int, stop: int) -> None:
-        name = ring.stages[index].name
-        text.pending[name] = text.pending.get(name, 0) + 1
+        rows = text.nodes[ring.stages[index].name]
+        rows.chosen, rows.n_jobs = max(rows.chosen, stop), rows.n_jobs + 1
         self._jobs.put(_Job(ring, seq_id, index, stop))
 
     def _choose(self, ring: Ring, seq_id: int, text: _Text) -> None:
+        """Draw for the rows of a text for which nobody drew yet."""
         n_new, text.n_offered = text.n_back - text.n_offered, text.n_back
-        if self._accused or not n_new:
+        if not n_new:
             return
         for index, stage in enumerate(ring.stages):
-            n_left_out = text.n_back - text.chosen.get(stage.name, 0)
-            is_there = index > 0 and stage.start < stage.stop and stage.name not in self._told
-            if is_there and self._random.random() * n_left_out < self._rate * n_new:
-                text.chosen[stage.name] = text.n_back
-                self._put_job(ring, seq_id, text, index, text.n_back)
+            if stage in _verifiable(ring) and stage.name not in self._told:
+                n_left_out = text.n_back - text.nodes[stage.name].chosen
+                if self._random.random() * n_left_out < self._rate * n_new:
+                    self._put_job(ring, seq_id, text, index, text.n_back)
+
+    def _choose_rest(self, ring: Ring, seq_id: int, text: _Text) -> None:
+        """As `_choose`; and rows that were chosen before, and that a node has not told, are compared after all."""
+        self._choose(ring, seq_id, text)
+        names = [stage.name for stage in ring.stages]
+        for name in self._missing(text):
+            if not (rows := text.nodes[name]).n_jobs:
+                self._put_job(ring, seq_id, text, names.index(name), rows.chosen)
+
+    # Of the thread that forms rings
+
+    def finish(self) -> None:
+        """The ring was left of one's own will: wait until all rows that were chosen are compared, those of today included.
+
+        Not longer than the ring is whole; what is not compared then is taken back.
+        """
+        with self._lock:
+            if (ring := self._ring) is None:
+                return
+            for seq_id, text in self._texts.items():
+                self._choose_rest(ring, seq_id, text)
+        self._wait(ring, lambda: not any(text.is_waiting for text in self._texts.values()) or self.is_untrue)
+
+    def _wait(self, ring: Ring, is_so: Callable[[], bool], timeout_s: float = math.inf) -> None:
+        """Until something is so, the ring has broken, or the run is over."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed, self._cancel.waking(self._wake):
+            while not (is_so() or self._cancel.is_cancelled or _is_over(ring)) and time.monotonic() < deadline:
+                self._changed.wait(LOOK_S)  # no link says that it broke while nobody receives from it
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # Of its own thread
 
     def close(self) -> None:
         """Harmless if repeated."""
         self._cancel.cancel()
-        self._jobs.put(None)
+        self._jobs.put(_LOOK)
         self._thread.join(JOIN_S)
-        if self.n_rows:
-            logger.info(
-                "%d of %d rows of other nodes were computed again (%.1f %%, %.1f s, %d by other nodes), %d could not be",
-                self.n_checked, self.n_rows, 100 * self.n_checked / self.n_rows, self.busy_s, self.n_by_others, self.n_void,
-            )  # fmt: skip
-            self.n_rows = 0
+        if self._is_closed or not self.n_rows:
+            return
+        self._is_closed = True
+        names = f"; not verified: {', '.join(sorted(self._told))}" if self._told else ""
+        logger.info(
+            "%d of %d rows of other nodes were computed again (%.1f %%, %.1f s, %d by other nodes), %d could not be%s",
+            self.n_checked, self.n_rows, 100 * self.n_checked / self.n_rows, self.busy_s, self.n_by_others, self.n_void, names,
+        )  # fmt: skip
 
     def leave_others(self) -> None:
         """From any thread: until the next ring begins no other node computes for this; they may be needed in the ring."""
@@ -257,21 +382,31 @@ class RowVerifier:
     def _run(self) -> None:
         with computing_threads(self._former.basis.computing.threads):
             while not self._cancel.is_cancelled:
-                try:
-                    job = self._jobs.get(timeout=LOOK_S)
-                except queue.Empty:
-                    self._drop([index for index, one in self._again.items() if one.is_leaving])
-                    continue
-                if job is None:
-                    break
+                job = self._next_job()
                 begin = time.perf_counter()
-                self._take(job)
-                self.busy_s += time.perf_counter() - begin
+                try:
+                    self._take(job)
+                except Exception:  # the rows of other texts are compared all the same
+                    logger.warning("warning: rows could not be verified", exc_info=True)
+                if job is not _LOOK:
+                    self.busy_s += time.perf_counter() - begin
         self._drop([*self._again])
         self._cancel.close()
 
+    def _next_job(self) -> _Job:
+        now = time.monotonic()
+        if self._later and self._later[0][0] <= now:
+            return self._later.popleft()[1]
+        left_s = min([LOOK_S, *(at - now for at, _ in [*self._later][:1])])
+        try:
+            return self._jobs.get(timeout=left_s)
+        except queue.Empty:
+            return _LOOK
+
     def _take(self, job: _Job) -> None:
-        if job is _LEAVE:
+        if job is _LOOK:
+            self._drop([index for index, one in self._again.items() if one.is_leaving])
+        elif job is _LEAVE:
             self._drop([index for index, one in self._again.items() if one.name])
             self._is_left.set()
         elif job.index is None:
@@ -281,53 +416,79 @@ class RowVerifier:
             if job.ring is not self._of_ring:
                 self._drop([*self._again])
                 self._of_ring = job.ring
-                self._numerics.clear()
                 self._unfit.clear()
             self._do(job, job.ring, job.index)
 
     def _do(self, job: _Job, ring: Ring, index: int) -> None:
         name = ring.stages[index].name
         with self._lock:
-            text = self._texts.get(job.seq_id)
-        if text is None or self._accused:
+            text = self._texts.get(job.seq_id) if self._ring is ring and not self._accused else None
+        if text is None:
             return
-        start = 0
+        is_done = True
         try:
-            while self._ring is ring:
-                again = self._blocks_again(ring, index, job.seq_id)
-                if (start := again.cached.get(job.seq_id, 0)) >= job.stop:
-                    break
-                stop = min(job.stop, start + CHUNK_ROWS)
-                try:
-                    found = self._wrong(job.seq_id, ring, index, start, stop, text, again)
-                except RingError as e:  # of the other node
-                    self._lose(index, e)
-                    continue
-                if found is not None:
-                    return self._accuse(ring, *found)
-                self.n_checked += stop - start
-                self.n_by_others += (stop - start) * bool(again.name)
-                text.checked[name] = max(stop, text.checked.get(name, 0))
+            self._compare(job, ring, index, text)
+        except _UntrueError as e:
+            is_done = False
+            self._accuse(ring, e.names, str(e))
+        except _NotToldError as e:
+            logger.debug("%s cannot be verified now: %s", name, e)
+            is_done = not self._tries_again(job, ring, text, e)
         except _CannotError as e:
             self._tell(name, str(e))
-        except (ControlError, EngineError) as e:  # rows that were forgotten, or a node that is lost
+        except (ControlError, EngineError) as e:  # rows that are forgotten here as well, or another node without memory
             logger.debug("%s cannot be verified now: %s", name, e)
-            self.n_void += job.stop - start
-        except Exception as e:
-            logger.debug("verifying failed", exc_info=True)
-            self._tell(name, f"{type(e).__name__}: {e}")
-        self._done(job, name, text)
+        finally:
+            if is_done:
+                self._done(job, name, text)
+
+    def _compare(self, job: _Job, ring: Ring, index: int, text: _Text) -> None:
+        """Compute the rows of a job again, behind those that are right already.
+
+        Raises:
+            _UntrueError: a node is wrong. _NotToldError, _CannotError, ControlError, EngineError: they cannot be compared.
+        """
+        rows = text.nodes[ring.stages[index].name]
+        while self._ring is ring:
+            again = self._blocks_again(ring, index)
+            if again.cached.get(job.seq_id, 0) > rows.checked:
+                again.free(job.seq_id)  # what was computed could not be compared: from the first row on
+            if (start := again.cached.get(job.seq_id, 0)) >= job.stop:
+                break
+            stop = min(job.stop, start + CHUNK_ROWS)
+            try:
+                self._check(job.seq_id, ring, index, start, stop, text, again)
+            except RingError as e:  # of the other node
+                self._lose(index, e)
+                continue
+            n_new = max(0, stop - rows.checked)
+            self.n_checked += n_new
+            self.n_by_others += n_new * bool(again.name)
+            rows.checked += n_new
+
+    def _tries_again(self, job: _Job, ring: Ring, text: _Text, error: _NotToldError) -> bool:
+        """Whether a job is done later, as the text cannot go on without it. In the end the node that tells nothing is named."""
+        if not (text.is_held or text.is_judged):
+            return False  # with the next rows of the text
+        assert self.engine is not None
+        if self.engine.sent.counts.get(job.seq_id, 0) < job.stop:
+            return False  # forgotten here as well, in as much memory
+        if job.n_tries < TRIES:
+            pause_s = PAUSE * self._former.basis.options.silence_s
+            self._later.append((time.monotonic() + pause_s, replace(job, n_tries=job.n_tries + 1)))
+        elif not _is_over(ring):
+            self._accuse(ring, (error.node,), f"{error.node} does not tell the rows that it has computed ({error})")
+        return True
 
     def _done(self, job: _Job, name: str, text: _Text) -> None:
         with self._lock:
-            text.pending[name] -= 1
-            if not text.pending[name]:
-                del text.pending[name]
-            is_over = text.is_held and not text.pending and job.ring is self._ring and not self._accused
+            text.nodes[name].n_jobs -= 1
+            is_over = text.is_held and not text.is_waiting and job.ring is self._ring and not self._accused
+            if is_over:
+                self._end(job.seq_id, text)
             self._changed.notify_all()
         if is_over:
             assert self.engine is not None
-            self.forget(job.seq_id)
             self.engine.release(job.seq_id)
 
     def _accuse(self, ring: Ring, names: tuple[str, ...], reason: str) -> None:
@@ -338,28 +499,30 @@ class RowVerifier:
             self.found.append((untrue, time.perf_counter()))
             self._put(untrue)  # before the engine's thread ends its ring for it
             self._accused = names
+            self._untrue.update(names)
             self._changed.notify_all()
 
     def _tell(self, name: str, why: str) -> None:
         if name not in self._told:
-            self._told.add(name)
+            with self._lock:
+                self._told.add(name)
             logger.warning("warning: %s is not verified: %s", name, why)
 
-    def _wrong(
+    def _check(
         self, seq_id: int, ring: Ring, index: int, start: int, stop: int, text: _Text, again: Recomputed
-    ) -> tuple[tuple[str, ...], str] | None:
-        """Compute rows of a text again: the nodes of which one is wrong, and why; None if all agree."""
+    ) -> None:
+        """Compute rows of a text again. Raises as `_compare`, and RingError: the node that computes them again is lost."""
         name, before = ring.stages[index].name, ring.stages[index - 1].name
+        both = (name,) if index == 1 else (before, name)  # the starter is believed
         got = self._ask(ring, index, seq_id, start, stop, "received")
         rows = self._rows_of(ring, index - 1, seq_id, start, stop)
         if (got.dtype, got.n_cols, got.sha256) != (rows.dtype, rows.n_cols, hashlib.sha256(rows.payload).hexdigest()):
-            names = (name,) if index == 1 else (before, name)
-            return names, f"{before} says that it sent other rows than {name} says that it got"
+            raise _UntrueError(both, f"{before} says that it sent other rows than {name} says that it got")
         codec = ring.stage.rows
         try:
             x = codec.read(rows, rows.n_cols)
         except WireError as e:
-            return ((name,) if index == 1 else (before, name)), f"no rows: {e}"
+            raise _UntrueError(both, f"no rows: {e}") from None
         if not codec.are_finite(x):  # what follows from such rows may differ with the processor
             raise EngineError(f"the rows that {name} got are not finite")
         told = again.compute(seq_id, start, rows)
@@ -371,42 +534,45 @@ class RowVerifier:
             is_same = partial(_is_hash, sent)
             if is_same(told) and sent.sha256 != following.sha256:
                 names = (name, ring.stages[index + 1].name)
-                return names, f"{names[0]} says that it sent other rows than {names[1]} says that it got"
+                raise _UntrueError(names, f"{names[0]} says that it sent other rows than {names[1]} says that it got")
         if is_same(told):
-            return None
+            return
         if not again.name:
-            return (name,), f"{name} computes other rows than this node"
-        return self._decided(seq_id, ring, index, start, stop, again, told, is_same)
+            raise _UntrueError((name,), f"{name} computes other rows than this node")
+        self._decide(seq_id, ring, index, start, stop, again, told, is_same)
 
-    def _decided(
+    def _decide(
         self, seq_id: int, ring: Ring, index: int, start: int, stop: int, first: Recomputed, told: _Told,
         is_same: Callable[[_Told], bool],
-    ) -> tuple[tuple[str, ...], str] | None:  # fmt: skip
-        """A node of the ring and one that computed its blocks again differ: as `_wrong`, by a third opinion."""
+    ) -> None:  # fmt: skip
+        """A node of the ring and one that computed its blocks again differ: a third opinion says which of both is wrong.
+
+        Raises:
+            _UntrueError: the node of the ring is, or nobody knows. _NotToldError, ...: the rows for it cannot be had now.
+        """
         name = ring.stages[index].name
-        reason = f"{name} and {first.name} compute different rows"
-        both = (name, first.name), reason
         if (third := self._third(ring, index, first.name)) is None:
-            return both
+            raise _UntrueError((name, first.name), f"{name} and {first.name} compute different rows")
+        here = third.name or "this node"
         try:
             for at, end in itertools.pairwise((*range(0, start, CHUNK_ROWS), start, stop)):
                 found = third.compute(seq_id, at, self._rows_of(ring, index - 1, seq_id, at, end))
+            if not is_same(found):
+                names = (name,) if found == told else (name, first.name)
+                raise _UntrueError(names, f"{name} computes other rows than {first.name} and {here}")
         except RingError:
             third.close()
-            return both
-        here = third.name or "this node"
-        if is_same(found):
-            self._drop([at for at, one in self._again.items() if one.name == first.name])
-            self._again[index] = third
-            untrue = Untrue((first.name,), None, f"{first.name} computes other rows than {name} and {here}")
+            raise _UntrueError((name, first.name), f"{name} and {first.name} compute different rows") from None
+        except BaseException:
+            third.close()
+            raise
+        self._drop([at for at, one in self._again.items() if one.name == first.name])
+        self._again[index] = third
+        untrue = Untrue((first.name,), None, f"{first.name} computes other rows than {name} and {here}")
+        with self._lock:
             self.found.append((untrue, time.perf_counter()))
-            self._liars.add(first.name)
-            self._put(untrue)
-            return None
-        third.close()
-        return (
-            (name,) if found == told else (name, first.name)
-        ), f"{name} computes other rows than {first.name} and {here}"
+        self._liars.add(first.name)
+        self._put(untrue)
 
     @staticmethod
     def _came_back(ring: Ring, text: _Text, start: int, told: _Told) -> bool:
@@ -421,9 +587,17 @@ class RowVerifier:
     def _ask(
         self, ring: Ring, index: int, seq_id: int, start: int, stop: int, which: str, is_whole: bool = False
     ) -> ToldRows:
-        basis = self._former.basis
+        basis, name = self._former.basis, ring.stages[index].name
         epoch = f"{basis.run + ring.number:016x}"
-        return ring.clients[index - 1].rows(RowsRequest(basis.run_id, epoch, seq_id, start, stop, which, is_whole))
+        try:
+            told = ring.clients[index - 1].rows(RowsRequest(basis.run_id, epoch, seq_id, start, stop, which, is_whole))
+        except ControlError as e:
+            raise _NotToldError(name, str(e)) from None
+        if told.numerics != (known := ring.numerics.get(name, "")):
+            raise _UntrueError(
+                (name,), f"{name} says that it computes with {told.numerics or 'torch'}, and said {known} before"
+            )
+        return told
 
     def _rows_of(self, ring: Ring, index: int, seq_id: int, start: int, stop: int) -> Frame:
         """The rows that node `index` has sent."""
@@ -438,16 +612,20 @@ class RowVerifier:
             for at in range(start, stop, most)
         ]
         dtype = pieces[0].dtype
+        name = ring.stages[index].name
         if dtype not in DTYPE_CODES or any((one.dtype, one.n_cols) != (dtype, n_cols) for one in pieces):
-            raise ControlError("rows of several types")
+            raise _UntrueError((name,), f"{name} sends rows of several types")
         form = DTYPES[DTYPE_CODES[dtype]]
         width = form.n_scales(n_cols) * form.scale_bytes
         scales, values = b"", b""
         for at, one in zip(range(start, stop, most), pieces, strict=True):
             n = min(stop, at + most) - at
-            data = base64.b64decode(one.rows or "", validate=True)
+            try:
+                data = base64.b64decode(one.rows or "", validate=True)
+            except ValueError:
+                raise _UntrueError((name,), f"{name} sends no rows: what it says is not base64") from None
             if len(data) != form.n_bytes(n, n_cols):
-                raise ControlError(f"{len(data)} bytes for {n} rows")
+                raise _UntrueError((name,), f"{name} sends {len(data)} bytes for {n} rows")
             scales += data[: n * width]
             values += data[n * width :]
             self.n_fetched += len(data)
@@ -455,18 +633,20 @@ class RowVerifier:
 
     # Who computes them again
 
-    def _blocks_again(self, ring: Ring, index: int, seq_id: int) -> Recomputed:
+    def _blocks_again(self, ring: Ring, index: int) -> Recomputed:
         """The blocks of a node, on another node that has them, or else here. Raises _CannotError, ControlError."""
         if (known := self._again.get(index)) is not None and not known.is_leaving:
             return known
         self._drop([index])
-        if self._others_end is None:
-            raise EngineError("the ring is over")  # and its nodes' memory is for the next one
-        if index not in self._numerics:
-            self._numerics[index] = self._ask(ring, index, seq_id, 0, 1, "received").numerics
-        if not self._numerics[index]:
+        if _is_over(ring):
+            raise EngineError("the ring is over")  # and memory is for the next one
+        if not ring.numerics.get(ring.stages[index].name):
             raise _CannotError("it computes in torch")
-        self._again[index] = found = self._others(ring, index) or self._own(ring, index)
+        has_others = self._others_end is not None
+        try:
+            self._again[index] = found = has_others and self._others(ring, index) or self._own(ring, index)
+        except _CannotError as e:
+            raise e if has_others else EngineError(str(e)) from None
         return found
 
     def _others(self, ring: Ring, index: int, without: str = "") -> Recomputed | None:
@@ -477,7 +657,7 @@ class RowVerifier:
                 continue
             if (found := self._beside(name, stage)) is None:
                 self._unheard.add(name)
-            elif found.numerics != self._numerics[index]:
+            elif found.numerics != ring.numerics[stage.name]:
                 found.close()
                 self._unfit.add((name, index))
             else:
@@ -516,9 +696,9 @@ class RowVerifier:
             except MdiError as e:
                 raise _CannotError(str(e)) from None
         found = OwnBlocks(held, basis.caches, basis.options.wire_dtype)
-        if found.numerics != self._numerics[index]:
+        if found.numerics != (theirs := ring.numerics[ring.stages[index].name]):
             found.close()
-            raise _CannotError(f"it computes with {self._numerics[index]}, this node with {found.numerics}")
+            raise _CannotError(f"it computes with {theirs}, this node with {found.numerics}")
         return found
 
     def _third(self, ring: Ring, index: int, first: str) -> Recomputed | None:
@@ -539,6 +719,16 @@ class RowVerifier:
                 found.close()
 
 
+def _verifiable(ring: Ring) -> tuple[Stage, ...]:
+    """Stages of other nodes that compute blocks."""
+    return tuple(stage for stage in ring.stages[1:] if stage.start < stage.stop)
+
+
+def _is_over(ring: Ring) -> bool:
+    link = ring.link  # read once: another thread may close it meanwhile
+    return not isinstance(link, TcpRing) or link.wait_end(0)
+
+
 def _is_hash(sent: ToldRows, told: _Told) -> bool:
     """Whether these are the rows that a node says it has sent."""
     return (sent.dtype, sent.sha256) == (told[0], hashlib.sha256(told[1]).hexdigest())
@@ -546,3 +736,19 @@ def _is_hash(sent: ToldRows, told: _Told) -> bool:
 
 class _CannotError(Exception):
     """A node cannot be verified at all."""
+
+
+class _NotToldError(Exception):
+    """A node has not told rows now, for whatever reason."""
+
+    def __init__(self, node: str, message: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+class _UntrueError(Exception):
+    """One of these nodes is wrong."""
+
+    def __init__(self, names: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.names = names
