@@ -99,7 +99,7 @@ class Host:
         self.is_beginning, self.may_begin = threading.Event(), threading.Event()
         self.may_begin.set()
 
-    def constraint(self, model: str, wanted: dict[str, Any]) -> str:
+    def constraint(self, model: str, wanted: dict[str, Any], request: int) -> str:
         self.is_compiling.set()
         assert wanted["schema"] == "quick" or self.may_compile.wait(DEADLINE_S)
         self.compiled.append(wanted["schema"])
@@ -136,6 +136,7 @@ class Joined:
         text = {
             "do": "generate",
             "id": number,
+            "request": number,
             "model": "one",
             "ids": [1],
             "sampling": {},
