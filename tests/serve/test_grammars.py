@@ -93,6 +93,18 @@ def test_choices_of_a_request_count_together_and_other_requests_do_not() -> None
     assert n_answers(other) == 10
 
 
+def test_the_schema_of_a_request_is_compiled_once() -> None:
+    made = source(Clock())
+    first = made.constraint({"schema": SCHEMA}, 1)
+    first.take(int(np.flatnonzero(first.allowed())[0]))
+    another = {"schema": {"type": "number"}}  # which one it is, the number of the request says
+    second, other = made.constraint(another, 1), made.constraint(another, 2)
+    begins = made.constraint({"schema": SCHEMA}, 3).allowed()
+    assert (second.allowed() == begins).all() and (other.allowed() != begins).any()
+    del first, second
+    assert (made.constraint(another, 1).allowed() == other.allowed()).all(), "no text of the request is left"
+
+
 def test_requests_together_hold_up_the_engine_for_a_share_of_the_time() -> None:
     clock, now = Clock(USUAL_S + ALL_S / 9.5), Time()
     made = source(clock, now)

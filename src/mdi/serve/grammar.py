@@ -7,6 +7,7 @@ millisecond for a token, but one of 200 characters may take 20 ms for each. So t
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -47,11 +48,14 @@ class AllTime:
         self._left_s -= taken_s
 
 
-class RequestTime:
-    """Time that the grammars of a request may still take, copies and all choices together.
+class RequestGrammar:
+    """What the texts of a request have in common: their grammar, and the time that all of them and their copies may still take.
 
     Args:
         clock: computing time of this thread, so that a busy machine ends no text.
+
+    Attributes:
+        compiled: llguidance's matcher of a text that is empty; None before it is compiled, under `compiling`.
     """
 
     def __init__(self, of_all: AllTime, clock: Callable[[], float] = time.thread_time) -> None:
@@ -59,6 +63,8 @@ class RequestTime:
         self._clock = clock
         self._left_s = REQUEST_S
         self._is_over = False
+        self.compiling = threading.Lock()
+        self.compiled: Any = None
 
     def counted(self, question: Callable[..., Answer], *args: Any) -> Answer:
         begin = self._clock()
@@ -84,7 +90,7 @@ class GrammarSource:
         directory: of its tokenizer.
         eos_ids: tokens that end a text.
         n_vocabulary: ids that the model knows; there may be more than the tokenizer has.
-        clock, now: see RequestTime and AllTime.
+        clock, now: see RequestGrammar and AllTime.
 
     Raises:
         UsageError: the tokenizer has a form that llguidance does not read, or llguidance is not installed.
@@ -106,14 +112,25 @@ class GrammarSource:
         eos = self._eos_ids[0] if self._eos_ids else None
         self._llguidance = llguidance
         self._clock, self._of_all = clock, AllTime(now)
-        self._times: weakref.WeakValueDictionary[int, RequestTime] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._requests: weakref.WeakValueDictionary[int, RequestGrammar] = weakref.WeakValueDictionary()
         self._tokenizer = llguidance.LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=n_vocabulary, eos_token=eos)
 
     def constraint(self, wanted: Mapping[str, Any], request: int) -> Grammar:
-        """Of one text of the request with this number. Raises UsageError if the schema cannot be used. Some take minutes, or
-        end this process: those must not come here (`mdi.text.limited`).
+        """Of one text of the request with this number, whose texts have the same schema: it is compiled once.
+
+        Raises UsageError if the schema cannot be used. Some take minutes, or end this process: those must not come here
+        (`mdi.text.limited`).
         """
-        schema = json.dumps(wanted["schema"])
+        with self._lock:
+            of_request = self._requests.setdefault(request, RequestGrammar(self._of_all, self._clock))
+        with of_request.compiling:
+            if of_request.compiled is None:
+                of_request.compiled = self._compile(json.dumps(wanted["schema"]), of_request)
+            return Grammar(of_request.compiled.deep_copy(), self._eos_ids, self._n_vocabulary, of_request)
+
+    def _compile(self, schema: str, of_request: RequestGrammar) -> Any:
+        """llguidance's matcher, which knows already what a text may begin with: all texts of the request need that."""
         matcher = self._llguidance.LLMatcher
         try:
             form = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
@@ -123,19 +140,17 @@ class GrammarSource:
         made = matcher(self._tokenizer, form, log_level=0, limits=limits)
         if made.is_error():
             raise UsageError(f"the JSON schema cannot be used: {_error_of(made)}")
-        of_request = self._times.setdefault(request, RequestTime(self._of_all, self._clock))
-        grammar = Grammar(made, self._eos_ids, self._n_vocabulary, of_request)
         try:
-            grammar.first()
+            Grammar(made, self._eos_ids, self._n_vocabulary, of_request).first()
         except EngineError as e:
             raise UsageError("the JSON schema cannot be used: no text matches it") from e
-        return grammar
+        return made
 
 
 class Grammar:
     """A `mdi.engine.sequence.Constraint`. When its time is over, `allowed` raises, so that the engine ends the text."""
 
-    def __init__(self, matcher: Any, eos_ids: list[int], n_vocabulary: int, of_request: RequestTime) -> None:
+    def __init__(self, matcher: Any, eos_ids: list[int], n_vocabulary: int, of_request: RequestGrammar) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
         self._n_vocabulary = n_vocabulary
