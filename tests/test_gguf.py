@@ -257,6 +257,7 @@ def _tensor(name: bytes, offset: int) -> bytes:
         ),
         (_head(2, 0) + _tensor(b"b", 0) + _tensor(b"c", 128), ""),
     ],
+    ids=["a field", "a tensor", "not aligned", "not aligned as the file says", "right"],
 )
 def test_what_comes_twice_or_between_two_places(tmp_path: Path, content: bytes, words: str) -> None:
     """Read without the rest of a model, whose lack would be an error, too."""
