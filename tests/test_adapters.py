@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from adapter_files import LLAMA, write_adapter
 from families import greedy
 from mdi.checkpoint.adapters import BASE_KEY, Adapter, AdapterName, AdapterSource, adapter_names, low_rank, weights_hash
+from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.engine.sequence import SamplingParams
@@ -344,6 +345,9 @@ FILES: dict[str, tuple[Any, str]] = {
     ),
     "not finite": (lambda t: t | {f"{LAYER}.lora_A.weight": torch.full((4, 48), float("nan"))}, "not finite"),
     "nothing": (lambda t: {}, "no tensors"),
+    "a name of many letters": (
+        lambda t: t | {"base_model.model." + "h.0." * 20_000 + "x": torch.zeros(1)}, "which is not of a linear layer",
+    ),
 }  # fmt: skip
 
 
@@ -369,6 +373,18 @@ def test_nothing_is_unpickled_and_no_head_is_believed(made: Made, tmp_path: Path
     with pytest.raises(
         CheckpointError, match=r"has no adapter_model.safetensors \(files that are pickled are not read\)"
     ):
+        opened(made, tmp_path / "a")
+
+
+def test_the_head_of_a_strangers_file_is_short(made: Made, tmp_path: Path) -> None:
+    """Other files may have longer ones. Blanks behind it are valid."""
+    write_adapter(tmp_path / "a", made.gpt, 1)
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    content = path.read_bytes()
+    n = int.from_bytes(content[:8], "little")
+    longer = content[8 : 8 + n].ljust(STRANGERS_LIMIT_BYTES + 8)
+    path.write_bytes(len(longer).to_bytes(8, "little") + longer + content[8 + n :])
+    with pytest.raises(CheckpointError):
         opened(made, tmp_path / "a")
 
 

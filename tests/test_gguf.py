@@ -21,7 +21,7 @@ from gguf_files import as_stored, gguf_families, rope_factors, write_gguf, write
 from gguf_reference.write_ids import write_nano
 from loopback import CPU
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.gguf import read_gguf
+from mdi.checkpoint.gguf import GgufTensor, read_gguf, read_tensor
 from mdi.checkpoint.ggufconfig import llama3_scaling
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing, plain
@@ -238,6 +238,52 @@ def test_a_hostile_file_is_one_line(tmp_path: Path, case: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         GgufSource(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def _tensor(name: bytes, offset: int) -> bytes:
+    """Of 32 numbers in float32."""
+    return _u64(len(name)) + name + (1).to_bytes(4, "little") + _u64(32) + bytes(4) + _u64(offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (_head(0, 2) + 2 * _field(b"a", 4, bytes(4)), "field 'a' twice"),
+        (_head(2, 0) + _tensor(b"b", 0) + _tensor(b"b", 128), "tensor 'b' twice"),
+        (_head(1, 0) + _tensor(b"b", 4), "takes the bytes"),
+        (
+            _head(1, 1) + _field(b"general.alignment", 4, (64).to_bytes(4, "little")) + _tensor(b"b", 32),
+            "takes the bytes",
+        ),
+        (_head(2, 0) + _tensor(b"b", 0) + _tensor(b"c", 128), ""),
+    ],
+    ids=["a field", "a tensor", "not aligned", "not aligned as the file says", "right"],
+)
+def test_what_comes_twice_or_between_two_places(tmp_path: Path, content: bytes, words: str) -> None:
+    """Read without the rest of a model, whose lack would be an error, too."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content + bytes(512))
+    if not words:
+        assert list(read_gguf(path).tensors) == ["b", "c"]
+        return
+    with pytest.raises(CheckpointError, match=words):
+        read_gguf(path)
+
+
+def test_numbers_that_half_precision_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Of a K format, whose numbers are products of two scales."""
+    path = tmp_path / "m.gguf"
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[Kind.Q4_K]
+    for scale, is_refused in ((1.0, False), (60000.0, True), (float("inf"), True)):
+        block = np.full(block_bytes, 0xFF, dtype=np.uint8)
+        block[:4] = np.array([scale, 0.0], dtype=np.float16).view(np.uint8)  # d, dmin
+        path.write_bytes(block.tobytes())
+        tensor = GgufTensor(path, "Q4_K", (per_block,), 0, block_bytes)
+        if is_refused:
+            with pytest.raises(CheckpointError, match="some.weight"):
+                read_tensor(tensor, "some.weight")
+        else:
+            assert np.isfinite(read_tensor(tensor, "some.weight")).all()
 
 
 def test_a_damaged_file_is_one_line_wherever_it_is_damaged(tmp_path: Path, good: bytes) -> None:

@@ -89,6 +89,11 @@ def test_the_beginning_is_as_the_file_says(
         ("gpt-2", "123 it's  a\n\nb", ["123", " it", "'s", " ", " a", "\n", "\n", "b"]),
         ("smollm", "123 it", ["1", "2", "3", " it"]),
         ("tekken", "12 HelloWorld", ["1", "2", " Hello", "World"]),
+        *(
+            (alias, "12345 it's", ["123", "45", " it", "'s"])
+            for alias in ("llama3", "llama-v3", "dbrx", "glm4", "chatglm-bpe")
+        ),
+        *((alias, "123 it's a", ["123", " it's", " a"]) for alias in ("gpt-4o", "minimax-m2")),
     ],
 )
 def test_texts_are_cut_as_the_families_cut_them(tmp_path: Path, cut: str, text: str, pieces: list[str]) -> None:
@@ -107,6 +112,32 @@ def test_texts_are_cut_as_the_families_cut_them(tmp_path: Path, cut: str, text: 
     }
     codec = _codec(tmp_path, fields)
     assert [codec.decode([i]) for i in codec.encode(text)] == pieces
+
+
+@pytest.mark.parametrize(
+    "cut, is_begun, is_whole",
+    [
+        ("llama-bpe", True, True),
+        ("llama3", True, True),
+        ("tekken", True, True),
+        ("qwen2", False, False),
+        ("dbrx", False, False),
+    ],
+)
+def test_what_a_kind_does_where_the_file_does_not_say(tmp_path: Path, cut: str, is_begun: bool, is_whole: bool) -> None:
+    """Whether a text has a beginning, and whether a word that is a token stays whole though no merge makes it."""
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": cut,
+        "tokenizer.ggml.tokens": ["<s>", "a", "b", "ab"],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    for said in (None, True, False):
+        codec = _codec(tmp_path, fields if said is None else {**fields, "tokenizer.ggml.add_bos_token": said})
+        begin = [0] if (is_begun if said is None else said) else []
+        assert codec.encode("ab") == [*begin, *([3] if is_whole else [1, 2])]
 
 
 def _byte_letter(character: str) -> str:

@@ -89,6 +89,13 @@ def test_a_name_given_by_hand_must_agree_with_config_json(
         choose_config(_folder(tmp_path / "b", {**hf, **changes}), name)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e400])
+def test_a_number_that_is_none_is_one_line(value: float, tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "my-model", {**REAL["Llama 2 7B"][1], "rope_theta": value})
+    with pytest.raises(CheckpointError, match="cannot be understood"):
+        choose_config(folder)
+
+
 @pytest.mark.parametrize("form", OWN)
 def test_a_real_config_of_a_family_that_litgpt_lacks(form: str) -> None:
     expected, hf = OWN[form]

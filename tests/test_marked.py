@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import test_harmony
 from answer_streams import taken_apart
 from mdi.serve.chat import Chat
-from mdi.text.marked import MarkedStream, marked_calls
+from mdi.text.marked import LONGEST_CALL, MarkedStream, marked_calls
 from mdi.text.texts import TextCodec
 from test_harmony import USER, model_of
 
@@ -51,10 +51,22 @@ def test_arguments_are_of_the_type_that_the_tool_says(text: str, expected: list[
     ["", "look", "<tool_call>other</tool_call>", f"Look: {GLM}", "<tool_call>look", "<tool_call></tool_call>",
      "<tool_call>look<arg_key>city</arg_key></tool_call>", "<minimax:tool_call>look</minimax:tool_call>",
      '<minimax:tool_call><invoke name="look">x</invoke></minimax:tool_call>', '<tool_call>{"name": "look"}</tool_call>',
+     "<tool_call>look<arg_value>12</arg_value><arg_key>city</arg_key></tool_call>",
+     '<minimax:tool_call><invoke name="look"</invoke></minimax:tool_call>',
      "<tool_call>look" + "<arg_key>a</arg_key><arg_value>" * 2000],
 )  # fmt: skip
 def test_other_text_is_no_call(text: str) -> None:
     assert marked_calls(text, TOOLS) == []
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["<arg_key>", "<arg_key>a</arg_key>", "<arg_value>", '<invoke name="look">', '<parameter name="a">', "\n" * 10],
+)
+@pytest.mark.parametrize("mark", ["tool_call", "minimax:tool_call"])
+def test_marks_in_great_number_take_no_longer_than_other_text(mark: str, piece: str) -> None:
+    """If each was searched to the end of the text, this would take minutes."""
+    assert marked_calls(f"<{mark}>look" + piece * 30_000 + f"x</{mark}>", TOOLS) == []
 
 
 @functools.cache
@@ -220,6 +232,22 @@ def test_stop_strings_are_for_the_text_and_nothing_waits_in_vain(codec: TextCode
     for i in tokenizer().encode("one</think>two").ids:
         shown.append((stream.push([i]), stream.others()[0]))
     assert shown[2][1] and shown[-1][0]
+
+
+def test_what_is_too_long_for_a_call_is_text_and_a_call_may_follow(codec: TextCodec) -> None:
+    long = "<tool_call>look<arg_key>city</arg_key><arg_value>" + "x" * LONGEST_CALL
+    end = "</arg_value></tool_call>"
+    ids = tokenizer().encode(long + end + GLM).ids
+    text, _, calls = taken_apart(MarkedStream(codec, (), TOOLS, False), ids, 10_000)
+    assert text == long + end and calls == [LOOK]
+
+
+def test_the_end_of_a_call_is_found_wherever_its_pieces_are_cut(codec: TextCodec) -> None:
+    written = f"{GLM_4_7}{GLM}"
+    ids = [i for letter in written for i in tokenizer().encode(letter).ids]
+    for size in (*range(1, 20), 40, 80):
+        text, _, calls = taken_apart(MarkedStream(codec, (), TOOLS, False), ids, size)
+        assert text == "" and [name for name, _ in calls] == ["look", "look"], size
 
 
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Z", "days": 3}'}}

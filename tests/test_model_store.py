@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,10 +17,14 @@ import pytest
 from gguf_files import byte_level_tokens, write_gguf
 from hub_server import HubModel, HubServer
 from mdi.checkpoint.download import choose_gguf, gguf_tag
+from mdi.checkpoint.folder import gguf_file
+from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.checkpoint.model_archive import export_model, import_model
-from mdi.checkpoint.model_store import STATE, InUse, ModelStore
+from mdi.checkpoint.model_store import STATE, InUse, ModelStore, StoredModel, embedded_model
+from mdi.checkpoint.source import open_source
 from mdi.cli import launch
-from mdi.errors import DownloadError, StoreError, UsageError
+from mdi.errors import CheckpointError, DownloadError, StoreError, UsageError
+from mdi.serve.catalog import Catalog
 from tiny_checkpoint import tiny_config, tiny_gpt, tokenizer, write_checkpoint
 from tiny_models import tiny_hf
 
@@ -296,23 +301,108 @@ def test_archives_with_something_else_than_files(archive: Path, tmp_path: Path, 
     _refused(archive, good[:start] + bytes(fixed) + good[start + 512 :], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../x", ".mdi", "a/b"])
-def test_archives_with_a_file_elsewhere(archive: Path, tmp_path: Path, name: str) -> None:
-    """An archive that is right in all else."""
-    good = archive.read_bytes()
+def with_file(good: bytes, name: str, content: bytes, size: int | None = None) -> bytes:
+    """An archive with one more file, right in all else.
+
+    Args:
+        size: what its list says; None what is right.
+    """
     entry = tarfile.TarInfo.frombuf(good[:512], "utf-8", "strict")
     listed = json.loads(good[512 : 512 + entry.size])
-    listed["files"][name] = {"size": 0, "sha256": hashlib.sha256().hexdigest()}
+    listed["files"][name] = {
+        "size": len(content) if size is None else size,
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     rest = good[512 + entry.size + -entry.size % 512 : -1024]
     head = json.dumps(listed).encode()
     entry.size = len(head)
+    added = tarfile.TarInfo(name)
+    added.size = len(content)
     parts = (
-        entry.tobuf(tarfile.GNU_FORMAT),
-        head,
-        bytes(-len(head) % 512),
-        rest,
-        tarfile.TarInfo(name).tobuf(),
-        bytes(1024),
-    )
-    _refused(archive, b"".join(parts), tmp_path)
+        entry.tobuf(tarfile.GNU_FORMAT), head, bytes(-len(head) % 512), rest, added.tobuf(tarfile.GNU_FORMAT), content,
+        bytes(-len(content) % 512), bytes(1024),
+    )  # fmt: skip
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("name", ["../x", ".mdi", "a/b", "gguf.json", "parts.json"])
+def test_archives_with_a_file_elsewhere_or_one_that_is_made_here(archive: Path, tmp_path: Path, name: str) -> None:
+    _refused(archive, with_file(archive.read_bytes(), name, b""), tmp_path)
     assert not list(tmp_path.rglob("x"))
+
+
+@pytest.mark.parametrize("size", [0, 3, 5, 513])
+def test_a_file_of_another_size_than_the_list_says(archive: Path, tmp_path: Path, size: int) -> None:
+    _refused(archive, with_file(archive.read_bytes(), "more", b"four", size), tmp_path)
+    archive.write_bytes(with_file((tmp_path / "good.mdi").read_bytes(), "more", b"four"))
+
+
+def test_an_archive_without_all_of_its_weights(store: ModelStore, tmp_path: Path) -> None:
+    """Of a folder in Hugging Face's form, with one of two files."""
+    folder, _ = tiny_hf(store.folder / "org" / "two")
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = StoredModel("org/two", folder, store.folder)
+    export_model(made, tmp_path / "two.mdi")
+    _refused(tmp_path / "two.mdi", (tmp_path / "two.mdi").read_bytes(), tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
+def test_what_is_no_file_is_not_imported(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "waits")
+    for path in (tmp_path / "waits", tmp_path):
+        with pytest.raises(StoreError, match="is no file"):
+            import_model(ModelStore(tmp_path / "target"), path)
+
+
+@pytest.mark.parametrize("place", ["absolute", "above"])
+def test_a_copied_folder_names_no_file_outside(store: ModelStore, gguf: Path, place: str) -> None:
+    copied = store.folder / "org" / "name"
+    shutil.copytree(gguf_directory(gguf, store.folder), copied)
+    named = gguf if place == "absolute" else Path(os.path.relpath(gguf, copied))
+    (copied / "gguf.json").write_text(json.dumps({"file": str(named)}))
+    assert gguf_file(copied) is None
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_source(copied)
+    own = next((store.folder / "gguf").iterdir())
+    assert gguf_file(own) == gguf
+
+
+# Files that are gone
+
+
+def offered(store: ModelStore) -> list[str]:
+    """By a server, beside the model that it was started with."""
+    first = embedded_model()
+    assert first is not None
+    return Catalog(store.folder, first).names()[1:]
+
+
+def test_a_file_that_is_gone_is_listed_and_not_offered(
+    store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = gguf_directory(gguf, store.folder)
+    (model,) = store.models()
+    assert model.folder == folder and offered(store) == [model.name]
+    gguf.unlink()
+    assert launch("list", []) == 0
+    assert f"{model.name} " in (out := capsys.readouterr().out) and "file is gone" in out
+    assert not store.models() and not offered(store)
+    assert launch("run", [model.name, "a"]) == 2
+    assert str(gguf) in (err := capsys.readouterr().err) and f"mdi rm {model.name}" in err
+    assert launch("rm", [model.name, "--yes"]) == 0 and not store.all()
+
+
+def test_a_file_of_the_hubs_cache_that_is_gone(
+    store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cache's files are links to others."""
+    snapshot = store.folder.parent / "cache" / "models--org--linked" / "snapshots" / "one"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tiny.Q8_0.gguf").symlink_to(gguf)
+    assert [model.name for model in store.models()] == ["org/linked:Q8_0"]
+    gguf.unlink()
+    assert launch("list", []) == 0 and "file is gone" in capsys.readouterr().out
+    assert not store.models()

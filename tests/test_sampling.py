@@ -172,6 +172,7 @@ def test_each_penalty_and_bias_to_the_number() -> None:
         ({"frequency_penalty": 0.5}, [2.0, -2.0, 2.0, -4.5, 1.0, 0.0]),
         ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, [2.0, -2.0, 2.0, -4.25, 1.0, 0.0]),
         ({"logit_bias": ((4, -1.5), (5, 2.0), (6, 9.0))}, [2.0, -2.0, 3.0, -3.0, -0.5, 2.0]),
+        ({"logit_bias": ((5, 1.0), (4, -1.5), (5, 1.0))}, [2.0, -2.0, 3.0, -3.0, -0.5, 2.0]),
         ({"logit_bias": ((4, 1.0),), "repetition_penalty": 2.0}, [1.0, -4.0, 1.5, -6.0, 2.0, 0.0]),
     ):
         found = adjusted(logits, [Row(params(**fields), len(ids) - 2, ids, 2)])

@@ -168,13 +168,18 @@ def test_an_endless_chat_of_one_model_does_not_hold_up_another_model() -> None:
 
 
 def test_who_comes_after_a_chat_that_was_given_up_gets_the_text_of_the_own_chat() -> None:
+    before = set(psutil.Process().children())
+
     async def scenario(template: ChatTemplate) -> None:
         assert await template.render(user("first"), (), {}) == "first"
-        given_up = asyncio.create_task(template.render(user("given up"), (), {}))
-        await asyncio.sleep(0)
-        given_up.cancel()
+        (process,) = set(psutil.Process().children()) - before
+        given_up = [asyncio.create_task(template.render(user(f"given up {n}"), (), {})) for n in range(3)]
+        await asyncio.sleep(0)  # the first is asked, the others wait for their turn
+        for one in given_up:
+            one.cancel()
         assert await template.render(user("Who?"), (), {}) == "Who?"
-        assert given_up.cancelled()
+        assert all(one.cancelled() for one in given_up)
+        assert set(psutil.Process().children()) - before == {process}, "nobody waits for a new process"
 
     rendering(ChatTemplate(OBEDIENT, {}), scenario)
 

@@ -193,6 +193,20 @@ def test_a_damaged_tokenizer(tmp_path, name, content):
     assert "\n" not in str(e.value)
 
 
+def test_an_id_far_beyond_all_others(tmp_path):
+    """Lists of all ids are made here and there."""
+    byte_level(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    for far, is_known in ((1 << 22) - 1, True), (1 << 22, False), (4_294_967_290, False):
+        data["model"]["vocab"]["far"] = far
+        write_json(tmp_path / "tokenizer.json", data)
+        if is_known:
+            assert TextCodec.from_checkpoint(tmp_path).vocab_size == far + 1
+        else:
+            with pytest.raises(CheckpointError, match=str(far)):
+                TextCodec.from_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [b"[1]", b"nonsense", b"\xff\xfe"])
 def test_a_damaged_file_beside_the_tokenizer(tmp_path, name, content):
@@ -242,6 +256,19 @@ def test_a_generation_config_with_a_comma_too_many_or_too_few(tmp_path, text):
     byte_level(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     assert TextCodec.from_checkpoint(tmp_path).eos_ids == {0, 3, 4}
+
+
+@pytest.mark.parametrize("blanks", ["\n", ", \n", " "])
+def test_a_generation_config_of_many_blanks(tmp_path, blanks):
+    """If each was looked at from each other one, this would take minutes."""
+    byte_level(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"a": 1' + blanks * 200_000)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        TextCodec.from_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        '{"a": 1,' + "\n" * 9999 + '"eos_token_id": 3' + "\n" * 9999 + '"b": 2}'
+    )
+    assert TextCodec.from_checkpoint(tmp_path).eos_ids == {0, 3}
 
 
 def begin_with_eot(tokenizer):

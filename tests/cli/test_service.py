@@ -92,6 +92,18 @@ def test_a_unit_keeps_odd_words_and_no_secrets(tmp_path: Path) -> None:
     assert words[-len(ODD) :] == ODD
 
 
+def test_systemd_replaces_nothing_in_a_unit() -> None:
+    line = next(line for line in unit(["$HOME", "a$b", "50%"], True, {}).splitlines() if line.startswith("ExecStart="))
+    assert line.endswith(" join $$HOME a$$b 50%%")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_a_word_with_a_line_end_is_refused(end: str) -> None:
+    for words, environment in ((["--name", f"a{end}User=root"], {}), ([], {"MDI_CACHE_DIR": f"/x{end}y"})):
+        with pytest.raises(UsageError, match="line end"):
+            unit(words, True, environment)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("is_system", [True, False])
 def test_systemd_reads_the_unit(is_system: bool, tmp_path: Path) -> None:

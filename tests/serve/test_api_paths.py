@@ -68,6 +68,8 @@ class Asked:
         ({"content_type": "multipart/form-data; boundary=application/json"}, 415),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:9999"}, 403),  # another server of this machine
+        ({"origin": "http://localhost:80", "host": "localhost:8000"}, 403),
         ({"host": "evil.example"}, 403),
     ],
 )

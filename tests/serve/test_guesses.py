@@ -129,7 +129,7 @@ def test_over_a_ring_of_three_nodes_the_texts_are_the_same(
                 requests = []
                 for i, temperature in enumerate((0.0, 0.8)):
                     params = SamplingParams(80, temperature=temperature, seed=i, n_logprobs=2)
-                    constraint = source.constraint({"schema": SCHEMA}) if kind == "grammar" else None
+                    constraint = source.constraint({"schema": SCHEMA}, 0) if kind == "grammar" else None
                     prediction = found[0][i][0][10:] if kind == "prediction" and found else ()
                     requests.append(run.engine.submit(prompt, params, constraint=constraint, prediction=prediction))
                 texts = []
@@ -146,7 +146,7 @@ def test_a_copy_of_a_grammar_looks_ahead_and_leaves_the_text_where_it_is() -> No
     pytest.importorskip("llguidance")
     codec = TextCodec.from_checkpoint(NANO, "none")
     source = GrammarSource(NANO, codec.eos_ids, 2048)
-    grammar = source.constraint({"schema": SCHEMA})
+    grammar = source.constraint({"schema": SCHEMA}, 0)
     begin = grammar.forced()
     assert codec.decode(begin).startswith('{"family') or len(begin) > 1
     before = grammar.allowed()

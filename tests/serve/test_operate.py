@@ -18,11 +18,12 @@ from mdi.errors import ControlError, UsageError
 from mdi.net.invitation import VALID_S, Guest, GuestNode
 from mdi.net.keys import KeyFile, new_secret, text_of, write_keys
 from mdi.serve.api import make_app
+from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.machines import Machines
-from mdi.serve.operate import Pull
+from mdi.serve.operate import Operator, Pull
 from mdi.serve.process import ServeSettings
 from tiny_models import tiny_hf
 
@@ -57,6 +58,7 @@ KEYS = ServeSettings(keys=(USER, OPERATOR), origins=("http://friend.example",))
         (OPEN, AWAY, {}, 403),
         (OPEN, LOCAL, {"x_forwarded_for": AWAY}, 403),
         (OPEN, LOCAL, {"origin": "http://127.0.0.1:8000"}, 200),
+        (ServeSettings(origins=("*",)), LOCAL, {"origin": "http://127.0.0.1:9000"}, 403),
         (ServeSettings(origins=("*",)), LOCAL, {"origin": "http://friend.example"}, 403),
         (KEYS, LOCAL, {}, 401),
         (KEYS, LOCAL, {"authorization": "Bearer user-secret"}, 403),
@@ -211,3 +213,34 @@ def test_a_pull_is_stopped_and_reads_its_progress(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert pull.state == "stopped" and pull.process is not None and pull.process.returncode != 0
+
+
+def test_two_models_are_pulled_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        ending: dict[str, asyncio.Event] = {}
+
+        async def run(pull: Pull, home: Path) -> None:
+            await ending.setdefault(pull.name, asyncio.Event()).wait()
+            pull.state = "done"
+
+        monkeypatch.setattr(Pull, "run", run)
+        operator = Operator(ApiState(OPEN, EngineClient(lambda: None), Catalog(tmp_path, tmp_path)))
+        operator.pull("org/one")
+        operator.pull("org/two")
+        operator.pull("org/one")  # is under way
+        with pytest.raises(ApiError) as caught:
+            operator.pull("org/three")
+        assert caught.value.status == 409 and list(operator.pulls) == ["org/one", "org/two"]
+        await asyncio.sleep(0)
+        ending["org/one"].set()
+        while operator.pulls["org/one"].state == "running":
+            await asyncio.sleep(0)
+        operator.pull("org/three")
+        await asyncio.sleep(0)
+        for name in ("org/two", "org/three"):
+            ending[name].set()
+        while any(pull.state == "running" for pull in operator.pulls.values()):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())

@@ -13,10 +13,11 @@ import pytest
 
 from mdi.errors import UsageError
 from mdi.serve.api_errors import ApiError
+from mdi.serve.api_state import Admission
 from mdi.serve.backend import Backend
 from mdi.serve.host import ModelHost
 from mdi.serve.process import Lines
-from mdi.serve.schemas import SchemaChecks
+from mdi.serve.schemas import MOST_CHECKS, SchemaChecks
 from waiting import until
 
 DEADLINE_S = 120.0
@@ -39,7 +40,7 @@ BAD = {
 
 def checking(scenario: Callable[[SchemaChecks], Awaitable[None]]) -> None:
     async def limited() -> None:
-        checks = SchemaChecks()
+        checks = SchemaChecks(Admission(MOST_CHECKS, 2, what="schemas"))
         try:
             await asyncio.wait_for(scenario(checks), DEADLINE_S)
         finally:
@@ -54,19 +55,19 @@ def checking(scenario: Callable[[SchemaChecks], Awaitable[None]]) -> None:
 def test_a_schema_that_cannot_be_used_is_refused_and_the_next_one_is_checked(what: str) -> None:
     async def scenario(checks: SchemaChecks) -> None:
         with pytest.raises(ApiError) as caught:
-            await checks.check(BAD[what])
+            await checks.check(BAD[what], "a", 0)
         assert caught.value.status == 400
-        await checks.check(GOOD)
+        await checks.check(GOOD, "a", 0)
 
     checking(scenario)
 
 
 def test_a_slow_schema_does_not_hold_up_others() -> None:
     async def scenario(checks: SchemaChecks) -> None:
-        slow = asyncio.create_task(checks.check(SLOW))
+        slow = asyncio.create_task(checks.check(SLOW, "a", 0))
         await asyncio.sleep(0)
-        await checks.check(GOOD)
-        await checks.check(GOOD)
+        await checks.check(GOOD, "a", 0)
+        await checks.check(GOOD, "a", 0)
         assert not slow.done()
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
@@ -76,13 +77,33 @@ def test_a_slow_schema_does_not_hold_up_others() -> None:
 
 def test_a_client_that_goes_away_leaves_no_process_for_the_next_one() -> None:
     async def scenario(checks: SchemaChecks) -> None:
-        await checks.check(GOOD)
-        going = asyncio.create_task(checks.check(GOOD))
+        await checks.check(GOOD, "a", 0)
+        going = asyncio.create_task(checks.check(GOOD, "a", 0))
         await asyncio.sleep(0)
         going.cancel()
         await asyncio.gather(going, return_exceptions=True)
         with pytest.raises(ApiError):
-            await checks.check({"not": {}})  # and not the answer to the schema before
+            await checks.check({"not": {}}, "a", 0)  # and not the answer to the schema before
+
+    checking(scenario)
+
+
+def test_schemas_wait_in_a_queue_with_a_limit() -> None:
+    async def scenario(checks: SchemaChecks) -> None:
+        done: list[str] = []
+
+        async def one(owner: str) -> None:
+            await checks.check(GOOD, owner, 0)
+            done.append(owner)
+
+        tasks = [asyncio.create_task(one(owner)) for owner in ("a", "a", "a", "b")]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await checks.check(GOOD, "c", 0)
+        assert caught.value.status == 429 and "2 schemas run and 2 wait" in str(caught.value)
+        await asyncio.gather(*tasks)
+        assert sorted(done) == ["a", "a", "a", "b"]
+        await checks.check(GOOD, "c", 0)
 
     checking(scenario)
 
@@ -99,7 +120,7 @@ class Host:
         self.is_beginning, self.may_begin = threading.Event(), threading.Event()
         self.may_begin.set()
 
-    def constraint(self, model: str, wanted: dict[str, Any]) -> str:
+    def constraint(self, model: str, wanted: dict[str, Any], request: int) -> str:
         self.is_compiling.set()
         assert wanted["schema"] == "quick" or self.may_compile.wait(DEADLINE_S)
         self.compiled.append(wanted["schema"])
@@ -136,6 +157,7 @@ class Joined:
         text = {
             "do": "generate",
             "id": number,
+            "request": number,
             "model": "one",
             "ids": [1],
             "sampling": {},

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,22 @@ from mdi.files import module_environment
 from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
+from mdi.serve.catalog import Catalog
 from mdi.serve.chat import Chat, ChatAnswer, parse_tools
+from mdi.serve.completions import Completion
+from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import Outlet
-from mdi.serve.models import LoadedModel, ServedTokenizer
-from mdi.serve.request import RequestFields, TextPiece, check_beams, common_fields, encoded, read_fields
+from mdi.serve.models import LoadedModel, Models, ServedTokenizer
+from mdi.serve.request import (
+    RequestFields,
+    TextPiece,
+    Usage,
+    check_beams,
+    check_prompt,
+    common_fields,
+    encoded,
+    read_fields,
+)
 from mdi.text.templates import ChatTemplate
 from mdi.text.tokenizer import FileTokenizer
 
@@ -216,6 +229,138 @@ def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
     }  # fmt: skip
     for no_limit in (-1, 0):
         assert common_fields(read_fields(RequestFields, {"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
+
+
+def test_the_least_top_p_is_the_best_token_alone() -> None:
+    values = common_fields(read_fields(RequestFields, {"top_p": 0}), 16, None).sampling.values
+    assert 0 < values["top_p"] < 1e-6
+
+
+@pytest.mark.parametrize("body", [{"a\udc80": 1}, {"stream_options": {"a\udc80": 1}}])
+def test_a_name_that_is_half_a_character_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_fields(RequestFields, body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_body")
+    json.dumps(caught.value.body, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_of_allowed_tools_leaves_the_others_out(mode: str) -> None:
+    others = [{"type": "function", "function": {"name": name}} for name in ("go", "stop")]
+    allowed = {"mode": mode, "tools": [TOOL, others[0]]}
+    use = parse_tools([TOOL, *others], {"type": "allowed_tools", "allowed_tools": allowed})
+    assert use.tools == (TOOL, others[0]) and use.forced == (("look", "go") if mode == "required" else ())
+
+
+@pytest.mark.parametrize(
+    "allowed", [None, {}, {"mode": "auto"}, {"mode": "auto", "tools": []}, {"mode": "never", "tools": [TOOL]},
+                {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+                {"mode": "auto", "tools": [1]}],
+)  # fmt: skip
+def test_a_choice_of_tools_that_there_are_not_is_refused(allowed: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_tools([TOOL], {"type": "allowed_tools", "allowed_tools": allowed})
+    assert caught.value.param == "tool_choice"
+
+
+def test_what_openais_clients_send_in_chats_is_read() -> None:
+    parts = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "not that."}]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}]
+    made = Chat({"messages": messages, "reasoning_effort": "xhigh"})
+    assert made.messages[1]["content"] == "No: not that." and made.template_values["reasoning_effort"] == "xhigh"
+    for part in ({"type": "refusal", "text": "x"}, {"type": "image_url", "image_url": {}}, "x"):
+        with pytest.raises(ApiError):
+            Chat({"messages": [{"role": "user", "content": [part]}]})
+
+
+def refused(call: Callable[[], Any]) -> tuple[str | None, str]:
+    with pytest.raises(ApiError) as caught:
+        call()
+    return caught.value.param, caught.value.code
+
+
+def test_what_is_too_much_is_refused_by_its_name() -> None:
+    user = {"role": "user", "content": "x"}
+    assert len(Chat({"messages": [user] * 4096}).messages) == 4096
+    assert refused(lambda: Chat({"messages": [user] * 4097})) == ("messages", "invalid_value")
+    assert len(parse_tools([TOOL] * 128, "auto").tools) == 128
+    assert refused(lambda: parse_tools([TOOL] * 129, "auto")) == ("tools", "invalid_value")
+    for stop in (["a"] * 16, "a" * 4096):
+        Completion({"prompt": "a", "stop": stop})
+    for stop in (["a"] * 17, "a" * 4097, ["b", "a" * 4097], [""]):
+        assert refused(lambda stop=stop: Completion({"prompt": "a", "stop": stop})) == ("stop", "invalid_value")
+
+
+def test_an_unknown_model_is_told_by_the_beginning_of_its_name() -> None:
+    models = Models(EngineClient(lambda: None), Catalog(Path("nowhere"), Path("nowhere")), lambda: None)
+    with pytest.raises(ApiError) as caught:
+        models.load("x" * 10_000)
+    assert caught.value.status == 404 and "x" * 50 in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_prompt_has_known_tokens_and_leaves_place_for_one() -> None:
+    model = cast(LoadedModel, SimpleNamespace(context=4, n_vocabulary=9))
+    check_prompt(model, [0, 8, 1], "prompt")
+    assert refused(lambda: check_prompt(model, [9], "prompt")) == ("prompt", "invalid_value")
+    assert refused(lambda: check_prompt(model, [-1], "prompt")) == ("prompt", "invalid_value")
+    assert refused(lambda: check_prompt(model, [], "prompt")) == ("prompt", "invalid_value")
+    assert refused(lambda: check_prompt(model, [0] * 4, "prompt")) == ("prompt", "context_length_exceeded")
+
+
+def test_a_text_that_is_too_long_is_not_tokenized() -> None:
+    model = cast(LoadedModel, SimpleNamespace(most_characters=5, context=4))
+
+    def encode(text: str) -> list[int]:
+        assert len(text) <= 5
+        return [1]
+
+    assert asyncio.run(encoded(model, "12345", encode, "prompt")) == [1]
+    assert refused(lambda: asyncio.run(encoded(model, "123456", encode, "prompt"))) == (
+        "prompt",
+        "context_length_exceeded",
+    )
+
+
+def test_cached_tokens_of_a_prompt_count_once() -> None:
+    usage = Usage(7)
+    for index, n_cached in enumerate((3, 3, 5, 5)):
+        usage.count(TextPiece(index, "a", [1], n_cached=n_cached), 2)
+    told = usage.to_json()
+    assert told["prompt_tokens_details"]["cached_tokens"] == 8 and told["completion_tokens"] == 4
+
+
+class Decoded:
+    """A model of which only the texts of ids are asked."""
+
+    codec = SimpleNamespace(decode=lambda ids: f"<{ids}>")
+
+
+def test_each_text_echoes_its_own_prompt_as_it_was_given() -> None:
+    model = cast(LoadedModel, Decoded)
+    for given, shown in (
+        (["a<s>", "b"], ["a<s>", "a<s>", "b", "b"]),
+        ([[1, 2], [3]], ["<[1, 2]>"] * 2 + ["<[3]>"] * 2),
+    ):
+        job = Completion({"prompt": given, "echo": True, "n": 2})
+        begun = job.begin(model, [[1, 2], [3]])
+        assert [(one["index"], one["text"]) for one in begun] == list(enumerate(shown))
+        job.piece(model, TextPiece(2, "!", finish_reason="stop"))
+        assert [one["text"] for one in job.choices()] == [*shown[:2], shown[2] + "!", shown[3]]
+    assert Completion({"prompt": ["a"]}).begin(model, [[1]]) == []
+
+
+def test_no_new_tokens_is_the_prompt_alone() -> None:
+    async def pieces(job: Completion) -> list[TextPiece]:
+        nobody: Any = None
+        return [piece async for piece in job.pieces(nobody, nobody, None, [[1], [2]])]
+
+    job = Completion({"prompt": ["a", "b"], "echo": True, "max_tokens": 0})
+    assert asyncio.run(pieces(job)) == [TextPiece(i, "", finish_reason="length") for i in range(2)]
+    with pytest.raises(ApiError) as caught:
+        Completion({"prompt": "a", "max_tokens": 0})
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(ApiError):
+        Chat({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0})
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ BASE_KEY = (
 )
 CONFIG_LIMIT_BYTES = 1 << 20
 MOST_ALPHA = 1e9
+LONGEST_NAME = 200  # of a tensor: an expression may look at each letter from each other one
 
 logger = logging.getLogger("mdi")
 
@@ -70,6 +71,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []), "arrow_config": (None,), "use_bdlora": (None,), "exclude_modules": (None, []),
 }  # fmt: skip
 _OWN_BASES = ("pissa", "olora", "loftq", "corda", "lora_ga")  # ways to begin that change the model's own weights
+
+
+def _match(form: re.Pattern[str], name: str) -> re.Match[str] | None:
+    return form.fullmatch(name) if len(name) <= LONGEST_NAME else None
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,7 @@ class LowRankAdapter(Adapter):
         where = f"adapter {self.name}: {self._file.path}"
         found: dict[tuple[int, str], dict[str, str]] = {}
         for name in self._file.specs:
-            match = _TENSOR.fullmatch(name)
+            match = _match(_TENSOR, name)
             if match is None:
                 raise self._refused(f"the tensor {name[:200]!r}, which is not of a linear layer in a block")
             found.setdefault((int(match[1]), match[2]), {})[match[3]] = name
@@ -389,7 +394,7 @@ class AdapterSource(WeightSource):
     def _take_gains(self, block: int) -> None:
         """The norms before the layers that are adapted."""
         source = self._model_of(f"block.{block}")
-        layers = {match[2] for name in self.specs if (match := _STORED.fullmatch(name)) and int(match[1]) == block}
+        layers = {match[2] for name in self.specs if (match := _match(_STORED, name)) and int(match[1]) == block}
         for layer in layers:
             norm = norm_before(f"transformer.h.{block}.{layer}.weight", self.config)
             if norm is None or norm not in source.specs:
@@ -471,7 +476,7 @@ def check_stored(specs: Mapping[str, TensorSpec], part: str, config: ModelConfig
     shapes, widths = part_shapes(config, where, f"block.{part.removeprefix(ADAPTER_PREFIX)}"), row_widths(config)
     for name, spec in specs.items():
         n, width = spec.shape if len(spec.shape) == 2 else (0, 0)
-        if (match := _GAIN.fullmatch(name)) is not None:
+        if (match := _match(_GAIN, name)) is not None:
             is_right = f"{ADAPTER_PREFIX}{match[1]}" == part and spec.shape == (config.n_embd,)
         elif (match := STORED_ROWS.fullmatch(name)) is not None:
             is_known = f"{ADAPTER_PREFIX}{match[1]}" == part and int(match[2]) <= MOST_ADAPTERS
@@ -479,7 +484,7 @@ def check_stored(specs: Mapping[str, TensorSpec], part: str, config: ModelConfig
             other = specs.get(name.removesuffix(match[3]) + pair)
             is_right = is_known and 1 <= n <= MOST_VIRTUAL and width == widths[match[3]]
             is_right = is_right and other is not None and other.shape == spec.shape
-        elif (match := _STORED.fullmatch(name)) is not None:
+        elif (match := _match(_STORED, name)) is not None:
             n_out, n_in = shapes.get(f"transformer.h.{match[1]}.{match[2]}.weight", (0, 0))
             other = specs.get(name[:-1] + ("b" if match[5] == "a" else "a"))
             is_known = f"{ADAPTER_PREFIX}{match[1]}" == part and match[2] in LAYERS and int(match[3]) <= MOST_ADAPTERS
@@ -532,7 +537,7 @@ def low_rank(
     """
     found = []
     for name in sorted(weights):
-        match = _STORED.fullmatch(name)
+        match = _match(_STORED, name)
         if match is None or match[5] == "b":
             continue
         a, norm = weights[name], norm_before(f"transformer.h.{block}.{match[2]}.weight", config)

@@ -21,6 +21,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a model needs one of them
 GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
+PARTS_FILE = "parts.json"  # hashes of the weights beside it (`mdi.checkpoint.records`)
+GGUF_FOLDERS = "gguf"  # of a store: has the folders of GGUF files that lie elsewhere
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
@@ -158,11 +160,16 @@ def no_checkpoint(folder: Path) -> str:
 
 
 def gguf_file(directory: Path) -> Path | None:
-    """The GGUF file of a directory; None if it has none, or its note cannot be read."""
+    """The GGUF file of a directory; None if it has none, or its note cannot be read. It may have been removed since.
+
+    Only the folders that were made for files elsewhere may name one outside: a copied folder could name any file of this user.
+    """
     try:
-        return directory / str(parse_json((directory / GGUF_NOTE).read_text(encoding="utf-8"))["file"])
+        path = Path(str(parse_json((directory / GGUF_NOTE).read_text(encoding="utf-8"))["file"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    is_allowed = directory.parent.name == GGUF_FOLDERS if path.is_absolute() else ".." not in path.parts
+    return directory / path if is_allowed else None
 
 
 def stated_blocks(folder: Path) -> int | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mdi.checkpoint.derived import cast
-from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE, gguf_file
+from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FILE, gguf_file
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
     PLAIN,
@@ -271,9 +271,6 @@ class GgufSource(WeightSource):
         return np.arange(n_rows).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)[at]
 
 
-_HASHES = "parts.json"
-
-
 def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> Path:
     """The directory for a GGUF file, made below `folder` at the first call; another one if the file has changed.
 
@@ -294,7 +291,7 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
             f"{path} cannot be opened: {e.strerror or e} (the nearest that exists is {nearest_existing(path)})"
         ) from None
     stamp = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()[:8]
-    is_inside, directory = directory is not None, directory or folder / "gguf" / f"{path.stem}-{stamp}"
+    is_inside, directory = directory is not None, directory or folder / GGUF_FOLDERS / f"{path.stem}-{stamp}"
     if (directory / GGUF_NOTE).is_file():
         return directory
     header = read_gguf(path)
@@ -319,4 +316,4 @@ def open_gguf_directory(directory: Path) -> GgufSource | None:
     path = gguf_file(directory)
     if path is None:
         raise CheckpointError(f"{note} cannot be read: remove {directory}, and give the GGUF file again")
-    return GgufSource(path, directory / _HASHES)
+    return GgufSource(path, directory / PARTS_FILE)

@@ -533,7 +533,7 @@ def derive_config(hf: Json, name: str, where: Path) -> ModelConfig:
         settings = derive(hf)
     except KeyError as e:
         raise CheckpointError(f"{where} lacks the field {e.args[0]!r}") from None
-    except (TypeError, ValueError, AttributeError) as e:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise CheckpointError(f"{where} cannot be understood: {e}") from None
     settings["name"] = _safe_name(name, str(model_type))
     settings["norm_unit_offset"], settings["norm_has_weight"] = model_type in _GEMMAS, model_type != "olmo"

@@ -20,7 +20,7 @@ from typing import Annotated, BinaryIO
 
 from mdi.checkpoint.disk_space import check_disk
 from mdi.checkpoint.download import MARKER
-from mdi.checkpoint.folder import is_usable
+from mdi.checkpoint.folder import GGUF_NOTE, PARTS_FILE, is_usable
 from mdi.checkpoint.model_store import STATE, ModelStore, StoredModel, is_whole, make_state
 from mdi.errors import MdiError, StoreError
 from mdi.files import replacing
@@ -30,6 +30,10 @@ Progress = Callable[[int, int], None]
 
 FORMAT = 1
 LIST_NAME = "mdi-model.json"
+MADE_HERE = (
+    GGUF_NOTE,
+    PARTS_FILE,
+)  # an archive of ours has none of them, and what another one says of files is not believed
 LIST_LIMIT_BYTES = 4 << 20
 N_FILES_LIMIT = 10_000
 _BLOCK = tarfile.BLOCKSIZE
@@ -70,7 +74,7 @@ class Contents:
 
 
 def _is_file_name(name: str) -> bool:
-    return _FILE_NAME.fullmatch(name) is not None and name not in (".", "..", STATE)
+    return _FILE_NAME.fullmatch(name) is not None and name not in (".", "..", STATE, *MADE_HERE)
 
 
 def export_model(model: StoredModel, path: Path, progress: Progress = lambda done, total: None) -> None:
@@ -116,6 +120,8 @@ def import_model(store: ModelStore, path: Path, progress: Progress = lambda done
     Raises:
         StoreError: it is no archive of ours, is damaged or cut short, holds no model, or is there already; or no room.
     """
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path} is no file: expected one that `mdi export` wrote", code="archive")
     try:
         with open(path, "rb") as file:
             contents = _read_contents(file, path)
@@ -145,7 +151,7 @@ def _files_of(model: StoredModel) -> dict[str, Path]:
         found = [path for path in model.files if path.suffix == ".gguf"]
         found += [path for path in [model.folder / MARKER] if path.is_file()]
     else:
-        found = [path for path in model.folder.iterdir() if path.is_file() and path.name != "parts.json"]
+        found = [path for path in model.folder.iterdir() if path.is_file() and path.name not in MADE_HERE]
     return {path.name: path for path in sorted(found)}
 
 

@@ -100,7 +100,7 @@ class StoredModel:
         home: the store, or another place in which it is.
         is_own: whether `mdi rm` may remove it.
         gguf: the GGUF file, or the first of several, that has its weights.
-        is_whole: false of a download that has not come to its end.
+        is_whole: false of a download that has not come to its end, and of a GGUF file that was removed.
     """
 
     name: str
@@ -114,12 +114,22 @@ class StoredModel:
     def files(self) -> list[Path]:
         """All its files, those of chunks too."""
         if self.gguf is not None and not self.is_own:
-            return [path for path in self.gguf.parent.glob("*.gguf") if gguf_tag(path.name) == gguf_tag(self.gguf.name)]
+            tag = gguf_tag(self.gguf.name)
+            return [path for path in self.gguf.parent.glob("*.gguf") if gguf_tag(path.name) == tag and path.is_file()]
         inside = [path for path in self.folder.rglob("*") if path.is_file()]
-        return inside if self.gguf is None or self.gguf.is_relative_to(self.folder) else [*inside, self.gguf]
+        is_outside = self.gguf is not None and not self.gguf.is_relative_to(self.folder) and self.gguf.is_file()
+        return [*inside, self.gguf] if self.gguf is not None and is_outside else inside
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its weights were a GGUF file that is not there any more, or that its folder may not name."""
+        has_note = (self.folder / GGUF_NOTE).is_file()
+        return (has_note or self.gguf is not None) and (self.gguf is None or not self.gguf.is_file())
 
     @property
     def format(self) -> str:
+        if self.is_gone:
+            return "file is gone"
         if not self.is_whole:
             return "not complete"
         if self.gguf is not None:
@@ -187,7 +197,8 @@ class ModelStore:
 
     def find(self, name: str) -> StoredModel | None:
         """The model of that name; its organisation, or the only tag that is there, may be left out."""
-        models, wanted = self.models(), name.casefold()
+        every, wanted = self.all(), name.casefold()
+        models = [model for model in every if model.is_whole]
         for shorten in (
             str,
             lambda full: split_name(full)[0],
@@ -200,6 +211,11 @@ class ModelStore:
             if fitting:
                 names = ", ".join(model.name for model in fitting)
                 raise UsageError(f"{name} may be one of {names}: give the whole name")
+        if (gone := next((one for one in every if one.name.casefold() == wanted and one.is_gone), None)) is not None:
+            file = gone.gguf or gone.folder / GGUF_NOTE
+            raise UsageError(
+                f"{name}: its file {file} is gone: put it there again, or `mdi rm {name}` removes the name"
+            )
         return None
 
     def folder_of(self, model: StoredModel) -> Path:
@@ -320,7 +336,7 @@ class ModelStore:
                     yield StoredModel(name, folder, cache, is_own=False)
                 for file in sorted(folder.rglob("*.gguf")):
                     if re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", file.name) is None:
-                        yield StoredModel(f"{name}:{gguf_tag(file.name)}", folder, cache, False, file)
+                        yield StoredModel(f"{name}:{gguf_tag(file.name)}", folder, cache, False, file, file.is_file())
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
         """Within: no other process adds or removes a model, or marks one. Raises StoreError: the store cannot be written."""
@@ -432,9 +448,11 @@ def _read_mark(path: Path) -> Mark | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder in Hugging Face's form has all files of its weights; one in another form is whole when it is made."""
-    if is_lit_dir(folder) or (folder / GGUF_NOTE).is_file() or (folder / CHUNKS).is_dir():
+    """Whether a folder has all files of its weights in Hugging Face's form, or its GGUF file; others are whole when made."""
+    if is_lit_dir(folder) or (folder / CHUNKS).is_dir():
         return True
+    if (folder / GGUF_NOTE).is_file():
+        return (file := gguf_file(folder)) is not None and file.is_file()
     try:
         files = weight_files(folder)
         return bool(files) and all(file.is_file() for file in files)

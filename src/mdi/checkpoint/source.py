@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from mdi.checkpoint.chunks import ChunkFile
-from mdi.checkpoint.folder import CONFIG_FILE, WEIGHT_FILES, is_hf_dir, is_lit_dir, no_checkpoint, weight_files
+from mdi.checkpoint.folder import (
+    CONFIG_FILE,
+    PARTS_FILE,
+    WEIGHT_FILES,
+    is_hf_dir,
+    is_lit_dir,
+    no_checkpoint,
+    weight_files,
+)
 from mdi.checkpoint.hfconfig import other_positions
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
@@ -56,7 +64,7 @@ class LitCheckpoint(WeightSource):
         self.specs = {name: self.file.specs[stored] for name, stored in self._stored.items()}
         check_tensors(self.config, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
-        self.hashes = HashRecord(self.path / "parts.json", weights_stamp([weights], self.config_hash))
+        self.hashes = HashRecord(self.path / PARTS_FILE, weights_stamp([weights], self.config_hash))
 
     def __str__(self) -> str:
         return str(self.path)

@@ -9,6 +9,7 @@ examples:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,10 @@ def _facts(model: StoredModel) -> tuple[str, str, str, str, str]:
     from mdi.checkpoint.folder import stated_blocks
     from mdi.units import size
 
-    stats = [path.stat() for path in model.files]
+    stats = []
+    for path in model.files:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            stats.append(path.stat())
     changed = time.strftime("%Y-%m-%d", time.localtime(max((stat.st_mtime for stat in stats), default=0)))
     n_blocks = stated_blocks(Path(model.folder))
     total = sum(stat.st_size for stat in stats)

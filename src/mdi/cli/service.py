@@ -190,6 +190,8 @@ def _program() -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """A word of a unit's line: quoted, and without specifiers (systemd.syntax(7), systemd.unit(5))."""
+    """A word of a unit's line: quoted, and without specifiers (systemd.syntax(7), systemd.unit(5)). Raises UsageError."""
+    if "\n" in text or "\r" in text:
+        raise UsageError(f"{text[:80]!r} has a line end, which no line of a service can have")
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"' if not escaped or any(c in escaped for c in " \t'\"\\;") else escaped

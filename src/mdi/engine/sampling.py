@@ -137,9 +137,10 @@ def _adjust(logits: np.ndarray, row: Row) -> None:
         written = np.array(row.ids[row.n_prompt :], dtype=np.int64)
         counts = np.bincount(written, minlength=logits.size)[: logits.size].astype(np.float32)
         logits -= np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty) * (counts > 0)
-    for token, bias in params.logit_bias:
-        if token < logits.size:
-            logits[token] += np.float32(bias)
+    if params.logit_bias:
+        tokens, biases = params.biases
+        known = tokens < logits.size
+        np.add.at(logits, tokens[known], biases[known])
     if row.allowed is not None:
         logits[~row.allowed] = -np.inf
 

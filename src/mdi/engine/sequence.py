@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -60,6 +61,13 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.logit_bias)
+
+    @cached_property
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """`logit_bias` as arrays: tokens, and float32 numbers. Made once: each token of a text needs them."""
+        import numpy as np
+
+        return np.array([t for t, _ in self.logit_bias]), np.array([b for _, b in self.logit_bias], dtype=np.float32)
 
     def __post_init__(self) -> None:
         if self.n_tokens < 1:

@@ -20,7 +20,7 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.models import Models
 from mdi.serve.process import ServeSettings
-from mdi.serve.schemas import SchemaChecks
+from mdi.serve.schemas import MOST_CHECKS, SchemaChecks
 
 LEAST_RETRY_S, MOST_RETRY_S = 1, 60
 
@@ -41,12 +41,17 @@ class Admission:
         max_running: texts at the same time. One request for more than that is let in when it is alone.
         max_waiting: texts that wait.
         is_open: asked before anybody is let in: false while the engine has texts waiting for memory.
+        what: the word for texts in errors, if others than texts wait here.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, is_open: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, max_running: int, max_waiting: int, is_open: Callable[[], bool] = lambda: True,
+        what: str = "texts",
+    ) -> None:  # fmt: skip
         self.max_running = max_running
         self.max_waiting = max_waiting
         self._is_open = is_open
+        self._what = what
         self._waiters: list[_Waiter] = []
         self._running: Counter[str] = Counter()
         self._numbers = itertools.count()
@@ -77,7 +82,7 @@ class Admission:
             return
         if self.n_waiting + n > self.max_waiting:
             raise ApiError(
-                429, f"{self.n_running} texts run and {self.n_waiting} wait: try again later", "queue_full",
+                429, f"{self.n_running} {self._what} run and {self.n_waiting} wait: try again later", "queue_full",
                 headers={"retry-after": str(self.retry_s)},
             )  # fmt: skip
         waiter = _Waiter(owner, priority, n, next(self._numbers), asyncio.get_running_loop().create_future())
@@ -144,7 +149,7 @@ class ApiState:
         self.models = Models(engine, catalog, self._refuse)
         self.queues: dict[str, Admission] = {}
         engine.on_memory = self._admit
-        self.schemas = SchemaChecks()
+        self.schemas = SchemaChecks(Admission(MOST_CHECKS, settings.max_waiting, what="schemas"))
         self.observe: list[RequestObserver] = []
         self.closing: list[Callable[[], None]] = []
         self.begin = time.time()

@@ -3,7 +3,7 @@
 Messages from the API process, by "do":
     generate   id, model, adapter, ids, sampling, owner, grammar, is_guessed, prediction: answered by "events", the last of
                which has a reason, or by "refused". With beams and stop, the best texts have the `numbers`, of which the first
-               is the id
+               is the id. Texts of the same request have its number, `request`
     cancel     id
     ask        id, what, args: answered by "answer", see `handlers`; loading a model is a question, too
 """
@@ -279,7 +279,7 @@ class Backend:
             if number not in self._forming:
                 return
             with self._refusing(number):
-                constraint = self._host.constraint(message["model"], message["grammar"])
+                constraint = self._host.constraint(message["model"], message["grammar"], message["request"])
                 with self._beginning:
                     if number in self._forming:
                         self._submit(message, constraint)

@@ -122,6 +122,8 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
         if parameters is not None and not isinstance(parameters, dict):
             raise invalid("tools", f"the parameters of {name} are no JSON schema")
         names.append(name)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed_tools(given, names, choice.get("allowed_tools"))
     if choice in (None, "auto"):
         return ToolUse(tuple(given))
     if choice == "none":
@@ -133,6 +135,17 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
     if wanted in names:
         return ToolUse(tuple(given), (str(wanted),))
     raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
+
+
+def _allowed_tools(tools: list[dict[str, Any]], names: list[str], allowed: Any) -> ToolUse:
+    """Of a `tool_choice` {"type": "allowed_tools", "allowed_tools": {"mode": auto or required, "tools": some of the tools}}."""
+    mode, given = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    functions = [one.get("function") for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    wanted = [function.get("name") for function in functions if isinstance(function, dict)]
+    if mode not in ("auto", "required") or not wanted or any(name not in names for name in wanted):
+        raise invalid("tool_choice", "allowed_tools needs a mode, auto or required, and some of the tools")
+    kept = [tool for tool in tools if tool["function"]["name"] in wanted]
+    return parse_tools(kept, mode)
 
 
 def _closed(schema: Any) -> Any:
@@ -204,7 +217,7 @@ class ChatFields(RequestFields, kw_only=True):
     function_call: Any = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -367,9 +380,10 @@ def _content(where: str, given: Any) -> str:
         raise invalid(where, "the content must be a text, or a list of parts")
     parts = []
     for part in given:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise invalid(where, "this server reads parts of type text only")
-        parts.append(checked_text(where, part["text"]))
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):  # what the assistant said instead
+            raise invalid(where, "this server reads parts of type text and refusal only")
+        parts.append(checked_text(where, part[kind]))
     return "".join(parts)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from mdi.serve.api_errors import invalid
+from mdi.serve.api_state import ApiState
 from mdi.serve.endpoint import EndpointJob
 from mdi.serve.models import LoadedModel
+from mdi.serve.process import ApiKey
 from mdi.serve.request import (
     MOST_CHOICES,
     RequestFields,
@@ -25,6 +30,7 @@ DEFAULT_TOKENS = 16  # as OpenAI has it
 
 class CompletionFields(RequestFields, kw_only=True):
     prompt: Any = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     echo: bool = False
     logprobs: TopLogprobs | None = None
     suffix: Any = None
@@ -43,6 +49,9 @@ class Completion(EndpointJob):
             raise invalid("n", f"at most {MOST_CHOICES} texts in one request")
         if self.is_echoed and fields.logprobs is not None:
             raise invalid("echo", "together with logprobs it is not supported")
+        self.is_prompt_alone = fields.max_tokens == 0 and not fields.max_completion_tokens
+        if self.is_prompt_alone and not self.is_echoed:
+            raise invalid("max_tokens", "0 needs echo: there would be no text")
         if fields.suffix:
             raise invalid("suffix", "it is not supported")
 
@@ -53,9 +62,20 @@ class Completion(EndpointJob):
             check_prompt(model, prompt, "prompt")
         return prompts
 
+    async def pieces(
+        self, api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: list[list[int]]
+    ) -> AsyncIterator[TextPiece]:  # fmt: skip
+        if not self.is_prompt_alone:
+            async for piece in super().pieces(api, model, key, prompts):
+                yield piece
+            return
+        for index in range(self.n_texts):
+            yield TextPiece(index, "", finish_reason="length")
+
     def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        echoed = [model.codec.decode(prompt) if self.is_echoed else "" for prompt in prompts]
-        self._texts = [text for text in echoed for _ in range(self.fields.n)]
+        given = zip(self._given, prompts, strict=True)
+        shown = [one if isinstance(one, str) else model.codec.decode(ids) for one, ids in given]
+        self._texts = [text if self.is_echoed else "" for text in shown for _ in range(self.fields.n)]
         self._echoed = [*self._texts]
         self._logprobs = [TextLogprobs(model.codec) for _ in self._texts]
         self._reasons: list[str | None] = [None] * self.n_texts

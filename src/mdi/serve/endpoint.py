@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -220,9 +220,7 @@ class EndpointJob(ABC):
         if fields.is_streamed:
             for choice in begun:
                 await push(choice)
-        stop = self.stops(model)
-        open_stream = partial(self.stream, model)
-        async for piece in write_texts(api, model, exchange.key, prompts, fields, open_stream, stop):
+        async for piece in self.pieces(api, model, exchange.key, prompts):
             usage.count(piece, fields.n)
             new = self.piece(model, piece)
             if fields.is_streamed and new is not None:
@@ -238,6 +236,12 @@ class EndpointJob(ABC):
     @abstractmethod
     async def prompts(self, model: LoadedModel) -> list[list[int]]:
         """Ids of the prompts. Raises ApiError if the model cannot continue one of them."""
+
+    def pieces(
+        self, api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: list[list[int]]
+    ) -> AsyncIterator[TextPiece]:  # fmt: skip
+        """Of all texts, as they come. Raises ApiError."""
+        return write_texts(api, model, key, prompts, self.fields, partial(self.stream, model), self.stops(model))
 
     def stops(self, model: LoadedModel) -> tuple[str, ...]:
         """Stop strings besides those of the request."""
@@ -294,7 +298,7 @@ class Endpoint:
         api, key = self._api, exchange.key
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
         if (grammar := job.fields.grammar) is not None:
-            await api.schemas.check(grammar["schema"])
+            await api.schemas.check(grammar["schema"], owner, priority)
         async with (
             api.models.using(job.fields.model) as model,
             api.queue(model.name).entered(owner, priority, job.n_texts // job.fields.n * job.fields.n_running),

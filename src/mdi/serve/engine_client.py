@@ -161,10 +161,10 @@ class EngineClient:
     def generate(self, requests: Sequence[Mapping[str, Any]]) -> GeneratedTexts:
         """Have texts continued, see `mdi.serve.backend`; one of each request, or `n`. Raises ApiError if the engine is gone."""
         texts = GeneratedTexts(self.tell, self._forget)
-        indices = itertools.count()
+        indices, together = itertools.count(), next(self._numbers)
         for request in requests:
             numbers = list(itertools.islice(self._numbers, request.get("n", 1)))
-            self.tell({**request, "do": "generate", "id": numbers[0], "numbers": numbers})
+            self.tell({**request, "do": "generate", "request": together, "id": numbers[0], "numbers": numbers})
             for number in numbers:
                 texts.add(number, next(indices))
                 self._live[number] = texts

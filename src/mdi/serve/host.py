@@ -307,13 +307,13 @@ class ModelHost:
         """Whichever model writes it."""
         any(loaded.outlet.cancel(number) for loaded in list(self.loaded.values()))
 
-    def constraint(self, model: str, wanted: Mapping[str, Any]) -> Constraint:
-        """Raises UsageError, EngineError."""
+    def constraint(self, model: str, wanted: Mapping[str, Any], request: int) -> Constraint:
+        """Of one text of the request with this number. Raises UsageError, EngineError."""
         loaded = self._loaded_as(model)
         with loaded.making_grammars:
             if loaded.grammars is None:
                 loaded.grammars = GrammarSource(loaded.directory, loaded.run.model.codec.eos_ids, loaded.n_vocabulary)
-        return loaded.grammars.constraint(wanted)
+        return loaded.grammars.constraint(wanted, request)
 
     def _loaded_as(self, model: str) -> Loaded:
         loaded = self.loaded.get(model)

@@ -194,7 +194,7 @@ class Models:
     def _check(self, name: str) -> None:
         self._refuse()
         if name and name not in self._catalog.names():
-            raise ApiError(404, f"there is no model {name!r}: /v1/models lists them", "model_not_found", "model")
+            raise ApiError(404, f"there is no model {name[:100]!r}: /v1/models lists them", "model_not_found", "model")
         if not self._engine.state.models:  # the first one is still being loaded
             raise self.progress_error()
 

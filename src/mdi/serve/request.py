@@ -32,6 +32,7 @@ MOST_CHOICES = 32
 MOST_STOPS = 16
 LONGEST_STOP = 4096  # characters; each new token is compared with the beginnings of all of them
 MOST_TOP_LOGPROBS = 20
+LEAST_TOP_P = 1e-9  # for 0: the best token alone
 ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
 OF_OTHERS = ("mode", "models", "repetition_penalty_range")  # ... but these
 MOST_COMPARED = 64  # unknown fields; with thousands of them, other requests would wait
@@ -53,7 +54,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that `mdi.engine.sequence.SamplingParams` has by the same names, with OpenAI's defaults."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: Share = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
     min_p: Share = 0.0
     presence_penalty: Penalty = 0.0
@@ -98,6 +99,8 @@ def read_fields(kind: type[Fields], body: Any) -> Fields:
         assert found is not None, "the body itself is an object"
         reason = str(e)[: found.start()].replace("`", "")
         raise invalid(found[1], reason[:1].lower() + reason[1:]) from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "a field's name is not valid Unicode: half of a surrogate pair", "invalid_body") from None
     check_spelling(kind, given)
     checked_text("model", fields.model)
     return fields
@@ -216,6 +219,7 @@ def _sampling(fields: RequestFields, n_logprobs: int | None) -> Sampling:
     values = {
         **{name: getattr(fields, name) for name in SamplingFields.__struct_fields__},
         "top_k": fields.top_k if fields.top_k > 0 else None,
+        "top_p": max(fields.top_p, LEAST_TOP_P),
         "logit_bias": _logit_bias(fields.logit_bias),
         "n_logprobs": n_logprobs,
     }

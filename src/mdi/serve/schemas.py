@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mdi.serve.api_errors import ApiError
 from mdi.text.templates import LimitedError, LimitedProcess
+
+if TYPE_CHECKING:
+    from mdi.serve.api_state import Admission
 
 MOST_CHECKS = 2  # schemas at the same time
 SCHEMA_LIMIT = 1 << 18  # characters
 
 
 class SchemaChecks:
-    """Belongs to one event loop."""
+    """Belongs to one event loop.
 
-    def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(MOST_CHECKS)
+    Args:
+        turns: where requests wait for their turn, or are refused.
+    """
+
+    def __init__(self, turns: Admission) -> None:
+        self._turns = turns
         self._idle: list[LimitedProcess] = []
 
-    async def check(self, schema: Any) -> None:
+    async def check(self, schema: Any, owner: str, priority: int) -> None:
         """Raises ApiError."""
         written = json.dumps(schema)
         if len(written) > SCHEMA_LIMIT:
             raise _refused(f"has more than {SCHEMA_LIMIT} characters")
-        async with self._turns:
+        async with self._turns.entered(owner, priority, 1):
             process = self._idle.pop() if self._idle else await LimitedProcess.start()
             try:
                 answer = await process.ask({"schema": written})

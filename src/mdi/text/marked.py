@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mdi.text.texts import Detokenizer, TextCodec, TextStream
 
 THINK, END_OF_THINK = "<think>", "</think>"
-_ENDS = {"<tool_call>": "</tool_call>", "<minimax:tool_call>": "</minimax:tool_call>"}
-_CALLS = re.compile(r"<tool_call>(.*?)</tool_call>|<minimax:tool_call>(.*?)</minimax:tool_call>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', re.DOTALL)
-_PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
+GLM, MINIMAX = "<tool_call>", "<minimax:tool_call>"
+_ENDS = {GLM: "</tool_call>", MINIMAX: "</minimax:tool_call>"}
+_KEY, _VALUE = "<arg_key>", "<arg_value>"
+_GLM_PARTS = {_KEY: "</arg_key>", _VALUE: "</arg_value>"}
+_INVOKE, _PARAMETER = {"<invoke name=": "</invoke>"}, {"<parameter name=": "</parameter>"}
+_BLANKS = re.compile(r"\s*")
+LONGEST_CALL = 1 << 17  # characters; a longer one is text
 
 Call = dict[str, Any]  # "name" and "arguments"
 Tools = Sequence[Mapping[str, Any]]  # as a request has them
+Arguments = list[tuple[str, str]]  # as a model writes them
 
 
 class MarkedStream(TextStream):
@@ -38,6 +41,7 @@ class MarkedStream(TextStream):
         super().__init__(codec, stop, continues=False)
         self._body, self._tools = Detokenizer(codec), tools
         self._held = ""  # what may be the beginning of a mark, or is one of a call
+        self._n_seen = 0  # characters of a call in which its end is not
         self._mark = THINK if begins_in_reasoning else ""  # that was opened last
         self._is_empty = True  # no text, and no blank lines
         self._reasoning, self._has_reasoned = "", False
@@ -71,11 +75,14 @@ class MarkedStream(TextStream):
         text = ""
         while not self.is_stopped:
             if self._mark in _ENDS:
-                before, end, after = self._held.partition(_ENDS[self._mark])
-                if not end:
+                mark = _ENDS[self._mark]
+                at = self._held.find(mark, self._n_seen, LONGEST_CALL)
+                if at < 0 and len(self._held) < LONGEST_CALL:
+                    self._n_seen = max(0, len(self._held) - len(mark))
                     return text
-                text += self._called(before + end)
-                self._mark, self._held = "", after
+                end = LONGEST_CALL if at < 0 else at + len(mark)
+                written, self._held, self._n_seen = self._held[:end], self._held[end:], 0
+                text += self._called(written)
                 continue
             marks = (END_OF_THINK,) if self._mark == THINK else (*_ENDS, *self._first_marks())
             at = min(_place(self._held, mark) for mark in marks)
@@ -138,29 +145,68 @@ def _place(text: str, mark: str) -> int:
 
 def marked_calls(text: str, tools: Tools) -> list[Call]:
     """The calls that a text consists of, in either form; [] if it has other text, or one of no tool's."""
-    names = {tool["function"]["name"] for tool in tools}
-    if _CALLS.sub("", text).strip():
+    found: list[tuple[str, Arguments]] = []
+    try:
+        for mark, inner in _pieces(text, _ENDS):
+            if mark == GLM:
+                name, key, _ = inner.partition(_KEY)
+                found.append((name.strip(), _glm_arguments(inner[len(name) :] if key else "")))
+            else:
+                found += [(name, _minimax_arguments(body)) for name, body in _named_pieces(inner, _INVOKE)]
+    except ValueError:
         return []
-    calls = []
-    for glm, minimax in _CALLS.findall(text):
-        if _INVOKE.sub("", minimax).strip():
-            return []
-        calls += [_call(name, _PARAMETER, body, tools) for name, body in _INVOKE.findall(minimax)]
-        if glm:
-            at = glm.find("<arg_key>")
-            name, body = (glm, "") if at < 0 else (glm[:at], glm[at:])
-            calls.append(_call(name, _ARGUMENT, body, tools))
-    return calls if all(call["name"] in names for call in calls) else []
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    return [_call(*one, schemas[one[0]]) for one in found] if all(name in schemas for name, _ in found) else []
 
 
-def _call(name: str, argument: re.Pattern[str], body: str, tools: Tools) -> Call:
-    """A call whose name is empty if its arguments are not all that it has."""
-    name = "" if argument.sub("", body).strip() else name.strip()
-    schema = next((t["function"].get("parameters") for t in tools if t["function"]["name"] == name), None)
+def _glm_arguments(text: str) -> Arguments:
+    parts = list(_pieces(text, _GLM_PARTS))
+    if [mark for mark, _ in parts] != [_KEY, _VALUE] * (len(parts) // 2):
+        raise ValueError("a key without a value")
+    return [(key.strip(), value) for (_, key), (_, value) in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _minimax_arguments(text: str) -> Arguments:
+    return list(_named_pieces(text, _PARAMETER))
+
+
+def _named_pieces(text: str, ends: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Of pieces like NAME">TEXT</end>: name and text. Raises ValueError if there is anything else."""
+    for _, inner in _pieces(text, ends):
+        head, _, body = inner.partition(">")
+        if len(head) == len(inner):
+            raise ValueError("a mark without an end")
+        yield head.removeprefix('"').removesuffix('"').strip(), body
+
+
+def _pieces(text: str, ends: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Marks, and what stands between each and the next end that belongs to it. Looks at each character once or twice, however
+    many marks a model writes. Raises ValueError if the text has anything else but blanks.
+
+    Args:
+        ends: by the marks.
+    """
+    at = _behind_blanks(text, 0)
+    while at < len(text):
+        mark = next((mark for mark in ends if text.startswith(mark, at)), "")
+        begin = at + len(mark)
+        end = text.find(ends[mark], begin) if mark else -1
+        if end < 0:
+            raise ValueError("text beside the marks")
+        yield mark, text[begin:end]
+        at = _behind_blanks(text, end + len(ends[mark]))
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None, "it may be empty"
+    return found.end()
+
+
+def _call(name: str, arguments: Arguments, schema: Any) -> Call:
     kinds = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = kinds if isinstance(kinds, Mapping) else {}
-    arguments = {key.strip(): _value(value, found.get(key.strip())) for key, value in argument.findall(body)}
-    return {"name": name, "arguments": arguments}
+    known = kinds if isinstance(kinds, Mapping) else {}
+    return {"name": name, "arguments": {key: _value(value, known.get(key)) for key, value in arguments}}
 
 
 def _value(text: str, schema: Any) -> Any:

@@ -121,6 +121,7 @@ class ChatTemplate:
         self._process: LimitedProcess | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
+        self._asking: asyncio.Future[dict[str, Any]] | None = None  # goes on when nobody waits for it any more
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]
@@ -161,29 +162,40 @@ class ChatTemplate:
             raise UsageError("the model has been unloaded", code="removed")
 
     async def _rendered(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        async with self._turn:
-            self._check_open()
-            is_usable = False  # until it has answered: one that has ended, or is still at this chat, gets no other one
-            try:
-                if self._process is None:
-                    self._process = await LimitedProcess.start()
-                    self._check_open()
-                    answer = await self._process.ask(self._template)
-                    if "error" in answer:
-                        return answer
-                answer = await self._process.ask({"values": values})
-                is_usable = True
-                return answer
-            except LimitedError:
-                self._check_open()  # `close` ends the process, too
-                raise UsageError(
-                    f"the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
-                    f"{limited.MEMORY_BYTES >> 20} MB of memory for the chat", code="costly",
-                ) from None  # fmt: skip
-            finally:
-                if self._process is not None and not is_usable:
-                    self._process.kill()
-                    self._process = None
+        """Who gives up while the process is at the chat does not end it: others would wait for a new one."""
+        await self._turn.acquire()
+        self._asking = asyncio.ensure_future(self._asked(values))
+        self._asking.add_done_callback(self._is_asked)
+        return await asyncio.shield(self._asking)
+
+    def _is_asked(self, asking: asyncio.Future[dict[str, Any]]) -> None:
+        self._turn.release()
+        if not asking.cancelled():
+            asking.exception()  # or asyncio complains of one that nobody waits for any more
+
+    async def _asked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_open()
+        is_usable = False  # until it has answered: one that has ended, or is still at this chat, gets no other one
+        try:
+            if self._process is None:
+                self._process = await LimitedProcess.start()
+                self._check_open()
+                answer = await self._process.ask(self._template)
+                if "error" in answer:
+                    return answer
+            answer = await self._process.ask({"values": values})
+            is_usable = True
+            return answer
+        except LimitedError:
+            self._check_open()  # `close` ends the process, too
+            raise UsageError(
+                f"the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
+                f"{limited.MEMORY_BYTES >> 20} MB of memory for the chat", code="costly",
+            ) from None  # fmt: skip
+        finally:
+            if self._process is not None and not is_usable:
+                self._process.kill()
+                self._process = None
 
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Of a checkpoint only data is read: no class path that it names is imported, and 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE, model_name
 from mdi.errors import CheckpointError, UsageError
+from mdi.spec.limits import LIMITS
 from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
 from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
@@ -202,7 +204,7 @@ class TextCodec:
 
     def _find_anchor(self) -> list[int]:
         """A token that means "there is text before this": it decodes to itself, alone and before others."""
-        for i in (self._piece_id("a"), *range(self.vocab_size)):
+        for i in itertools.chain((self._piece_id("a"),), range(self.vocab_size)):
             if i is not None and i not in self._silent_ids and i not in self.byte_ids:
                 text = self._processor.decode([i])
                 if text and text.isascii() and text.isalnum() and self._processor.decode([i, i]).startswith(text):
@@ -297,6 +299,10 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
     processor = tokenizer.processor
     if tokenizer.backend == "huggingface":
         size = max(processor.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if size > LIMITS["vocab_size"]:
+            raise CheckpointError(
+                f"the tokenizer has the token id {size - 1}; at most {LIMITS['vocab_size']} are supported"
+            )
         added = processor.get_added_tokens_decoder().items()
         silent = {i for i, token in added if token.special and token.content not in _SPOKEN}
         of_bytes = {processor.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
@@ -352,7 +358,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _with_right_commas(text: str) -> str:
     """JSON without a comma before a closing bracket, and with one between two lines: some models were published so."""
     text = re.sub(r",(\s*[}\]])", r"\1", text)
-    return re.sub(r'(?<=[\w}\]"])(\s*\n\s*")', r",\1", text)
+    return re.sub(r'(?<=[\w}\]"])\s+(?=")', lambda blanks: "," * ("\n" in blanks[0]) + blanks[0], text)
 
 
 def _config_name(ckpt_dir: Path) -> str:
