@@ -110,11 +110,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def program() -> NoReturn:
-    """`main`, as a whole process."""
-    leave(main())
-
-
 def leave(status: int) -> NoReturn:
     """End this process at once, after everything has been closed.
 
@@ -356,6 +351,3 @@ def _ignore_both() -> None:
     _on_signal(signal.SIGTERM, signal.SIG_IGN)
     _on_signal(signal.SIGINT, signal.SIG_IGN)
 
-
-if __name__ == "__main__":
-    program()

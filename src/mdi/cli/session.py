@@ -6,15 +6,16 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import DownloadError, UsageError
 from mdi.spec.options import Options
+from mdi.text.drawing import OWN
 
 if TYPE_CHECKING:
     from mdi.cli.discover import Discovery
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from mdi.stages.window_budget import WindowOptions
 
 SWARM_CACHE_SHARE = 0.5  # of each node's free memory, for one starter's caches: others come, too
+
+CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
 logger = logging.getLogger("mdi")
 
@@ -283,15 +286,21 @@ def with_seed(options: Options) -> Options:
     return options if options.seed is not None else replace(options, seed=secrets.randbelow(10**9))
 
 
-def sampling_params(options: Options) -> SamplingParams:
-    """How tokens are drawn, by options with a seed. Raises UsageError."""
+def sampling_params(options: Options, drawing: Mapping[str, float] = OWN) -> SamplingParams:
+    """How tokens are drawn, by options with a seed. Raises UsageError.
+
+    Args:
+        drawing: of the model (TextCodec.drawing), for what the options leave out.
+    """
     from mdi.engine.sequence import SamplingParams
 
     assert options.seed is not None
     if not all(options.stop):
         raise UsageError("--stop: an empty text would end every sample at once")
     named = {field.name for field in fields(SamplingParams)}.intersection(field.name for field in fields(options))
-    return SamplingParams(**{**{name: getattr(options, name) for name in named}, "top_k": options.top_k or None})
+    stated = {name: value for name in named if (value := getattr(options, name)) is not None}
+    values: dict[str, Any] = {**drawing, **stated}
+    return SamplingParams(**{**values, "top_k": values["top_k"] or None})
 
 
 def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:

@@ -14,8 +14,8 @@ const STATE_MS = 4000; // else
 const TOAST_MS = 10_000;
 const THEMES = ["auto", "light", "dark"];
 const THEME_NAMES = { auto: "as the system", light: "light", dark: "dark" };
-const FIELDS = { model: "", temperature: "0.8", "top-p": "", "top-k": "", "max-tokens": "512", seed: "", "stop-at": "", system: "", key: "" };
-const NUMBERS = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k", "max-tokens": "max_tokens", seed: "seed" };
+const FIELDS = { model: "", temperature: "", "top-p": "", "top-k": "", "min-p": "", "max-tokens": "512", seed: "", "stop-at": "", system: "", key: "" };
+const NUMBERS = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k", "min-p": "min_p", "max-tokens": "max_tokens", seed: "seed" };
 
 const storage = browserStorage();
 const settings = readSettings(storage);
@@ -23,6 +23,7 @@ const ring = new RingView();
 const models = new ModelsDialog();
 const chat = new ChatView(new Chats(storage), request, notify, offer);
 new MachinesDialog();
+let served = []; // entries of /v1/models
 let isBad = false; // whether the last look at the ring failed
 let toastTimer = 0;
 
@@ -65,7 +66,10 @@ function readFields() {
     field.addEventListener("change", () => {
       settings[id] = field.value;
       saveSettings(storage, settings);
-      if (id === "model") look();
+      if (id === "model") {
+        showSampling();
+        look();
+      }
     });
   }
   useKey(byId("key").value);
@@ -77,11 +81,20 @@ function readSystem() {
   byId("system").value = messages ? chat.chats.current.system ?? "" : settings.system ?? "";
 }
 
+// What is in force where a field is empty: the chosen model's own, once it is loaded.
+function showSampling() {
+  const own = served.find((model) => model.id === byId("model").value)?.sampling;
+  const words = { temperature: own?.temperature, "top-p": own?.top_p, "top-k": own?.top_k || "all", "min-p": own?.min_p };
+  for (const [id, value] of Object.entries(words)) byId(id).placeholder = own ? String(value) : "the model's";
+}
+
 async function loadModels() {
   try {
-    const found = (await getJson("v1/models")).data.map((model) => String(model.id));
+    served = (await getJson("v1/models")).data;
+    const found = served.map((model) => String(model.id));
     const wanted = found.includes(settings.model) ? settings.model : found[0];
     byId("model").replaceChildren(...found.map((id) => el("option", { value: id, text: id, selected: id === wanted })));
+    showSampling();
     notify("");
     return true;
   } catch (error) {
