@@ -262,11 +262,13 @@ def parse_cores(text: str, where: str) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Bytes of a text like "2G", "500M" or "4096"; K, M and G are 1024 times the one before. UsageError if it is none."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    """Bytes of a text like "2G", "500MB" or "4096": powers of ten, as sizes are shown, and of 1024 for "500MiB". UsageError if
+    it is none.
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(I?)B?\s*", text.upper())
     if found is None:
         raise UsageError(f"{where}: expected a size like 2G, 500M or a number of bytes, got {text!r}")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
 
 
 def check_dtype(name: str | None) -> str | None:
