@@ -16,10 +16,13 @@ import pytest
 from gguf_files import byte_level_tokens, write_gguf
 from hub_server import HubModel, HubServer
 from mdi.checkpoint.download import choose_gguf, gguf_tag
+from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.checkpoint.model_archive import export_model, import_model
 from mdi.checkpoint.model_store import STATE, InUse, ModelStore
+from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.errors import DownloadError, StoreError, UsageError
+from mdi.serve.catalog import Catalog
 from tiny_checkpoint import tiny_config, tiny_gpt, tokenizer, write_checkpoint
 from tiny_models import tiny_hf
 
@@ -100,6 +103,37 @@ def test_names(store: ModelStore) -> None:
     assert "org/second:Q4_K_M" in store.describe_missing("org/secnd:Q4_K_M")
     (store.folder / "org" / "second--Q4_K_M" / "lit_model.pth").unlink()
     assert store.find("second") is None
+
+
+def test_a_gguf_file_has_one_name(store: ModelStore, gguf: Path, tmp_path: Path) -> None:
+    """The file's, not that of its publisher and not that of its folder in the store; a second file of this name has a hash."""
+    folder = gguf_directory(gguf, store.folder)
+    source = open_source(folder)
+    source.close()
+    assert source.model == "tiny.f32"
+    catalog = Catalog(store.folder, folder)
+    assert [model.name for model in store.models()] == ["tiny.f32"] == catalog.names() == [catalog.first_name]
+    for name in ("tiny.f32", f"gguf/{folder.name}"):
+        assert (found := store.find(name)) is not None and found.folder == folder, name
+    second = tmp_path / "other" / gguf.name
+    second.parent.mkdir()
+    second.write_bytes(gguf.read_bytes())
+    gguf_directory(second, store.folder)
+    names = {model.name for model in store.models()}
+    assert len(names) == 2 and all(name.startswith("gguf/tiny.f32-") for name in names)
+    with pytest.raises(UsageError):
+        store.find("tiny.f32")  # which one?
+
+
+def test_what_was_probably_meant_is_named(
+    store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of GGUF files is no model, and a name with a letter too few is none of the hub's."""
+    for wrong in (gguf.parent, gguf.with_name("tiny.f23.gguf"), Path("made") / "tiny.f3.gguf"):
+        assert launch("run", [str(wrong), "The ring is"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("error: ") == 1 and "LitGPT" not in error
+        assert wrong.is_relative_to("made") or str(gguf) in error, wrong
 
 
 def test_models_of_other_places_are_used_without_a_copy(

@@ -84,14 +84,15 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
         folder, name = store.folder_of(model), model.name
     elif name == EMBEDDED and (embedded := embedded_model()) is not None:
         folder = embedded
-    elif is_model_name(name):
+    elif is_model_name(name) and path.suffix != ".gguf":  # which is a file that is not there
         try:
             logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
             folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
         except DownloadError as e:
-            if e.code != "unknown":
+            more = {"unknown": store.describe_missing(name), "connection": store.describe(), "offline": store.describe()}
+            if e.code not in more:
                 raise
-            raise DownloadError(f"{e}; {store.describe_missing(name)}", code=e.code) from None
+            raise DownloadError(f"{e}; {more[e.code]}", code=e.code) from None
     else:
         raise UsageError(store.describe_missing(name))
     store.remember(name)

@@ -6,7 +6,10 @@ This module knows nothing of models, sockets or torch.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -237,6 +240,17 @@ def nearest_existing(path: str | Path) -> Path:
     while not p.exists() and p != p.parent:
         p = p.parent
     return p
+
+
+def what_is_there(path: str | Path) -> str:
+    """For the error about a path that does not exist: the file or folder that was probably meant, else the nearest parent."""
+    wanted, parent = Path(path).expanduser().absolute(), nearest_existing(path)
+    missing = wanted.relative_to(parent).parts[:1]
+    with contextlib.suppress(OSError):
+        names = {name.casefold(): name for name in os.listdir(parent)}
+        if missing and (near := difflib.get_close_matches(missing[0].casefold(), names, 1)):
+            return f"is {parent / names[near[0]]} meant?"
+    return f"the nearest that exists is {parent}"
 
 
 def node_of(entry: Any, name: str, where: str) -> NodeConfig:
