@@ -181,8 +181,8 @@ def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | 
         raise error
     if missing is not None:
         print(
-            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}, "
-            "or `make venv` and then .venv/bin/python",
+            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}; "
+            "or `make venv` there, and then .venv/bin/python",
             file=sys.stderr,
         )
     elif isinstance(error, MemoryError):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 CONTROL_PORT, RING_PORT = 8088, 5088
+LISTEN_S = 3.0  # announcements come within a second, and an answer of a busy board within two
 INVITED_WAIT_S = 900.0  # as long as a code is good
 
 logger = logging.getLogger("mdi")
@@ -80,6 +81,35 @@ class Discovery:
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
             nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
+        cluster = cluster_of(nodes, starter, keys)
+        for node, config in zip(nodes, cluster.secondaries, strict=True):
+            logger.info("%s is %s", config.name, node.label)
+        return cluster
+
+    def present_now(self, keys: KeyFile, wait_s: float = LISTEN_S) -> list[FoundNode]:
+        """The nodes of a key that announce themselves or have joined once, and answer within so long. Raises UsageError."""
+        from mdi.cli.access import own_address
+        from mdi.control.discovery import Gathering
+
+        with self.sources(keys, self._options.addr or own_address()) as found:
+            return Gathering([*found, self.guests(keys).nodes], keys).within(wait_s, self.cancel)
+
+    def cluster_now(self, keys: KeyFile) -> ClusterConfig:
+        """The same with this machine as the starter, on the ports that a run would take. UsageError if no node answers."""
+        from mdi.cli.access import free_port, own_address
+        from mdi.control.discovery import cluster_of
+        from mdi.errors import UsageError
+        from mdi.spec.cluster import NodeConfig
+
+        logger.info("listening for the nodes of %s for %g s ...", keys.path, LISTEN_S)
+        nodes = self.present_now(keys)
+        if not nodes:
+            raise UsageError(
+                f"no node of the key {keys.path} answers in this network: run `mdi join` on the machines, or give a nodes file "
+                "with --nodes-config"
+            )
+        addr = self._options.addr or own_address()
+        starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         cluster = cluster_of(nodes, starter, keys)
         for node, config in zip(nodes, cluster.secondaries, strict=True):
             logger.info("%s is %s", config.name, node.label)

@@ -69,7 +69,7 @@ def is_here(name: str, folder: Path | None) -> bool:
 
 def _named_model(options: Options, cancel: Cancel) -> Path:
     """The folder of the model that is named, fetched if it is not here; without a name, of the last one. Raises MdiError."""
-    from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model, is_model_name
+    from mdi.checkpoint.model_store import ModelStore
 
     store = ModelStore(options.ckpt_folder)
     name = options.model or store.last()
@@ -77,14 +77,9 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
         raise UsageError(f"give the model: NAME (or --ckpt DIR, or --chunk FILE); {store.describe()}")
     if not options.model:
         logger.info("the model is %s, the last one that was used", name)
-    path = Path(name).expanduser()
-    if path.exists():
-        folder, name = found_ckpt(path, options.ckpt_folder), str(path.absolute())
-    elif (model := store.find(name)) is not None:
-        folder, name = store.folder_of(model), model.name
-    elif name == EMBEDDED and (embedded := embedded_model()) is not None:
-        folder = embedded
-    elif is_model_name(name) and path.suffix != ".gguf":  # which is a file that is not there
+    if (here := model_here(name, options.ckpt_folder)) is not None:
+        folder, name = here
+    elif is_hub_name(name):
         try:
             logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
             folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
@@ -97,6 +92,30 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
         raise UsageError(store.describe_missing(name))
     store.remember(name)
     return folder
+
+
+def model_here(name: str, home: Path | None) -> tuple[Path, str] | None:
+    """The folder and the whole name of a model that needs not be fetched: a path, one of the store, or the embedded one.
+
+    Args:
+        home: the store; None: the default one.
+    """
+    from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model
+
+    store, path = ModelStore(home), Path(name).expanduser()
+    if path.exists():
+        return found_ckpt(path, home), str(path.absolute())
+    if (model := store.find(name)) is not None:
+        return store.folder_of(model), model.name
+    embedded = embedded_model() if name == EMBEDDED else None
+    return None if embedded is None else (embedded, name)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this may be a model on the hub, and no file that is not there."""
+    from mdi.checkpoint.model_store import is_model_name
+
+    return is_model_name(name) and Path(name).suffix != ".gguf"
 
 
 def check_cut(options: Options, n_nodes: int) -> None:
@@ -127,9 +146,8 @@ def found_ckpt(name: Path, home: Path | None = None) -> Path:
     store, given = ModelStore(home), name.expanduser()
     if given.suffix == ".gguf" and not given.is_dir():
         return gguf_directory(given, store.folder)
-    if not given.exists() and (model := store.find(name.as_posix())) is not None:
-        return store.folder_of(model)
-    return find_folder(name, store.folder)
+    here = None if given.exists() else model_here(name.as_posix(), home)
+    return find_folder(name, store.folder) if here is None else here[0]
 
 
 def check_chunk(chunk: Path | None) -> None:
