@@ -156,7 +156,7 @@ def test_what_cannot_be_planned(
 
 
 def test_whatever_runs_is_planned_without_litgpt(tmp_path: Path, profiles: str) -> None:
-    """By the same names: a GGUF file, the embedded model, a folder in Hugging Face's form; nothing of litgpt or torch is needed."""
+    """By the same names: a GGUF file, the embedded model, a folder in Hugging Face's form; without torch, too."""
     tokens = byte_level_tokens(json.loads(tokenizer().to_str()))
     file = tmp_path / "My-Model.Q8.gguf"
     write_gguf(file, "Llama-3.1-8B", tiny_config(), tiny_gpt().state_dict(), tokens=tokens)

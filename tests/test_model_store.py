@@ -125,9 +125,7 @@ def test_a_gguf_file_has_one_name(store: ModelStore, gguf: Path, tmp_path: Path)
         store.find("tiny.f32")  # which one?
 
 
-def test_what_was_probably_meant_is_named(
-    store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_probably_meant_is_named(store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of GGUF files is no model, and a name with a letter too few is none of the hub's."""
     for wrong in (gguf.parent, gguf.with_name("tiny.f23.gguf"), Path("made") / "tiny.f3.gguf"):
         assert launch("run", [str(wrong), "The ring is"]) == 2
@@ -244,7 +242,9 @@ def test_a_model_goes_to_another_machine(
     assert launch("export", [name, str(file)]) == 0
     hub.requests.clear()
     other = ModelStore(tmp_path / "other")
+    capsys.readouterr()
     assert launch("import", [str(file), "--store", str(other.folder)]) == 0
+    assert f"mdi run --store {other.folder} " in capsys.readouterr().out, "as it is found there"
     for flags in ([], ["--store", str(other.folder)]):
         assert launch("sample", [name, *flags, "--prompt", "a", "--n-tokens", "4", "--temperature", "0", "--json"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"samples"')]

@@ -1,4 +1,4 @@
-"""`mdi`, and `python -m mdi`: the command line as a whole process, which Ctrl-C ends without a traceback from its first line on."""
+"""`mdi`, and `python -m mdi`: the command line as a whole process, which Ctrl-C ends without a traceback from the first."""
 
 from __future__ import annotations
 

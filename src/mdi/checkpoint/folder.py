@@ -49,9 +49,7 @@ def find_folder(name: Path, home: Path) -> Path:
         raise UsageError(f"--ckpt {name} is a file: give the directory that it is in (a chunk is given with --chunk)")
     if not given.is_absolute() and (home / given).is_dir():
         return home / given
-    raise UsageError(
-        f"--ckpt {name}: no such directory ({what_is_there(given)}); {_listed(home)}"
-    )
+    raise UsageError(f"--ckpt {name}: no such directory ({what_is_there(given)}); {_listed(home)}")
 
 
 def check_folder(folder: Path) -> None:

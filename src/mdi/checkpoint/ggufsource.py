@@ -290,9 +290,7 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
     try:
         stat = path.stat()
     except OSError as e:
-        raise UsageError(
-            f"{path} cannot be opened: {e.strerror or e} ({what_is_there(path)})"
-        ) from None
+        raise UsageError(f"{path} cannot be opened: {e.strerror or e} ({what_is_there(path)})") from None
     stamp = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()[:8]
     is_inside, directory = directory is not None, directory or folder / GGUFS / f"{path.stem}-{stamp}"
     if (directory / GGUF_NOTE).is_file():

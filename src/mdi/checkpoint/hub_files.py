@@ -204,8 +204,8 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise DownloadError(
-            f"{hub} cannot be reached for {repo_id} ({reason}): check the network and HF_ENDPOINT, and run the command again, which "
-            "continues; or bring the model from a machine that has it, with `mdi export` there and `mdi import` here",
+            f"{hub} cannot be reached for {repo_id} ({reason}): check the network and HF_ENDPOINT, and run the command "
+            "again, which continues; or bring the model from a machine that has it, with `mdi export` and `mdi import`",
             code="connection",
         ) from None
 

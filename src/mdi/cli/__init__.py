@@ -350,4 +350,3 @@ def _ignore_both() -> None:
     """Once is enough: what comes again while things are brought to an end in good order would break that off."""
     _on_signal(signal.SIGTERM, signal.SIG_IGN)
     _on_signal(signal.SIGINT, signal.SIG_IGN)
-

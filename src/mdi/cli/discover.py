@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.spec.options import Options
-from mdi.terminal import show
+from mdi.terminal import reporting, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 CONTROL_PORT, RING_PORT = 8088, 5088
+REPEAT_S = 60.0  # after which the line for other machines is shown again
 LISTEN_S = 3.0  # announcements come within a second, and an answer of a busy board within two
 INVITED_WAIT_S = 900.0  # as long as a code is good
 
@@ -266,9 +267,13 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
         def status(self, run: str | None) -> dict[str, Any]:
             return {"name": starter.name, "version": mdi.__version__, "state": "WAITING"}
 
+    line = ""
+
     def tell(code: str) -> None:
+        nonlocal line
         boards = "the other machine" if n_wanted == 1 else f"each of the other {n_wanted} machines"
-        show(f"on {boards}:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
+        line = f"on {boards}:  mdi join {starter.addr}:{starter.port} {code}"
+        show(line, out=sys.stderr)
 
     def welcome(node: GuestNode, addr: str) -> None:
         logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
@@ -277,7 +282,8 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
     invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted, on_guest=welcome)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
     try:
-        yield invitations.renew
+        with reporting(lambda: line, REPEAT_S, REPEAT_S):  # in the place of lines that would move this one out of sight
+            yield invitations.renew
     finally:
         server.close()
 

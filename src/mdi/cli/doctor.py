@@ -57,14 +57,14 @@ def _cluster(options: Options, cancel: Cancel) -> ClusterConfig:
     from mdi.errors import UsageError
     from mdi.spec.cluster import load_cluster
 
-    path = options.nodes_config
-    if path is None and (keys := users_keys(options)) is not None:
+    if options.nodes_config is None and (keys := users_keys(options)) is not None:
         with Discovery(options, cancel) as discovery:
             return discovery.cluster_now(keys)
-    if path is None and not (path := default_nodes_config()).is_file():
+    path = options.nodes_config or default_nodes_config()
+    if options.nodes_config is None and not path.is_file():
         raise UsageError(
-            f"there is no cluster to examine: no key at {default_key_file()}, and no nodes file. `mdi serve --machines N NAME` or "
-            "`mdi key` makes a key, `mdi join` brings machines to it; or give --key FILE or --nodes-config FILE"
+            f"there is no cluster to examine: no key at {default_key_file()}, and no nodes file. `mdi serve --machines N NAME` "
+            "or `mdi key` makes a key, `mdi join` brings machines to it; or give --key FILE or --nodes-config FILE"
         )
     return with_keys(options, load_cluster(path))
 

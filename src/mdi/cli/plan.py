@@ -1,7 +1,7 @@
 """Predict which node gets which blocks, whether the model fits, how fast it is, and what would help. Loads and sends nothing.
 
-The model is whatever `mdi run` runs; of one on the hub only its config.json is fetched. Without nodes the plan is for this machine
-alone, which measures itself.
+The model is whatever `mdi run` runs; of one on the hub only its config.json is fetched. Without nodes the plan is for this
+machine alone, which measures itself.
 
 examples:
   mdi plan model.Q4_K_M.gguf                     does it fit here, and how fast is it?
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     parser.options(
         "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "example",
-        nodes_config={"help": "instead of profiles: nodes file of running nodes, which measure themselves (default: this machine)"},
+        nodes_config={"help": "nodes file of running nodes, which measure themselves (default: this machine alone)"},
         wait_s={"help": "for nodes to answer (%(default)s)"},
     )  # fmt: skip
     parser.options(
@@ -353,7 +353,11 @@ def _named(name: str) -> ModelConfig:
     alike = [written for written in names if lower in written] + get_close_matches(lower, names, n=5, cutoff=0.75)
     near = list(dict.fromkeys(names[written] for written in alike))
     hint = f"; did you mean {', '.join(near[:5])}?" if near else ""
-    more = "" if litgpt is not None else "; ORG/NAME asks the hub, and with litgpt (pip install litgpt) more names are known"
+    more = (
+        ""
+        if litgpt is not None
+        else "; ORG/NAME asks the hub, and with litgpt (pip install litgpt) more names are known"
+    )
     raise UsageError(f"there is no file or directory {name!r}, and no known model has this name{hint}{more}")
 
 

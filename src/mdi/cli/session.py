@@ -84,7 +84,11 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
             logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
             folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
         except DownloadError as e:
-            more = {"unknown": store.describe_missing(name), "connection": store.describe(), "offline": store.describe()}
+            more = {
+                "unknown": store.describe_missing(name),
+                "connection": store.describe(),
+                "offline": store.describe(),
+            }
             if e.code not in more:
                 raise
             raise DownloadError(f"{e}; {more[e.code]}", code=e.code) from None

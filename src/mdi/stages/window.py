@@ -349,13 +349,13 @@ class StoredParts:
         most, name = max(step for one in source.part_names() for step in self._steps(source, one))
         enough = megabytes(taken + most)
         raise LimitError(
-            f"{size(self._limit)} of memory are not enough to pack {name}, which takes {size(most)} beside the {size(taken)} of "
-            f"this process: give --memory {enough}M, or store the weights packed before (`mdi prepare-model --quantize`)",
+            f"{size(self._limit)} of memory are not enough to pack {name}, which takes {size(most)} beside the {size(taken)} "
+            f"of this process: give --memory {enough}M, or store the weights packed before (`mdi prepare-model --quantize`)",
             enough * 10**6,
         )
 
     def _steps(self, source: WeightSource, part: str) -> Iterator[tuple[int, str]]:
-        """What is packed at a time: bytes of the result, of rows in plain numbers, and of what is mapped meanwhile; its name."""
+        """What is packed at a time: bytes of the result, of rows in plain numbers and of what is mapped; its name."""
         rows = weight_format(self._packing.of_part(part))
         shapes = source.shapes(part)
         pieces = [{name: shape} for name, shape in shapes.items()] if source.has_single_tensors else [shapes]
@@ -363,7 +363,10 @@ class StoredParts:
             specs = [self._packing.stored(key, TensorSpec("F32", shape)) for key, shape in piece.items()]
             packed = sum(spec.n_bytes for stored in specs for spec in stored.values())
             mapped = sum(map(source.read_bytes, piece)) if source.has_single_tensors else 0
-            yield packed + rows.load_bytes(widest(piece.values())) + mapped, next(iter(piece)) if len(piece) == 1 else part
+            yield (
+                packed + rows.load_bytes(widest(piece.values())) + mapped,
+                next(iter(piece)) if len(piece) == 1 else part,
+            )
 
 
 class _Spill:
