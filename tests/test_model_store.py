@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -10,6 +11,8 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,6 +26,7 @@ from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.errors import DownloadError, StoreError, UsageError
 from mdi.serve.catalog import Catalog
+from mdi.serve.operate import Operator
 from tiny_checkpoint import tiny_config, tiny_gpt, tokenizer, write_checkpoint
 from tiny_models import tiny_hf
 
@@ -105,6 +109,13 @@ def test_names(store: ModelStore) -> None:
     assert store.find("second") is None
 
 
+def page_state(catalog: Catalog) -> Any:
+    """What the page's dialog of models looks at, of a server that has none loaded."""
+    state = SimpleNamespace(statuses={}, is_serving=lambda name: False)
+    models = SimpleNamespace(leaving=set())
+    return SimpleNamespace(catalog=catalog, engine=SimpleNamespace(state=state), models=models)
+
+
 def test_a_gguf_file_has_one_name(store: ModelStore, gguf: Path, tmp_path: Path) -> None:
     """The file's, not that of its publisher and not that of its folder in the store; a second file of this name has a hash."""
     folder = gguf_directory(gguf, store.folder)
@@ -115,6 +126,8 @@ def test_a_gguf_file_has_one_name(store: ModelStore, gguf: Path, tmp_path: Path)
     assert [model.name for model in store.models()] == ["tiny.f32"] == catalog.names() == [catalog.first_name]
     for name in ("tiny.f32", f"gguf/{folder.name}"):
         assert (found := store.find(name)) is not None and found.folder == folder, name
+    (listed,) = asyncio.run(Operator(page_state(catalog)).models())["models"]
+    assert gguf.stat().st_size < listed["bytes"] < gguf.stat().st_size + 1_000_000, "the file itself, wherever it lies"
     second = tmp_path / "other" / gguf.name
     second.parent.mkdir()
     second.write_bytes(gguf.read_bytes())

@@ -463,12 +463,12 @@ _HEADS = ("node", "device", "computed by", "blocks", "weights", "caches", "other
 def format_plan(report: PlanReport) -> str:
     """Table, speed, limit, advice and notes."""
     workload = report.workload
-    n = workload.n_sequences
+    n, columns = workload.n_sequences, _columns(report.nodes)
     lines = [
         f"{report.model or 'model'} in {report.format}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
         f"tokens, caches in {report.kv_dtype}, placement {report.placement.method}",
         "",
-        *table([_HEADS, *(_row(node) for node in report.nodes)], left=range(4)),
+        *table(columns, left=range(columns[0].index("weights"))),
         "",
     ]
     lines += _torch_lines(report.nodes)
@@ -530,6 +530,13 @@ def left_out_lines(placement: Placement) -> list[str]:
     if left and can_all_have_blocks:
         lines.append("          --placement even uses all nodes, if they have the memory")
     return lines
+
+
+def _columns(nodes: Sequence[NodePlan]) -> list[tuple[str, ...]]:
+    """The table, without what nobody knows."""
+    rows = [_HEADS, *(_row(node) for node in nodes)]
+    unknown = set() if any(node.computed_by for node in nodes) else {_HEADS.index("computed by")}
+    return [tuple(cell for i, cell in enumerate(row) if i not in unknown) for row in rows]
 
 
 def _row(node: NodePlan) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ const ring = new RingView();
 const models = new ModelsDialog();
 const chat = new ChatView(new Chats(storage), request, notify, offer);
 new MachinesDialog();
+let last = null; // what /api/ring said
 let served = []; // entries of /v1/models
 let isBad = false; // whether the last look at the ring failed
 let toastTimer = 0;
@@ -106,6 +107,7 @@ async function loadModels() {
 function askKey(words) {
   notify(words);
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
+  byId("key").focus();
 }
 
 // Views
@@ -118,7 +120,10 @@ function choose(name) {
   }
   openSide(false);
   byId("menu").disabled = name !== "chat";
-  if (name === "ring") look();
+  if (name === "ring") {
+    if (last) ring.show(last);
+    look();
+  }
 }
 
 function openSide(isOpen) {
@@ -143,6 +148,8 @@ async function look() {
   const state = byId("state");
   try {
     const found = await getJson("api/ring");
+    last = found;
+    setConnected(true);
     const { status } = found;
     const chosen = byId("model").value;
     const own = found.rings[chosen] ?? (chosen ? {} : found.rings[found.model]) ?? {};
@@ -158,9 +165,20 @@ async function look() {
     if (isBad || !byId("model").options.length) isBad = !(await loadModels());
   } catch (error) {
     isBad = true;
-    state.className = "state gone";
-    state.textContent = error.status ? error.message : "the server does not answer";
+    const isEnding = !error.status && chat.answering; // it takes no more connections, and finishes what it has begun
+    state.className = isEnding ? "state" : "state gone";
+    if (error.status) state.textContent = error.status === 401 ? "this server needs an API key" : error.message;
+    else state.textContent = isEnding ? "the server is ending; this answer is finished first" : "not connected, trying again";
+    state.title = state.textContent;
+    setConnected(false);
   }
+}
+
+// Without a connection the last ring stays in sight, in grey, and nothing can be asked of its nodes.
+function setConnected(isConnected) {
+  byId("view-ring").classList.toggle("stale", !isConnected);
+  for (const button of byId("view-ring").querySelectorAll(".checks button")) button.disabled = !isConnected;
+  if (!isConnected) byId("waits").textContent = "Not connected, trying again.";
 }
 
 async function lookAgain() {
@@ -197,11 +215,13 @@ function useNewKey(event) {
 
 function listen() {
   const field = byId("prompt");
+  window.addEventListener("storage", () => chat.seeOthers()); // of other tabs
   byId("composer").addEventListener("submit", submit);
   byId("key-form").addEventListener("submit", useNewKey);
   byId("open-key").addEventListener("click", () => {
     byId("models").close();
     byId("key-dialog").showModal();
+    byId("key").focus();
   });
   byId("open-models").addEventListener("click", () => models.open());
   field.addEventListener("input", () => grow(field));
