@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mdi.cli import launch
+from mdi.cli import INTERRUPTED, launch
+from mdi.run.texts import SampleReader
 from mdi.run.trace import read_trace
-from tiny_checkpoint import write_checkpoint
+from mdi.text.texts import TextCodec
+from tiny_checkpoint import CONTEXT, reference, write_checkpoint
 
 Chat = Callable[..., int]
 
@@ -35,7 +37,7 @@ def chat(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
 def test_each_line_is_answered(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat("The ring\nThe ring\n/new\nThe ring\n") == 0
     replies = [part.strip() for part in capsys.readouterr().out.split("Model: ")[1:]]
-    assert len(replies) == 3
+    assert len(replies) == 3 and all(reply.startswith("The ring") for reply in replies), "the text that is continued"
     assert replies[0] == replies[2], "what was forgotten changes nothing"
 
 
@@ -44,10 +46,27 @@ class Keyboard(io.StringIO):
         return True
 
 
+def test_an_answer_to_one_question_can_be_interrupted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, reads = SampleReader.read, []
+
+    def interrupted(self: SampleReader) -> None:
+        reads.append(1)
+        if len(reads) == 1:
+            raise KeyboardInterrupt
+        read(self)
+
+    monkeypatch.setattr(SampleReader, "read", interrupted)
+    assert launch("run", [str(checkpoint), "The ring", "--device", "cpu"]) == INTERRUPTED
+    assert capsys.readouterr().out.startswith("The ring") and len(reads) == 2
+
+
 def test_it_greets_a_person_and_knows_its_commands(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(Keyboard("/help\nThe ring\n/new\n/helpp\n/quit\nThe ring\n")) == 0
     shown = capsys.readouterr()
     assert "loading " in shown.err.splitlines()[0], "before the seconds in which nothing else is on the screen"
+    assert "seed" not in shown.err, "a chat that is typed is not the same again"
     hello, *rest = shown.out.split("You: ")
     assert "tiny-random on this machine" in hello and "/help" in hello and "/quit" in hello
     assert [("Model: " in part) for part in rest] == [False, True, False, False, False], (
@@ -55,6 +74,36 @@ def test_it_greets_a_person_and_knows_its_commands(chat: Chat, capsys: pytest.Ca
     )
     assert all(word in rest[0] and word in rest[3] for word in ("/new", "/help", "/quit", "Ctrl-C"))
     assert "forgotten" in rest[2]
+
+
+def test_a_text_is_continued_as_it_was_typed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No line break behind it; and what a model adds is seen behind what it was given."""
+    fixed = ["--device", "cpu", "--dtype", "float32", "--temperature", "0", "--n-tokens", "6"]
+    assert launch("run", [str(checkpoint), "The ring is", *fixed]) == 0
+    codec = TextCodec.from_checkpoint(checkpoint, "none")
+    assert capsys.readouterr().out == "The ring is" + codec.decode(reference("The ring is", 6), continues=True) + "\n"
+
+
+def test_a_chat_with_a_model_that_continues_is_one_text(checkpoint: Path) -> None:
+    codec = TextCodec.from_checkpoint(checkpoint, "none")
+    assert codec.encode_chat([], "Who are") == codec.encode("Who are")
+    history = [("Who are", " you?"), ("Where", " is it?")]
+    assert codec.encode_chat(history, "The ring") == codec.encode("Who are you?\nWhere is it?\nThe ring")
+
+
+def test_a_text_that_is_too_long_fails_and_names_the_model_s_limit(
+    chat: Chat, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "x" * 5000
+    assert launch("run", [str(checkpoint), long, "--device", "cpu"]) == 1
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.count("error: ") == 1
+    assert f"has 5000 tokens, and a text may have {CONTEXT} here: shorten it" in shown.err
+    assert chat(f"{long}\nThe ring\n", "--sequence-length", "40") == 1, "a program that asks"
+    shown = capsys.readouterr()
+    assert shown.out.count("Model: ") == 1, "the next one is answered"
+    assert f"may have 40 here: --sequence-length N allows more, up to the model's {CONTEXT}" in shown.err
+    assert chat(Keyboard(f"{long}\n/quit\n")) == 0, "a person can type another one"
 
 
 def test_what_the_nodes_did_is_written_down(chat: Chat, tmp_path: Path) -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import close_session
 
 from families import config_of
+from gguf_files import byte_level_tokens, write_gguf
+from hub_server import HubModel, HubServer
 from mdi.cli import launch
 from mdi.engine.speculation import most_frames, tokens_per_s
 from mdi.errors import UsageError
 from mdi.placement.profile import boards
-from tiny_checkpoint import write_checkpoint
+from missing_libraries import without
+from tiny_checkpoint import tiny_config, tiny_gpt, tokenizer, write_checkpoint
+from tiny_models import tiny_hf
+
+SRC = Path(__file__).parents[1] / "src"
 
 
 @pytest.fixture
@@ -123,7 +131,9 @@ def test_the_starter_is_measured_as_its_nodes_file_says(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "--profiles FILE"),
+        ([], "give the model"),
+        (["pythia-14m", "--config", "pythia-14m"], "give one of them"),
+        (["pythia-14m", "--profiles", "{}", "--nodes-config", "x.json"], "give one of them"),
         (["--profiles", "nowhere.json"], "cannot read nowhere.json"),
         (["--profiles", "{}"], "give the model"),
         (["--profiles", "{}", "--config", "pythia-14"], "did you mean pythia-14m"),
@@ -143,6 +153,50 @@ def test_what_cannot_be_planned(
     assert launch("plan", [flag.replace("{}", profiles) for flag in flags]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+def test_whatever_runs_is_planned_without_litgpt(tmp_path: Path, profiles: str) -> None:
+    """By the same names: a GGUF file, the embedded model, a folder in Hugging Face's form; without torch, too."""
+    tokens = byte_level_tokens(json.loads(tokenizer().to_str()))
+    file = tmp_path / "My-Model.Q8.gguf"
+    write_gguf(file, "Llama-3.1-8B", tiny_config(), tiny_gpt().state_dict(), tokens=tokens)
+    code = without(("torch", "litgpt", "lightning", "transformers", "safetensors")) + (
+        "import os\nfrom mdi.cli import launch\n"
+        "for name in sys.argv[3:]:\n    assert launch('plan', [name, '--profiles', sys.argv[2], '--store', sys.argv[1]]) == 0\n"
+        "assert launch('plan', ['Qwen2.5-7B', '--profiles', sys.argv[2]]) == 2\n"
+    )
+    folder, _ = tiny_hf(tmp_path / "in-hf")
+    words = [str(tmp_path / "store"), profiles, str(file), "nano-llama", str(folder), "gpt2-xl"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=SRC, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("My-Model.Q8 in "), "as the file is called"
+    assert done.stderr.count("error: ") == 1 and "pip install litgpt" in done.stderr
+
+
+def test_of_a_model_on_the_hub_only_its_settings_are_fetched(
+    tmp_path: Path, profiles: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = tiny_hf(tmp_path / "hf")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setenv("MDI_CACHE_DIR", str(tmp_path / "cache"))
+    flags = ["--profiles", profiles, "--store", str(tmp_path / "store"), "--json"]
+    with HubServer({"org/tiny": HubModel(files), "org/GGUF": HubModel({"a-Q4_0.gguf": b"x"})}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        assert launch("plan", ["org/tiny", *flags]) == 0
+        assert [path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path][:1] == ["config.json"]
+        assert not [path for _, path, _ in hub.requests if "safetensors" in path]
+        assert launch("plan", ["org/GGUF", *flags]) == 1
+    close_session()
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["nodes"] and "mdi pull org/GGUF" in printed.err
+    assert not (tmp_path / "store" / "org").exists()
+
+
+def test_without_nodes_it_is_for_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("plan", [str(write_checkpoint(tmp_path / "tiny")), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [node["name"] for node in json.loads(printed.out)["nodes"]] == ["starter"]
+    assert "this machine alone" in printed.err
 
 
 def test_the_example_is_a_case_where_the_ring_wins(capsys: pytest.CaptureFixture[str], profiles: str) -> None:

@@ -22,6 +22,7 @@ from mdi.spec.cluster import (
     read_json,
     standalone,
 )
+from mdi.units import size
 
 
 def entry(i: int, **more: Any) -> dict[str, Any]:
@@ -277,10 +278,18 @@ def test_what_are_no_core_numbers(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [("4096", 4096), ("2K", 2048), ("1.5k", 1536), ("500M", 500 << 20), ("2 GiB", 2 << 30), ("2gb", 2 << 30), ("0", 0)],
-)
+    [
+        ("4096", 4096), ("2K", 2000), ("1.5k", 1500), ("500M", 500_000_000), ("2 GiB", 2 << 30), ("2gb", 2 * 10**9), ("0", 0),
+        ("500mib", 500 << 20), ("7B", 7),
+    ],
+)  # fmt: skip
 def test_sizes(text: str, n_bytes: int) -> None:
     assert parse_bytes(text, "--kv-memory") == n_bytes
+
+
+@pytest.mark.parametrize("text", ["150.0 MB", "2.5 GB", "1.2 TB", "9.0 kB"])
+def test_a_size_is_shown_as_it_was_typed(text: str) -> None:
+    assert size(parse_bytes(text, "--memory")) == text
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "2X", "1e9", "two", "1" * 40])
@@ -293,10 +302,10 @@ def test_what_is_no_size(text: str) -> None:
 def test_a_node_may_have_cores_and_memory_of_its_own(tmp_path: Path) -> None:
     entry = {"addr": "h", "communication": {"port": 1}, "inference": {"port_in": 2}}
     path = tmp_path / "node.json"
-    for cores, kv_memory in (([0, 2], "2M"), ("0,2", 2 << 20)):
+    for cores, kv_memory in (([0, 2], "2M"), ("0,2", 2_000_000)):
         path.write_text(json.dumps({**entry, "cores": cores, "kv_memory": kv_memory}))
         node = load_secondary(path, None)
-        assert (node.cores, node.kv_memory) == ((0, 2), 2 << 20)
+        assert (node.cores, node.kv_memory) == ((0, 2), 2_000_000)
     path.write_text(json.dumps(entry))
     assert (load_secondary(path, None).cores, load_secondary(path, None).kv_memory) == (None, None)
 

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 
 import mdi.control.reach
+from cluster_keys import key_file
+from mdi import cli
 from mdi.cli import launch
 from mdi.control.client import ControlClient
+from mdi.control.discovery import Guests
 from mdi.control.messages import CONTROL_VERSION, ProbeRequest
 from mdi.control.reach import PROBLEMS, Reach, Route, bandwidth, greet, knock, try_node
 from mdi.control.server import open_ports
@@ -24,6 +27,7 @@ from mdi.errors import ControlError
 from mdi.host.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem, Report
 from mdi.host.doctor import examine
 from mdi.kernels import library
+from mdi.net.invitation import GuestNode
 from mdi.node.local import free_ports
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
@@ -357,6 +361,30 @@ def test_what_could_not_be_asked() -> None:
     link = LinkFinding("secondary0", NODE, WELL, failure="secondary0 does not answer")
     (problem,) = Report((), (link,)).problems
     assert problem.advice == "secondary0 does not answer"
+
+
+def test_the_machines_of_the_users_key_are_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word: those that have joined once are known by the file beside the key that was made or fetched."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(cli, "default_nodes_config", lambda: tmp_path / "none.json")
+    monkeypatch.delenv("MDI_KEY_FILE", raising=False)
+    assert launch("doctor", []) == 2
+    error = capsys.readouterr().err
+    assert "no key at" in error and error.count("\n") == 1
+    (tmp_path / "mdi-llm").mkdir()
+    keys = key_file(tmp_path / "mdi-llm" / "cluster.key")
+    quiet = SimpleNamespace(nodes=list, close=lambda: None)  # nothing is announced in the network of the tests
+    monkeypatch.setattr("mdi.control.mdns.Browser", lambda *_: quiet)
+    assert launch("doctor", ["--addr", "127.0.0.1"]) == 2 and "no node of the key" in capsys.readouterr().err
+    with secondaries(1, tmp_path, keys=keys) as (node,):
+        Guests(keys.path.with_name("cluster.key.nodes")).add(
+            GuestNode("pi", "127.0.0.1", node.control_port, node.ring_port), "127.0.0.1"
+        )
+        assert launch("doctor", ["--addr", "127.0.0.1"]) == 0
+    printed = capsys.readouterr()
+    assert "No problems found." in printed.out and f"secondary0 is pi at 127.0.0.1:{node.control_port}" in printed.err
 
 
 def test_an_open_port_is_a_node_that_takes_nothing() -> None:

@@ -125,6 +125,28 @@ def test_offline(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert caught.value.code == "connection"
 
 
+def test_a_hub_that_cannot_be_reached_is_one_line_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the library under the hub's client is called: its newest versions have another one."""
+
+    class HTTPError(Exception):
+        pass
+
+    class Session:
+        def get(self, *args: object, **kwargs: object) -> None:
+            raise HTTPError("[Errno -2] Name or service not known")
+
+    Session.__module__ = "nexthttp._client"
+    monkeypatch.setitem(sys.modules, "nexthttp", SimpleNamespace(HTTPError=HTTPError))
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    monkeypatch.setattr("huggingface_hub.hf_api.get_session", Session)
+    assert launch("run", ["org/absent", "Hello", "--store", str(tmp_path)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "cannot be reached" in error and "mdi import" in error
+    assert "has no model yet" in error, "what is here"
+
+
 def test_a_file_that_was_cut_off_is_gone_on_with(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -11,6 +12,8 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,7 @@ from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.errors import CheckpointError, DownloadError, StoreError, UsageError
 from mdi.serve.catalog import Catalog
+from mdi.serve.operate import Operator
 from tiny_checkpoint import tiny_config, tiny_gpt, tokenizer, write_checkpoint
 from tiny_models import tiny_hf
 
@@ -105,6 +109,44 @@ def test_names(store: ModelStore) -> None:
     assert "org/second:Q4_K_M" in store.describe_missing("org/secnd:Q4_K_M")
     (store.folder / "org" / "second--Q4_K_M" / "lit_model.pth").unlink()
     assert store.find("second") is None
+
+
+def page_state(catalog: Catalog) -> Any:
+    """What the page's dialog of models looks at, of a server that has none loaded."""
+    state = SimpleNamespace(statuses={}, is_serving=lambda name: False)
+    models = SimpleNamespace(leaving=set())
+    return SimpleNamespace(catalog=catalog, engine=SimpleNamespace(state=state), models=models)
+
+
+def test_a_gguf_file_has_one_name(store: ModelStore, gguf: Path, tmp_path: Path) -> None:
+    """The file's, not that of its publisher and not that of its folder in the store; a second file of this name has a hash."""
+    folder = gguf_directory(gguf, store.folder)
+    source = open_source(folder)
+    source.close()
+    assert source.model == "tiny.f32"
+    catalog = Catalog(store.folder, folder)
+    assert [model.name for model in store.models()] == ["tiny.f32"] == catalog.names() == [catalog.first_name]
+    for name in ("tiny.f32", f"gguf/{folder.name}"):
+        assert (found := store.find(name)) is not None and found.folder == folder, name
+    (listed,) = asyncio.run(Operator(page_state(catalog)).models())["models"]
+    assert gguf.stat().st_size < listed["bytes"] < gguf.stat().st_size + 1_000_000, "the file itself, wherever it lies"
+    second = tmp_path / "other" / gguf.name
+    second.parent.mkdir()
+    second.write_bytes(gguf.read_bytes())
+    gguf_directory(second, store.folder)
+    names = {model.name for model in store.models()}
+    assert len(names) == 2 and all(name.startswith("gguf/tiny.f32-") for name in names)
+    with pytest.raises(UsageError):
+        store.find("tiny.f32")  # which one?
+
+
+def test_what_was_probably_meant_is_named(store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of GGUF files is no model, and a name with a letter too few is none of the hub's."""
+    for wrong in (gguf.parent, gguf.with_name("tiny.f23.gguf"), Path("made") / "tiny.f3.gguf"):
+        assert launch("run", [str(wrong), "The ring is"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("error: ") == 1 and "LitGPT" not in error
+        assert wrong.is_relative_to("made") or str(gguf) in error, wrong
 
 
 def test_models_of_other_places_are_used_without_a_copy(
@@ -215,7 +257,9 @@ def test_a_model_goes_to_another_machine(
     assert launch("export", [name, str(file)]) == 0
     hub.requests.clear()
     other = ModelStore(tmp_path / "other")
+    capsys.readouterr()
     assert launch("import", [str(file), "--store", str(other.folder)]) == 0
+    assert f"mdi run --store {other.folder} " in capsys.readouterr().out, "as it is found there"
     for flags in ([], ["--store", str(other.folder)]):
         assert launch("sample", [name, *flags, "--prompt", "a", "--n-tokens", "4", "--temperature", "0", "--json"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"samples"')]

@@ -517,7 +517,7 @@ def test_a_newer_hugging_face_model_is_converted_again(tmp_path: Path, home: Pat
         (["{m}/lit_model.pth"], 2, "is a file"),
         (["{m}/no/where"], 2, "the nearest that exists is {m})"),
         (["./nowhere"], 2, "nearest that exists"),
-        (["{m}/.."], 2, "is not a LitGPT checkpoint"),
+        (["{m}/.."], 2, "has no model"),
     ],
 )
 def test_one_line_that_says_what_is_wrong(

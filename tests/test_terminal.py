@@ -59,11 +59,13 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         on_text("")
         return SimpleNamespace(text=HOSTILE)
 
-    codec = SimpleNamespace(encode_chat=lambda history, question: [1], answers_in_channels=False)
+    codec = SimpleNamespace(
+        encode_chat=lambda history, question: [1], answers_in_channels=False, prompt_style=object()
+    )  # fmt: skip
     model = SimpleNamespace(codec=codec, check_prompt=lambda ids: None, weights=SimpleNamespace(adapters=()))
     session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None, adapters=())
     reply = cli_chat.answer(session, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
-    assert reply == HOSTILE, "what the model said goes back to the model"
+    assert reply.text == HOSTILE, "what the model said goes back to the model"
     assert HARMLESS in screen.getvalue()
     assert not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")
 

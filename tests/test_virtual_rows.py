@@ -335,7 +335,8 @@ def test_a_chat_goes_on_behind_learned_rows(
         own = ["--sequence-length", str(n_positions), "--adapter", made.flag(name)]
         fixed = ["--ckpt", str(made.checkpoint), "--device", "cpu", "--prompt-style", "none", "--dtype", "float32"]
         assert launch("chat", [*fixed, *own, "--n-tokens", "8", "--temperature", "0"]) == 0
-        return [part.strip() for part in capsys.readouterr().out.split("Model: ")[1:]]
+        said = capsys.readouterr().out.split("Model: ")[1:]
+        return [part.removeprefix(line).strip() for line, part in zip(lines, said, strict=True)]
 
     codec = TextCodec.from_checkpoint(made.checkpoint, "none")
     for name in ("prompt", "deep", "long"):

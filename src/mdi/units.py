@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def size(n_bytes: float) -> str:
     """1234567890 -> "1.2 GB"; powers of ten."""
@@ -9,6 +11,11 @@ def size(n_bytes: float) -> str:
         if abs(n_bytes) >= scale:
             return f"{n_bytes / scale:.1f} {unit}"
     return f"{n_bytes:.0f} bytes"
+
+
+def megabytes(n_bytes: float) -> int:
+    """How many M a limit must have that these fit into."""
+    return math.ceil(n_bytes / 1e6)
 
 
 def duration(time_s: float | None) -> str:

@@ -13,6 +13,8 @@ import pytest
 
 from cluster_keys import key_file
 from mdi.cancel import Cancel, CancelledError
+from mdi.cli import discover
+from mdi.cli.discover import inviting
 from mdi.control import discovery as gather
 from mdi.control.discovery import Announcement, FoundNode, Gathering, Guests, cluster_of
 from mdi.control.messages import COMPILING
@@ -21,6 +23,8 @@ from mdi.errors import ControlError
 from mdi.net.invitation import GuestNode
 from mdi.net.keys import KeyFile
 from mdi.spec.cluster import NodeConfig
+from mdi.terminal import reporting
+from waiting import until
 
 LONG_S = 60.0
 
@@ -129,6 +133,23 @@ def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
         for _ in range(3):
             assert not gathering.look()
         assert come == [COMPILING, "IDLE"] and not gathering.nodes[0].is_compiling
+
+
+def test_the_line_for_other_machines_stays_in_sight(
+    keys: KeyFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """It is shown again, and in the place of what else would say every few seconds that somebody waits."""
+    monkeypatch.setattr(discover, "REPEAT_S", 0.01)
+    caplog.set_level("INFO", "mdi")
+    starter = NodeConfig("starter", "127.0.0.1", 0, 0)
+    looking = reporting(lambda: "looking for the nodes", 0.001, 0.001)
+    with looking, inviting(starter, keys, 2, Guests(tmp_path / "nodes")):
+        until(lambda: sum("mdi join 127.0.0.1:" in line for line in caplog.messages) >= 2)
+        told = list(caplog.messages)
+    first = next(i for i, line in enumerate(told) if "mdi join" in line)
+    assert not any("looking for" in line for line in told[first:])
+    assert "on each of the other 2 machines:  mdi join" in capsys.readouterr().err
 
 
 def test_it_says_whom_it_waits_for_and_only_what_is_new(

@@ -127,7 +127,10 @@ class FakeService:
         return {"problems": [problem], "text": "node  state"}
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "nano-llama"}, {"id": "org/other"}]})
+        sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.0}
+        return JSONResponse(
+            {"data": [{"id": "nano-llama", "sampling": sampling}, {"id": "org/other", "sampling": None}]}
+        )
 
     async def _complete(self, request: Request) -> Response:
         self.asked.append(await request.json())

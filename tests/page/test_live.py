@@ -90,6 +90,14 @@ def test_who_is_waited_for() -> None:
     [
         (0, 0.0, None, True, "", ("idle", "Ready: no request at the moment.")),
         (2, 9.0, None, True, "", ("working", "Network-bound: frames spend most of their time on links.")),
+        (
+            1,
+            9.0,
+            None,
+            True,
+            "",
+            ("working", "1 text has its token on one node after the other: 2 or more keep all nodes busy."),
+        ),
         (2, 9.0, "n1", True, "", ("working", "Limited by n1, which computes 93% of the time.")),
         (2, 0.0, None, True, "", ("working", "No token has come in the last second.")),
         (2, 0.0, None, False, "", ("working", "No answer from n1.")),

@@ -215,6 +215,102 @@ def test_several_chats_are_kept(page: Any, service: FakeService) -> None:
     assert page.locator("#chats .open").all_inner_texts() == ["second question"]
 
 
+def open_tab(page: Any, address: str) -> Any:
+    """Another page of the same browser, which shares its storage."""
+    tab = page.context.new_page()
+    tab.set_default_timeout(20_000)
+    tab.goto(address)
+    until(tab, "document.querySelector('#model').options.length > 0")
+    return tab
+
+
+def titles(page: Any) -> list[str]:
+    found: list[str] = page.evaluate("Array.from(document.querySelectorAll('#chats .open'), (one) => one.textContent)")
+    return sorted(found)
+
+
+def test_two_tabs_keep_each_others_chats(page: Any, service: FakeService, address: str) -> None:
+    tab = open_tab(page, address)
+    for one, words in ((page, "first tab"), (tab, "second tab"), (page, "first again")):
+        if one.is_visible("#new-chat"):
+            one.click("#new-chat")
+        say(one, service, words)
+        service.put("yes", None)
+        ended(one)
+    for one in (page, tab):
+        until(one, "document.querySelectorAll('#chats .open').length === 3")
+        assert titles(one) == ["first again", "first tab", "second tab"]
+    tab.click("[aria-label='Delete the chat: first tab']")
+    until(page, "document.querySelectorAll('#chats .open').length === 2")
+    page.reload()
+    until(page, "document.querySelectorAll('#chats .open').length === 2")
+    assert titles(page) == titles(tab) == ["first again", "second tab"]
+    tab.click("#toast button")  # it is back, for both
+    until(page, "document.querySelectorAll('#chats .open').length === 3")
+
+
+def test_an_answer_that_grows_is_not_lost_to_another_tab(page: Any, service: FakeService, address: str) -> None:
+    tab = open_tab(page, address)
+    say(page, service, "grows here")
+    service.put("half ")
+    until(page, f"({TEXT}).includes('half')")
+    tab.evaluate("localStorage.setItem('mdi.chats', '[]')")  # as a tab of an earlier version, which knew only its own
+    until(page, "document.querySelectorAll('#chats .open').length === 1")
+    service.put("whole", None)
+    ended(page)
+    page.reload()
+    until(page, f"({TEXT}).includes('half whole')")
+
+
+def test_a_long_title_ends_with_a_word(page: Any, service: FakeService) -> None:
+    say(page, service, "Name three great lakes of the north, with a list of three points for each of them, please")
+    service.put("yes", None)
+    ended(page)
+    assert titles(page) == ["Name three great lakes of the north, with a list of three…"]
+
+
+CUT_OFF = """() => {
+  const real = window.fetch;
+  window.fetch = (path, more) => String(path).includes("api/ring") ? Promise.reject(TypeError("cut off")) : real(path, more);
+}"""
+STATE = "document.querySelector('#state').textContent"
+
+
+def test_a_server_that_ends_finishes_its_answer(page: Any, service: FakeService) -> None:
+    """It takes no more connections: that is said, and the last ring stays in sight, in grey."""
+    say(page, service, "Go on")
+    service.put("half ")
+    until(page, f"({TEXT}).includes('half')")
+    page.evaluate(CUT_OFF)
+    until(page, f"{STATE} === 'the server is ending; this answer is finished first'")
+    page.click("#tab-ring")
+    assert page.evaluate("document.querySelectorAll('#picture .name').length") == 3, "the ring that was seen last"
+    until(
+        page, "document.querySelector('#view-ring').matches('.stale') && document.querySelector('#run-plan').disabled"
+    )
+    page.click("#tab-chat")
+    service.put("whole", None)
+    ended(page)
+    until(page, f"{STATE} === 'not connected, trying again'")
+
+
+def test_fields_show_what_is_in_force(page: Any, service: FakeService) -> None:
+    """As the server says it of the model; only what a user writes there is sent."""
+    page.click("#options summary")
+    shown = page.evaluate("['temperature', 'top-k', 'min-p'].map((id) => document.querySelector('#' + id).placeholder)")
+    assert shown == ["0.8", "all", "0.05"]
+    say(page, service, "Hello")
+    service.put("yes", None)
+    ended(page)
+    assert not {"temperature", "top_p", "top_k", "min_p"} & service.asked[0].keys()
+
+
+def test_who_needs_a_key_may_type_it_at_once(page: Any) -> None:
+    page.click("#open-models")
+    page.click("#open-key")
+    assert page.evaluate("document.activeElement.id") == "key"
+
+
 def test_damaged_storage_is_survived(page: Any) -> None:
     page.evaluate('localStorage.setItem(\'mdi.chats\', \'[{"id": 3}, null, {"id": "x"}]\')')
     page.evaluate("localStorage.setItem('mdi.settings', '{')")

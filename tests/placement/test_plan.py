@@ -11,6 +11,7 @@ from clusters import block, cluster, model, node
 from mdi.errors import PlacementError
 from mdi.placement.model import ModelShape, Workload
 from mdi.placement.plan import format_plan, plan
+from mdi.placement.planning import plan_lines
 from mdi.placement.profile import ClusterProfile, LinkProfile
 from mdi.units import size
 
@@ -22,6 +23,18 @@ def smaller(shape: ModelShape, by: int = 4, name: str = "int8") -> ModelShape:
 
 def uneven() -> ClusterProfile:
     return cluster(node("starter", 2.0, 300), node("secondary0", 1.0, 300), node("secondary1", 0.05, 300))
+
+
+def test_for_one_text_equals_leave_the_work_to_the_starter() -> None:
+    """And where another node is worth the way, it is said why this machine computes nothing."""
+    for other in (1.0, 1.05):
+        report = plan(cluster(node("starter", 1.0), node("secondary0", other)), model(12), Workload(1, 100))
+        assert [one.name for one in report.nodes] == ["starter"] and not report.notes
+    report = plan(cluster(node("starter", 1.0), node("secondary0", 4.0)), model(12), Workload(1, 100))
+    assert [one.stop - one.start for one in report.nodes] == [0, 12]
+    (note,) = report.notes
+    assert "starter computes no block" in note and "secondary0" in note
+    assert note in plan_lines(report) and any(note in line for line in format_plan(report).splitlines())
 
 
 def test_a_report_agrees_with_itself() -> None:

@@ -114,6 +114,8 @@ def test_roles_of_keys(line: str, wanted: tuple[str, int, str]) -> None:
 def test_a_role_that_there_is_not() -> None:
     with pytest.raises(UsageError):
         read_key(1, "long-secret anna 5 root")
+    with pytest.raises(UsageError, match="^API key 1: expected at least 8 characters without blanks$"):
+        read_key(1, "sekret")
 
 
 class Clock:

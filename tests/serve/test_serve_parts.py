@@ -221,14 +221,9 @@ def test_an_api_key_says_how_many_beams_it_may_have() -> None:
         read_key(1, "long-enough alpha beams=many")
 
 
-def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
-    values = common_fields(read_fields(RequestFields, {}), 16, None).sampling.values
-    assert values == {
-        "temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0, "logit_bias": [], "n_logprobs": None,
-    }  # fmt: skip
-    for no_limit in (-1, 0):
-        assert common_fields(read_fields(RequestFields, {"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
+def test_fields_that_a_request_does_not_name_are_left_to_the_model() -> None:
+    values = common_fields(read_fields(RequestFields, {"top_p": None}), 16, None).sampling.values
+    assert values == {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": [], "n_logprobs": None}
 
 
 def test_the_least_top_p_is_the_best_token_alone() -> None:

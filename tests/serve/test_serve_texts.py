@@ -54,6 +54,18 @@ def test_models(client: openai.OpenAI) -> None:
     assert listed[0].model_extra is not None and listed[0].model_extra["max_model_len"] == 1024
 
 
+def test_what_a_request_leaves_out_is_the_models_own(client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    """As /v1/models says it, and as the commands have it."""
+    sampling = client.models.list().data[0].model_extra["sampling"]  # type: ignore[index]
+    assert sampling == {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.0}
+    text = complete(client, seed=5).choices[0].text
+    assert text == complete(client, seed=5, extra_body=sampling).choices[0].text
+    assert text != complete(client, seed=5, temperature=1, extra_body={"min_p": 0}).choices[0].text
+    flags = ["--prompt", PROMPT, "--n-samples", "1", "--n-tokens", "40", "--seed", "5", "--json", "--device", "cpu"]
+    assert launch("sample", ["--ckpt", str(NANO), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"][0]["text"] == text
+
+
 def test_choices_are_the_samples_of_the_command(client: openai.OpenAI, expected: list[str]) -> None:
     answer = complete(client, n=3, **SAMPLED)
     assert [choice.text for choice in answer.choices] == expected

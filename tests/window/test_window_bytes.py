@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from windows import FRAMES, LENGTH, chunks, run, windowed
 
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.source import open_source
 from mdi.errors import EngineError, LimitError
 from mdi.kernels import library
 from mdi.kernels.layout import matrix_bytes
@@ -23,6 +25,7 @@ from mdi.stages.window_budget import (
     work_bytes,
 )
 from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units, head_units
+from tiny_checkpoint import write_checkpoint
 from waiting import until
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -160,7 +163,7 @@ def test_the_best_window_that_fits_is_chosen_and_the_least_that_works_is_told(tm
     assert chosen(one)[:2] == (1, None)
     with pytest.raises(LimitError) as error:
         chosen(one - 1)
-    assert beside + one <= error.value.least_bytes < beside + one + MB and error.value.code == "memory"
+    assert beside + one <= error.value.least_bytes < beside + one + 10**6 and error.value.code == "memory"
     choose_window("starter", WindowOptions(memory=error.value.least_bytes), blocks, head, memory, taken)
     found.close()
 
@@ -193,6 +196,23 @@ def test_what_is_set_by_hand_is_kept_or_refused(tmp_path: Path) -> None:
         with pytest.raises(LimitError):
             choose_window("starter", by_hand, blocks, head, memory, 0)
     found.close()
+
+
+def test_a_limit_that_packing_needs_is_named(tmp_path: Path) -> None:
+    """For the largest weight of the model, in the unit in which limits are typed and read."""
+    source = open_source(write_checkpoint(tmp_path / "tiny"))
+    packing = Packing("int8", "int8")
+    parts = StoredParts(packing, tmp_path / "spill", taken_bytes() // 2)
+    with pytest.raises(LimitError, match=r"give --memory \d+M") as error:
+        parts.part(source, "block.0")
+    largest = max(source.read_bytes(name) for part in source.part_names() for name in source.shapes(part))
+    assert error.value.least_bytes % 10**6 == 0 and error.value.least_bytes > taken_bytes() // 2 + largest
+    parts.close()
+    enough = StoredParts(packing, tmp_path / "spill", error.value.least_bytes + MARGIN_BYTES)
+    for part in source.part_names():
+        enough.part(source, part)
+    enough.close()
+    source.close()
 
 
 def test_a_process_that_outgrows_its_limit_ends_with_a_word(tmp_path: Path) -> None:

@@ -73,6 +73,22 @@ def download(
     return directory
 
 
+def fetch_settings(
+    name: str, folder: Path, token: str | None = None, revision: str | None = None, cancel: Cancel | None = None
+) -> Path:
+    """The folder, below another, of a model's config.json, which is all that is downloaded. Raises DownloadError."""
+    repo_id, _, tag = name.partition(":")
+    found = look_up(repo_id, token=token, revision=revision)
+    if tag or "config.json" not in found.names:
+        raise DownloadError(
+            f"{name} has no config.json, and its GGUF file says what it is: fetch that with `mdi pull {name}` first",
+            code="no_files",
+        )
+    directory = _directory(folder, repo_id, None)
+    fetch(found, directory, ["config.json"], advice=_FULL, progress=False, cancel=cancel)
+    return directory
+
+
 def _directory(folder: str | Path, repo_id: str, tag: str | None) -> Path:
     organisation, name = repo_id.split("/")
     return Path(folder, organisation, name if tag is None else f"{name}--{tag}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.errors import INSTALL_ALL, CheckpointError, UsageError
-from mdi.spec.cluster import nearest_existing
+from mdi.spec.cluster import what_is_there
 from mdi.spec.settings_file import parse_json, read_yaml
 
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
@@ -50,9 +50,7 @@ def find_folder(name: Path, home: Path) -> Path:
         raise UsageError(f"--ckpt {name} is a file: give the directory that it is in (a chunk is given with --chunk)")
     if not given.is_absolute() and (home / given).is_dir():
         return home / given
-    raise UsageError(
-        f"--ckpt {name}: no such directory (the nearest that exists is {nearest_existing(given)}); {_listed(home)}"
-    )
+    raise UsageError(f"--ckpt {name}: no such directory ({what_is_there(given)}); {_listed(home)}")
 
 
 def check_folder(folder: Path) -> None:
@@ -145,7 +143,10 @@ def describe_pickles(folder: Path) -> str:
 def no_checkpoint(folder: Path) -> str:
     """Say why a folder is not a LitGPT checkpoint, and what to do."""
     if not folder.is_dir():
-        return f"no such directory: {folder} (the nearest that exists is {nearest_existing(folder)})"
+        return f"no such directory: {folder} ({what_is_there(folder)})"
+    if ggufs := sorted(path for path in folder.glob("*.gguf") if not is_later_piece(path)):
+        more = f" and {len(ggufs) - _N_LISTED} more" if len(ggufs) > _N_LISTED else ""
+        return f"{folder} has GGUF files, and one of them is the model: give {', or '.join(map(str, ggufs[:_N_LISTED]))}{more}"
     if (folder / "config.json").is_file() and not (folder / CONFIG_FILE).is_file():
         return (
             describe_pickles(folder)
@@ -154,9 +155,19 @@ def no_checkpoint(folder: Path) -> str:
         )
     have = sorted(name for name in (*WEIGHT_FILES, CONFIG_FILE) if (folder / name).is_file())
     return (
-        f"{folder} is not a LitGPT checkpoint: it needs {CONFIG_FILE} and {' or '.join(WEIGHT_FILES)}, "
-        f"and has {' and '.join(have) or 'neither'}"
+        f"{folder} has no model: neither config.json with *.safetensors nor a GGUF file; and as a LitGPT checkpoint it needs "
+        f"{CONFIG_FILE} and {' or '.join(WEIGHT_FILES)}, and has {' and '.join(have) or 'neither'}"
     )
+
+
+def gguf_name(path: Path) -> str:
+    """What the model in a GGUF file is called: as the file, or as the several that it is in."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+
+
+def is_later_piece(path: Path) -> bool:
+    """Of a GGUF file in several: it is given by its first."""
+    return re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", path.name) is not None
 
 
 def gguf_file(directory: Path) -> Path | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mdi.checkpoint.derived import cast
-from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FILE, gguf_file
+from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FILE, gguf_file, gguf_name
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
     PLAIN,
@@ -41,7 +41,7 @@ from mdi.files import replacing
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
 from mdi.kernels.weight_formats import PACKED_ROWS
-from mdi.spec.cluster import nearest_existing
+from mdi.spec.cluster import what_is_there
 from mdi.spec.model import ModelConfig
 
 _TOP = {
@@ -159,7 +159,7 @@ class GgufSource(WeightSource):
         self._tensors = header.tensors
         self.config = gguf_config(header)
         self.config_hash = config_hash(self.config)
-        self.model = self.config.name
+        self.model = gguf_name(path)  # as the user knows it, and not as its publisher called it once
         arch = header.fields["general.architecture"]
         self._recipes = {
             name: recipe(name, self.config, arch, header.tensors) for name in model_shapes(self.config, str(path))
@@ -287,9 +287,7 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
     try:
         stat = path.stat()
     except OSError as e:
-        raise UsageError(
-            f"{path} cannot be opened: {e.strerror or e} (the nearest that exists is {nearest_existing(path)})"
-        ) from None
+        raise UsageError(f"{path} cannot be opened: {e.strerror or e} ({what_is_there(path)})") from None
     stamp = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()[:8]
     is_inside, directory = directory is not None, directory or folder / GGUF_FOLDERS / f"{path.stem}-{stamp}"
     if (directory / GGUF_NOTE).is_file():

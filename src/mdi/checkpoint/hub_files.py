@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,15 +204,16 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise DownloadError(
-            f"{repo_id}: the connection to {hub} failed ({reason}); run the command again to continue",
+            f"{hub} cannot be reached for {repo_id} ({reason}): check the network and HF_ENDPOINT, and run the command "
+            "again, which continues; or bring the model from a machine that has it, with `mdi export` and `mdi import`",
             code="connection",
         ) from None
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of the HTTP library under huggingface_hub: httpx from 1.0 on, before that requests, with OSErrors."""
-    try:
-        import httpx
-    except ImportError:
-        return ()
-    return (httpx.HTTPError,)
+    """Exceptions of the HTTP library under huggingface_hub, which was requests (with OSErrors), then httpx, then httpx2."""
+    from huggingface_hub import get_session
+
+    package = sys.modules[type(get_session()).__module__.partition(".")[0]]
+    found = getattr(package, "HTTPError", None)
+    return (found,) if isinstance(found, type) else ()

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,12 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.download import download, gguf_tag, read_marker
 from mdi.checkpoint.folder import (
     CHUNKS,
+    GGUF_FOLDERS,
     GGUF_NOTE,
     checkpoints_in,
     gguf_file,
+    gguf_name,
+    is_later_piece,
     is_lit_dir,
     is_readable_hf,
     is_repo_id,
@@ -36,7 +40,7 @@ from mdi.checkpoint.folder import (
 )
 from mdi.errors import MdiError, StoreError, UsageError
 from mdi.files import lock_file, replacing
-from mdi.spec.cluster import nearest_existing
+from mdi.spec.cluster import what_is_there
 from mdi.spec.settings_file import parse_json
 
 VARIABLE = "MDI_STORE"
@@ -185,10 +189,13 @@ class ModelStore:
         for home in (self.folder, *self.others):
             unfinished = [path.parents[2] for path in home.glob("*/*/.cache/huggingface/download")]
             places = {*checkpoints_in(home), *(str(folder.relative_to(home)) for folder in unfinished)}
+            noted = Counter(_noted_name(home, home / place) for place in places)
             for place in sorted(places):
                 folder = home / place
                 if not place.startswith(STATE):
                     name = folder.name if place == "." else Path(place).as_posix().replace("--", ":")
+                    if (noted_name := _noted_name(home, folder)) is not None and noted[noted_name] == 1:
+                        name = noted_name
                     model = StoredModel(name, folder, home, gguf=gguf_file(folder), is_whole=is_whole(folder))
                     found.setdefault(name, model)
         for model in self._cached():
@@ -199,13 +206,16 @@ class ModelStore:
         """The model of that name; its organisation, or the only tag that is there, may be left out."""
         every, wanted = self.all(), name.casefold()
         models = [model for model in every if model.is_whole]
-        for shorten in (
-            str,
-            lambda full: split_name(full)[0],
-            _without_org,
-            lambda full: _without_org(split_name(full)[0]),
-        ):
-            fitting = [model for model in models if shorten(model.name).casefold() == wanted]
+        shortened: tuple[Callable[[StoredModel], str], ...] = (
+            lambda model: model.name,
+            lambda model: split_name(model.name)[0],
+            lambda model: _without_org(model.name),
+            lambda model: _without_org(split_name(model.name)[0]),
+            lambda model: "" if model.gguf is None else gguf_name(model.gguf),
+            lambda model: f"{model.folder.parent.name}/{model.folder.name}",  # as earlier versions called GGUF files
+        )
+        for shorten in shortened:
+            fitting = [model for model in models if shorten(model).casefold() == wanted]
             if len(fitting) == 1:
                 return fitting[0]
             if fitting:
@@ -229,8 +239,8 @@ class ModelStore:
     def describe_missing(self, name: str) -> str:
         """Say that there is no such model, and what is meant, or there."""
         path, names = Path(name).expanduser(), [model.name for model in self.models()]
-        if path.is_absolute() or name.startswith(".") or len(path.parts) > 2:
-            return f"{name}: no such file or directory (the nearest that exists is {nearest_existing(path)})"
+        if path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or path.suffix == ".gguf":
+            return f"{name}: no such file or directory ({what_is_there(path)})"
         short = {_without_org(known): known for known in names}
         near = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name, short, 1)
         if near:
@@ -335,7 +345,7 @@ class ModelStore:
                 if is_readable_hf(folder) and is_whole(folder):
                     yield StoredModel(name, folder, cache, is_own=False)
                 for file in sorted(folder.rglob("*.gguf")):
-                    if re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", file.name) is None:
+                    if not is_later_piece(file):
                         yield StoredModel(f"{name}:{gguf_tag(file.name)}", folder, cache, False, file, file.is_file())
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
@@ -458,6 +468,12 @@ def is_whole(folder: Path) -> bool:
         return bool(files) and all(file.is_file() for file in files)
     except MdiError:
         return False
+
+
+def _noted_name(home: Path, folder: Path) -> str | None:
+    """The name of a GGUF file that lies elsewhere, by its folder in a store. The folder's own name has a hash as well."""
+    file = gguf_file(folder) if folder.parent == home / GGUF_FOLDERS else None
+    return None if file is None else gguf_name(file)
 
 
 def _without_org(name: str) -> str:

@@ -111,11 +111,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def program() -> NoReturn:
-    """`main`, as a whole process."""
-    leave(main())
-
-
 def leave(status: int) -> NoReturn:
     """End this process at once, after everything has been closed.
 
@@ -187,8 +182,8 @@ def _status_of(error: Exception, is_debugging: bool, show: Callable[[MdiError | 
         raise error
     if missing is not None:
         print(
-            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}, "
-            "or `make venv` and then .venv/bin/python",
+            f"error: the library {missing!r} is not installed in {sys.executable}: run {INSTALL_ALL}; "
+            "or `make venv` there, and then .venv/bin/python",
             file=sys.stderr,
         )
     elif isinstance(error, MemoryError):
@@ -356,7 +351,3 @@ def _ignore_both() -> None:
     """Once is enough: what comes again while things are brought to an end in good order would break that off."""
     _on_signal(signal.SIGTERM, signal.SIG_IGN)
     _on_signal(signal.SIGINT, signal.SIG_IGN)
-
-
-if __name__ == "__main__":
-    program()

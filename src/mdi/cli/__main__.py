@@ -1,6 +1,6 @@
 """`python -m mdi.cli <command>`."""
 
-from mdi.cli import program
+from mdi.__main__ import program
 
 if __name__ == "__main__":
     program()

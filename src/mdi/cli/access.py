@@ -32,6 +32,14 @@ def open_keys(options: Options) -> KeyFile | None:
     return None if named is None else KeyFile(Path(named).expanduser())
 
 
+def users_keys(options: Options) -> KeyFile | None:
+    """The key file of --key, else of the environment, else the one that `mdi join` and --machines keep. Raises UsageError."""
+    from mdi.net.keys import KeyFile
+
+    keys = open_keys(options)
+    return KeyFile(default_key_file()) if keys is None and default_key_file().exists() else keys
+
+
 def with_machines(options: Options) -> Options:
     """For --machines: the same as --nodes N with a key, which is made if there is none. Raises UsageError."""
     from dataclasses import replace

@@ -17,9 +17,10 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mdi.cancel import Cancel
+from mdi.errors import MdiError, UsageError
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show, show_error
@@ -36,7 +37,14 @@ Ctrl-C ends an answer that takes too long. Anything else is said to the model.""
 
 logger = logging.getLogger("mdi")
 
-CONTEXT_LIMIT = 4096  # without --sequence-length: enough for a long chat, little enough for position tables
+
+class Refused(MdiError):
+    """A message that the model cannot be given. A person may type another one."""
+
+
+class Reply(NamedTuple):
+    text: str
+    is_interrupted: bool = False
 
 
 def add_arguments(parser: Parser) -> None:
@@ -61,12 +69,11 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
     """
     from contextlib import ExitStack
 
-    from mdi.cli import ignore_interrupts
+    from mdi.cli import INTERRUPTED, ignore_interrupts
     from mdi.cli.access import with_keys, with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.output import write_trace_of
-    from mdi.cli.session import nodes_of, run_options, sampling_params, show_seed, with_model, with_seed
-    from mdi.errors import UsageError
+    from mdi.cli.session import CONTEXT_LIMIT, nodes_of, run_options, sampling_params, with_model, with_seed
     from mdi.run.run import Run
     from mdi.spec.cluster import load_cluster, standalone
 
@@ -83,7 +90,8 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
     options = with_model(with_machines(options), cancel)
     if len(options.named_adapters) > 1:
         raise UsageError("--adapter: a chat takes one adapter")
-    params = sampling_params(with_seed(options))
+    options = with_seed(options)
+    sampling_params(options)  # wrong ones are refused before anything is loaded
     limit = options.sequence_length or CONTEXT_LIMIT
     with ExitStack() as stack:
         discovery = stack.enter_context(Discovery(options, cancel))
@@ -102,18 +110,21 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         if options.prompt_style == "auto" and session.model.codec.prompt_style is None:
             logger.info("no chat template is known for %s: it continues your text (--prompt-style NAME wraps it in one)",
                         session.model.weights.model)  # fmt: skip
-        if question:
-            answer(session, [], question, params, options.stop, name="")
-        else:
-            show_seed(params)
-            _talk(session, params, options.stop)
+        params = sampling_params(options, session.model.codec.drawing)
+        status = 0
+        if not question:
+            status = _talk(session, params, options.stop)
+        elif answer(session, [], question, params, options.stop, name="").is_interrupted:
+            status = INTERRUPTED
         session.raise_failure()
     if options.trace is not None:
         write_trace_of(session, options.trace)
-    return 0
+    return status
 
 
-def _talk(session: Run, params: Any, stop: Sequence[str]) -> None:
+def _talk(session: Run, params: Any, stop: Sequence[str]) -> int:
+    """Until the user ends it; the exit status: 1 if a program, who reads no errors, asked something that was refused."""
+    status = 0
     history: list[tuple[str, str]] = []
     is_terminal = sys.stdin.isatty()
     lines = InputLines(lambda: session.failed)
@@ -132,8 +143,12 @@ def _talk(session: Run, params: Any, stop: Sequence[str]) -> None:
         if re.fullmatch(r"/\w+", line):
             print(_obey(line, history), flush=True)
             continue
-        reply = answer(session, history, line, params, stop)
-        history.append((line, reply))
+        try:
+            history.append((line, answer(session, history, line, params, stop).text))
+        except Refused as e:
+            show_error(e)
+            status = 0 if is_terminal else 1
+    return status
 
 
 def _obey(command: str, history: list[tuple[str, str]]) -> str:
@@ -146,37 +161,34 @@ def _obey(command: str, history: list[tuple[str, str]]) -> str:
 
 def answer(
     session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str], name: str = "Model: "
-) -> str:
-    """Stream one answer, after a name; its text. Raises MdiError if the ring broke."""
-    from mdi.errors import MdiError, UsageError
+) -> Reply:
+    """Stream one answer, after a name, and after the question where the model continues it. Raises MdiError if the ring broke.
+
+    Raises:
+        Refused: the model cannot be given this question.
+    """
     from mdi.text.harmony import without_reasoning
 
+    codec = session.model.codec
     ids = _fit(session, history, question, params.n_tokens)
-    if ids is None:
-        show_error(f"this message alone does not fit into {session.max_length} tokens")
-        return ""
-    try:
-        session.model.check_prompt(ids)
-    except UsageError as e:
-        show_error(e)
-        return ""
-    print(name, end="", flush=True)
     adapter = next(iter(session.adapters), "")
     try:
+        session.model.check_prompt(ids)
+        show(name + ("" if codec.prompt_style is not None else question), end="")
         sample = session.submit(question, ids, params, stop, lambda text: show(text or "\n", end=""), adapter=adapter)
-    except UsageError as e:  # the nodes' caches could never hold it
-        print()
-        show_error(e)
-        return ""
+    except UsageError as e:  # also: the nodes' caches could never hold it
+        raise Refused(str(e), code=e.code) from None
+    is_interrupted = False
     try:
         session.read()
     except KeyboardInterrupt:
+        is_interrupted = True
         sample.cancel()
         session.read()
     except MdiError:
         print()
         raise
-    return without_reasoning(sample.text) if session.model.codec.answers_in_channels else sample.text
+    return Reply(without_reasoning(sample.text) if codec.answers_in_channels else sample.text, is_interrupted)
 
 
 class InputLines:
@@ -211,8 +223,8 @@ class InputLines:
         return (line + newline).decode(errors="replace")
 
 
-def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int] | None:
-    """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands."""
+def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int]:
+    """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands. Raises Refused."""
     most = session.max_length - max((one.n_virtual for one in session.model.weights.adapters), default=0)
     room = max(most - n_tokens, most // 2)
     while True:
@@ -220,5 +232,7 @@ def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: 
         if len(ids) <= room or (not history and len(ids) <= most):
             return ids
         if not history:
-            return None
+            longest = session.model.config.block_size
+            more = "shorten it" if most >= longest else f"--sequence-length N allows more, up to the model's {longest}"
+            raise Refused(f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code="length")
         history.pop(0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.spec.options import Options
-from mdi.terminal import show
+from mdi.terminal import reporting, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 CONTROL_PORT, RING_PORT = 8088, 5088
+REPEAT_S = 60.0  # after which the line for other machines is shown again
+LISTEN_S = 3.0  # announcements come within a second, and an answer of a busy board within two
 INVITED_WAIT_S = 900.0  # as long as a code is good
 
 logger = logging.getLogger("mdi")
@@ -80,6 +82,35 @@ class Discovery:
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
             nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
+        cluster = cluster_of(nodes, starter, keys)
+        for node, config in zip(nodes, cluster.secondaries, strict=True):
+            logger.info("%s is %s", config.name, node.label)
+        return cluster
+
+    def present_now(self, keys: KeyFile, wait_s: float = LISTEN_S) -> list[FoundNode]:
+        """The nodes of a key that announce themselves or have joined once, and answer within so long. Raises UsageError."""
+        from mdi.cli.access import own_address
+        from mdi.control.discovery import Gathering
+
+        with self.sources(keys, self._options.addr or own_address()) as found:
+            return Gathering([*found, self.guests(keys).nodes], keys).within(wait_s, self.cancel)
+
+    def cluster_now(self, keys: KeyFile) -> ClusterConfig:
+        """The same with this machine as the starter, on the ports that a run would take. UsageError if no node answers."""
+        from mdi.cli.access import free_port, own_address
+        from mdi.control.discovery import cluster_of
+        from mdi.errors import UsageError
+        from mdi.spec.cluster import NodeConfig
+
+        logger.info("listening for the nodes of %s for %g s ...", keys.path, LISTEN_S)
+        nodes = self.present_now(keys)
+        if not nodes:
+            raise UsageError(
+                f"no node of the key {keys.path} answers in this network: run `mdi join` on the machines, or give a nodes file "
+                "with --nodes-config"
+            )
+        addr = self._options.addr or own_address()
+        starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         cluster = cluster_of(nodes, starter, keys)
         for node, config in zip(nodes, cluster.secondaries, strict=True):
             logger.info("%s is %s", config.name, node.label)
@@ -236,9 +267,13 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
         def status(self, run: str | None) -> dict[str, Any]:
             return {"name": starter.name, "version": mdi.__version__, "state": "WAITING"}
 
+    line = ""
+
     def tell(code: str) -> None:
+        nonlocal line
         boards = "the other machine" if n_wanted == 1 else f"each of the other {n_wanted} machines"
-        show(f"on {boards}:  mdi join {starter.addr}:{starter.port} {code}", out=sys.stderr)
+        line = f"on {boards}:  mdi join {starter.addr}:{starter.port} {code}"
+        show(line, out=sys.stderr)
 
     def welcome(node: GuestNode, addr: str) -> None:
         logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
@@ -247,7 +282,8 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
     invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted, on_guest=welcome)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
     try:
-        yield invitations.renew
+        with reporting(lambda: line, REPEAT_S, REPEAT_S):  # in the place of lines that would move this one out of sight
+            yield invitations.renew
     finally:
         server.close()
 

@@ -1,10 +1,13 @@
 """Examine a cluster before a run: contact every node, test every link of the ring from both ends, and say what is wrong
-and what to do. The secondaries must be running. Exit status 0 only if there is no problem.
+and what to do. The nodes must be running. Exit status 0 only if there is no problem.
 
 examples:
-  doctor.py --nodes-config settings_distr/lan_3.json
-  doctor.py --nodes-config settings_distr/lan_3.json --ckpt checkpoints/org/model
+  mdi doctor
+      the machines of your key, which `mdi join` fetched or `--machines` made
+  mdi doctor --key cluster.key --ckpt model.gguf
       ... and check whether the blocks of this model fit
+  mdi doctor --nodes-config nodes.json
+      the nodes of that file
 """
 
 from __future__ import annotations
@@ -23,19 +26,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     parser.options(
-        None, "nodes_config", *ACCESS, "ckpt", "layers", "deadline", "json", *COMMON,
-        nodes_config={"help": "nodes file (default: {nodes_config})"},
+        None, "nodes_config", *ACCESS, "addr", "ckpt", "layers", "deadline", "json", *COMMON,
+        nodes_config={"help": "nodes file (default: the machines of the key, else {nodes_config} if it is there)"},
         ckpt={"help": "also check whether the blocks of this checkpoint fit"},
         layers={"help": "blocks per node, starter first (default: an even split)"},
     )  # fmt: skip
 
 
 def run(options: Options, cancel: Cancel) -> int:
-    from mdi.cli import default_nodes_config
-    from mdi.cli.access import with_keys
-    from mdi.spec.cluster import load_cluster
-
-    cluster = with_keys(options, load_cluster(options.nodes_config or default_nodes_config()))
+    cluster = _cluster(options, cancel)
     if options.ckpt is not None:
         from mdi.cli.session import check_cut, with_model
 
@@ -48,6 +47,26 @@ def run(options: Options, cancel: Cancel) -> int:
     report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir(), cancel)
     show(json.dumps(report.to_json()) if options.json else str(report))
     return 0 if report.is_ok else 1
+
+
+def _cluster(options: Options, cancel: Cancel) -> ClusterConfig:
+    """Of the nodes file that is given, else of the user's key, else of the checkout's nodes file. Raises UsageError."""
+    from mdi.cli import default_nodes_config
+    from mdi.cli.access import default_key_file, users_keys, with_keys
+    from mdi.cli.discover import Discovery
+    from mdi.errors import UsageError
+    from mdi.spec.cluster import load_cluster
+
+    if options.nodes_config is None and (keys := users_keys(options)) is not None:
+        with Discovery(options, cancel) as discovery:
+            return discovery.cluster_now(keys)
+    path = options.nodes_config or default_nodes_config()
+    if options.nodes_config is None and not path.is_file():
+        raise UsageError(
+            f"there is no cluster to examine: no key at {default_key_file()}, and no nodes file. `mdi serve --machines N NAME` "
+            "or `mdi key` makes a key, `mdi join` brings machines to it; or give --key FILE or --nodes-config FILE"
+        )
+    return with_keys(options, load_cluster(path))
 
 
 def _needed_bytes(options: Options, cluster: ClusterConfig) -> dict[str, int]:

@@ -6,6 +6,8 @@ examples:
 
 from __future__ import annotations
 
+import shlex
+
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
@@ -21,5 +23,6 @@ def run(options: Options) -> int:
 
     with progress_bar("importing") as progress:
         name, folder = import_model(ModelStore(options.ckpt_folder), options.file.expanduser(), progress)
-    print(f"{name} is in {folder}: mdi run {name}")
+    store = "" if options.ckpt_folder is None else f" --store {shlex.quote(str(options.ckpt_folder))}"
+    print(f"{name} is in {folder}: mdi run{store} {name}")
     return 0

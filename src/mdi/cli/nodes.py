@@ -16,35 +16,29 @@ from mdi.spec.parser import Parser
 if TYPE_CHECKING:
     from mdi.cancel import Cancel
 
-WAIT_S = 3.0
-
 
 def add_arguments(parser: Parser) -> None:
-    wait = {"help": "how long to listen for nodes (%(default)s)", "default": WAIT_S}
+    from mdi.cli.discover import LISTEN_S
+
+    wait = {"help": "how long to listen for nodes (%(default)s)", "default": LISTEN_S}
     parser.options(None, *ACCESS, "addr", "wait_s", "json", *COMMON, wait_s=wait)
 
 
 def run(options: Options, cancel: Cancel) -> int:
-    from pathlib import Path
-
-    from mdi.cli.access import default_key_file, open_keys, own_address
+    from mdi.cli.access import users_keys
     from mdi.cli.discover import Discovery
     from mdi.cli.output import print_json
     from mdi.columns import table
-    from mdi.control.discovery import Gathering
     from mdi.errors import UsageError
-    from mdi.net.keys import KeyFile
     from mdi.terminal import show
 
-    keys = open_keys(options)
-    if keys is None and Path(default_key_file()).exists():
-        keys = KeyFile(default_key_file())
+    keys = users_keys(options)
     if keys is None:
         raise UsageError("nodes are found by their key: give it with --key FILE, or fetch it with `mdi join`")
     if not 0 < options.wait_s <= 600:
         raise UsageError(f"--wait must be more than 0 and at most 600 seconds, got {options.wait_s}")
-    with Discovery(options, cancel) as discovery, discovery.sources(keys, options.addr or own_address()) as found:
-        nodes = Gathering(found, keys).within(options.wait_s, discovery.cancel)
+    with Discovery(options, cancel) as discovery:
+        nodes = discovery.present_now(keys, options.wait_s)
     rows = [as_row(node.announcement.name, node.label, node.status) for node in nodes]
     if options.json:
         print_json({"nodes": rows})

@@ -1,20 +1,24 @@
 """Predict which node gets which blocks, whether the model fits, how fast it is, and what would help. Loads and sends nothing.
 
+The model is whatever `mdi run` runs; of one on the hub only its config.json is fetched. Without nodes the plan is for this
+machine alone, which measures itself.
+
 examples:
-  plan.py --nodes-config settings_distr/lan_3.json --ckpt checkpoints/org/model --n-samples 8
-      the nodes measure themselves and their links (secondary.py must be running on them)
-  plan.py --profiles cluster.json --ckpt checkpoints/org/model --n-samples 8
-  plan.py --profiles cluster.json --config tiny-llama-1.1b --quantize int8 --placement latency
-  plan.py --profiles cluster.json --config openai/gpt-oss-20b --quantize mxfp4
-  plan.py --profiles cluster.json --config tiny-llama-1.1b --nodes starter secondary1 --json
-      with only these two nodes
-  plan.py --example > cluster.json
+  mdi plan model.Q4_K_M.gguf                     does it fit here, and how fast is it?
+  mdi plan Qwen/Qwen3-0.6B --quantize int8
+  mdi plan nano-llama --nodes-config nodes.json --n-samples 8
+      the nodes measure themselves and their links (`mdi secondary` must be running on them)
+  mdi plan --example > cluster.json
       profiles of three single-board computers; change them to yours
+  mdi plan Qwen/Qwen3-0.6B --profiles cluster.json --placement latency
+  mdi plan openai/gpt-oss-20b --profiles cluster.json --quantize mxfp4 --nodes starter secondary1 --json
+      with only these two nodes
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +33,8 @@ from mdi.spec.parser import Parser
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
 from mdi.terminal import show
 
+logger = logging.getLogger("mdi")
+
 if TYPE_CHECKING:
     from mdi.cancel import Cancel
     from mdi.placement.model import ModelShape
@@ -39,12 +45,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     parser.options(
         "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "example",
-        nodes_config={"help": "instead of profiles: nodes file of running nodes, which measure themselves"},
+        nodes_config={"help": "nodes file of running nodes, which measure themselves (default: this machine alone)"},
         wait_s={"help": "for nodes to answer (%(default)s)"},
     )  # fmt: skip
     parser.options(
-        "model", "ckpt", "config", "quantize", "dtype", "kv_dtype",
-        ckpt={"help": "checkpoint made by prepare_model.py"},
+        "model", "model", "ckpt", "ckpt_folder", "config", "hf_token", "revision", "quantize", "dtype", "kv_dtype",
+        ckpt={"help": "the model as a flag: a folder, its name in the store, or a GGUF file"},
         quantize={"help": "weight format: float32, bf16, fp16, int8, int4 or mxfp4", "read": packed_format},
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
@@ -71,7 +77,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
-    options = _with_model(options)
+    from mdi.checkpoint.folder import gguf_file, gguf_name
+
+    options = _with_model(options, cancel)
     if options.example:
         from mdi.placement.profile import boards
 
@@ -84,7 +92,9 @@ def run(options: Options, cancel: Cancel) -> int:
             raise
         _print({"error": str(e), "missing": [{"node": name, "bytes": n} for name, n in e.missing]})
         return 1
-    report = replace(report, notes=(*report.notes, *_chunks_note(options, report)))
+    file = None if options.ckpt is None else gguf_file(options.ckpt)
+    name = report.model if file is None else gguf_name(file)  # as everything else calls it
+    report = replace(report, model=name, notes=(*report.notes, *_chunks_note(options, report)))
     if options.json:
         _print(report.to_json())
     else:
@@ -94,17 +104,38 @@ def run(options: Options, cancel: Cancel) -> int:
     return 0
 
 
-def _with_model(options: Options) -> Options:
-    """The options with the folder that --ckpt means: the weights need not be there, the settings must. Raises UsageError."""
-    from mdi.checkpoint.folder import CONFIG_FILE, no_checkpoint
-    from mdi.cli.session import found_ckpt
+def _with_model(options: Options, cancel: Cancel) -> Options:
+    """The options with a folder as --ckpt, or a name as --config: the weights need not be there, the settings must.
 
+    Raises:
+        UsageError: there is no such model. DownloadError: the hub does not give its settings.
+    """
+    from mdi.checkpoint.folder import CONFIG_FILE, no_checkpoint
+    from mdi.cli.session import found_ckpt, is_hub_name, model_here
+
+    if options.model:
+        if options.ckpt is not None or options.config is not None:
+            raise UsageError(f"the model is {options.model}, and there is --ckpt or --config: give one of them")
+        if (here := model_here(options.model, options.ckpt_folder)) is None:
+            if _known(options.model) is None and is_hub_name(options.model):
+                return replace(options, ckpt=_settings_from_hub(options, cancel))
+            return replace(options, config=options.model)
+        options = replace(options, ckpt=here[0])
     if options.ckpt is None:
         return options
-    folder = found_ckpt(options.ckpt)
+    folder = found_ckpt(options.ckpt, options.ckpt_folder)
     if not any((folder / name).is_file() for name in (CONFIG_FILE, "config.json")):
         raise UsageError(no_checkpoint(folder))
     return replace(options, ckpt=folder)
+
+
+def _settings_from_hub(options: Options, cancel: Cancel) -> Path:
+    """A folder with the config.json of a model on the hub. Raises DownloadError."""
+    from mdi.checkpoint.download import fetch_settings
+    from mdi.files import default_cache_dir
+
+    folder = default_cache_dir() / "settings"
+    return fetch_settings(options.model, folder, options.hf_token, options.revision, cancel)
 
 
 def _chunks_note(options: Options, report: PlanReport) -> list[str]:
@@ -136,16 +167,13 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
 def _plan(options: Options, cancel: Cancel) -> PlanReport:
     from mdi.placement.profile import read_profile
 
-    if options.profiles is None and options.nodes_config is not None:
+    if options.profiles is not None and options.nodes_config is not None:
+        raise UsageError("--profiles and --nodes-config both say which nodes there are: give one of them")
+    if options.profiles is None:
         profile = _live(options, cancel)
         if options.save_profiles is not None:
             _save(options.save_profiles, profile)
         return plan_on(options, profile)
-    if options.profiles is None or options.nodes_config is not None:
-        raise UsageError(
-            "give the nodes: --nodes-config FILE for nodes that are running, or --profiles FILE (--example prints one to "
-            "start from)"
-        )
     return plan_on(options, read_profile(_read(options.profiles), str(options.profiles)))
 
 
@@ -157,15 +185,22 @@ def _read(path: Path) -> str:
 
 
 def _live(options: Options, cancel: Cancel) -> ClusterProfile:
-    """Profiles that the nodes of a nodes file measure of themselves."""
-    from mdi.cli.access import with_keys
+    """Profiles that the nodes of a nodes file, or this machine alone, measure of themselves."""
+    from mdi.cli.access import open_keys, with_keys
+    from mdi.cli.discover import Discovery
     from mdi.files import default_cache_dir
-    from mdi.spec.cluster import load_cluster
+    from mdi.spec.cluster import load_cluster, standalone
 
-    assert options.nodes_config is not None
-    cluster = with_keys(options, load_cluster(options.nodes_config))
     if options.ckpt is None and options.config is None:
-        raise UsageError("give the model that the nodes are to measure: --ckpt DIRECTORY or --config NAME")
+        raise UsageError("give the model: its NAME, a folder or a GGUF file, as for `mdi run`")
+    if options.nodes_config is not None:
+        cluster = with_keys(options, load_cluster(options.nodes_config))
+    elif (keys := open_keys(options)) is not None:
+        with Discovery(options, cancel) as discovery:
+            cluster = discovery.cluster_now(keys)
+    else:
+        cluster = standalone()
+        logger.info("the plan is for this machine alone; --key, --nodes-config or --profiles (see --example) give more")
 
     from mdi.checkpoint.manifest import config_hash
     from mdi.host.threads import choose_threads, threads_of_others
@@ -260,7 +295,7 @@ def _config(options: Options, profile: ClusterProfile | None) -> ModelConfig:
     if options.config is not None:
         return _config_of(options.config)
     if profile is None or not profile.model:
-        raise UsageError("give the model: --ckpt DIRECTORY or --config NAME")
+        raise UsageError("give the model: its NAME, a folder or a GGUF file, as for `mdi run`")
     return _named(profile.model)
 
 
@@ -275,30 +310,55 @@ def _config_of(name: str) -> ModelConfig:
     return read_config(path) if path.is_file() else _named(name)
 
 
-def _named(name: str) -> ModelConfig:
-    """Of a name on the hub, or of litgpt's. Raises UsageError, CheckpointError: nothing here computes this model."""
+def _known(name: str) -> ModelConfig | None:
+    """Of a name that is known without its files, here or in litgpt's table. Raises CheckpointError: nothing computes it."""
     from dataclasses import asdict
-    from difflib import get_close_matches
 
-    from mdi.checkpoint.litgpt_module import litgpt_module
-    from mdi.checkpoint.published import PUBLISHED, published_config
+    from mdi.checkpoint.published import published_config
     from mdi.checkpoint.shapes import full_config
 
     published = published_config(name)
-    if published is not None:  # without litgpt, too
+    if published is not None or (litgpt := _litgpt_config()) is None:
         return published
-    litgpt = litgpt_module("config")
-    name_to_config = litgpt.name_to_config
-    by_hub_name = {f"{c['hf_config']['org']}/{c['hf_config']['name']}": n for n, c in name_to_config.items()}
+    table = litgpt.name_to_config
+    by_hub_name = {f"{c['hf_config']['org']}/{c['hf_config']['name']}": n for n, c in table.items()}
     known = by_hub_name.get(name, name)
-    if known in name_to_config:
-        return full_config(asdict(litgpt.Config.from_name(known)), known)
-    names = {written.lower(): n for n in (*name_to_config, *PUBLISHED) for written in (n, n.partition("/")[2] or n)}
+    return full_config(asdict(litgpt.Config.from_name(known)), known) if known in table else None
+
+
+def _litgpt_config() -> Any:
+    """litgpt's module of this name; None where litgpt is not installed."""
+    from mdi.checkpoint.litgpt_module import litgpt_module
+
+    try:
+        return litgpt_module("config")
+    except ModuleNotFoundError as e:
+        if not (e.name or "").startswith("litgpt"):
+            raise
+        return None
+
+
+def _named(name: str) -> ModelConfig:
+    """Of a name that is known without its files. Raises UsageError, CheckpointError."""
+    from difflib import get_close_matches
+
+    from mdi.checkpoint.published import PUBLISHED
+
+    if (known := _known(name)) is not None:
+        return known
+    litgpt = _litgpt_config()
+    table = () if litgpt is None else litgpt.name_to_config
+    names = {written.lower(): n for n in (*table, *PUBLISHED) for written in (n, n.partition("/")[2] or n)}
     lower = name.lower()
     alike = [written for written in names if lower in written] + get_close_matches(lower, names, n=5, cutoff=0.75)
     near = list(dict.fromkeys(names[written] for written in alike))
     hint = f"; did you mean {', '.join(near[:5])}?" if near else ""
-    raise UsageError(f"there is no file or directory {name!r}, and no known model has this name{hint}")
+    more = (
+        ""
+        if litgpt is not None
+        else "; ORG/NAME asks the hub, and with litgpt (pip install litgpt) more names are known"
+    )
+    raise UsageError(f"there is no file or directory {name!r}, and no known model has this name{hint}{more}")
 
 
 def _measured(profile: ClusterProfile, config: ModelConfig, shape: ModelShape) -> ModelShape | None:
@@ -307,6 +367,8 @@ def _measured(profile: ClusterProfile, config: ModelConfig, shape: ModelShape) -
 
     if profile.config_hash == shape.config_hash:
         return model_shape(config, profile.format)
+    if not profile.model:
+        return None
     try:
         other = model_shape(_named(profile.model), profile.format)
     except MdiError:

@@ -137,5 +137,6 @@ def _whole(path: str) -> str:
 def _restored(options: Options, flags: dict[str, Any]) -> Options:
     """The options of a run, but for those of this command."""
     kept = {*OWN, *(["nodes_config"] if options.nodes_config is not None else [])}
+    flags = {"min_p": 0.0, **flags}  # which earlier versions did not have
     found = {name: value for name, value in flags.items() if name not in kept}
     return options.with_given({n: Path(str(v.get("path"))) if isinstance(v, dict) else v for n, v in found.items()})

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mdi.serve.process import ApiProcess
     from mdi.spec.cluster import ClusterConfig
 
-CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
-
 logger = logging.getLogger("mdi")
 
 
@@ -96,6 +94,7 @@ def _serve(options: Options, api: ApiProcess, catalog: Catalog, cancel: Cancel) 
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
+    from mdi.cli.session import CONTEXT_LIMIT
     from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
     from mdi.serve.backend import Backend, handlers

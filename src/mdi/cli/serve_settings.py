@@ -79,10 +79,12 @@ def read_key(number: int, line: str) -> ApiKey:
             f"API key {number}: expected a whole number behind {' and '.join(f'{name}=' for name in limits)}"
         )
     role = parts.pop() if len(parts) > 1 and parts[-1] in ROLES else "user"
-    if not 1 <= len(parts) <= 3 or len(parts[0]) < 8:
+    if not parts or len(parts[0]) < 8:
+        raise UsageError(f"API key {number}: expected at least 8 characters without blanks")
+    if len(parts) > 3:
         raise UsageError(
-            f"API key {number}: expected at least 8 characters without blanks, then its name, its priority, its limits "
-            f"({' and '.join(f'{limit}=N' for limit in LIMITS)}) and its role ({' or '.join(ROLES)})"
+            f"API key {number}: expected the key, its name, its priority, its limits "
+            f"({' and '.join(f'{limit}=N' for limit in LIMITS)}) and its role ({' or '.join(ROLES)}), in this order"
         )
     name = parts[1] if len(parts) > 1 else f"key{number}"
     try:

@@ -6,15 +6,16 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import DownloadError, UsageError
 from mdi.spec.options import Options
+from mdi.text.drawing import OWN
 
 if TYPE_CHECKING:
     from mdi.cli.discover import Discovery
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from mdi.stages.window_budget import WindowOptions
 
 SWARM_CACHE_SHARE = 0.5  # of each node's free memory, for one starter's caches: others come, too
+
+CONTEXT_LIMIT = 8192  # without --sequence-length: enough for a long chat, little enough for position tables
 
 logger = logging.getLogger("mdi")
 
@@ -66,7 +69,7 @@ def is_here(name: str, folder: Path | None) -> bool:
 
 def _named_model(options: Options, cancel: Cancel) -> Path:
     """The folder of the model that is named, fetched if it is not here; without a name, of the last one. Raises MdiError."""
-    from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model, is_model_name
+    from mdi.checkpoint.model_store import ModelStore
 
     store = ModelStore(options.ckpt_folder)
     name = options.model or store.last()
@@ -74,25 +77,49 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
         raise UsageError(f"give the model: NAME (or --ckpt DIR, or --chunk FILE); {store.describe()}")
     if not options.model:
         logger.info("the model is %s, the last one that was used", name)
-    path = Path(name).expanduser()
-    if path.exists():
-        folder, name = found_ckpt(path, options.ckpt_folder), str(path.absolute())
-    elif (model := store.find(name)) is not None:
-        folder, name = store.folder_of(model), model.name
-    elif name == EMBEDDED and (embedded := embedded_model()) is not None:
-        folder = embedded
-    elif is_model_name(name):
+    if (here := model_here(name, options.ckpt_folder)) is not None:
+        folder, name = here
+    elif is_hub_name(name):
         try:
             logger.info("%s is not here; asking the hub for it (it goes to %s)", name, store.folder)
             folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
         except DownloadError as e:
-            if e.code != "unknown":
+            more = {
+                "unknown": store.describe_missing(name),
+                "connection": store.describe(),
+                "offline": store.describe(),
+            }
+            if e.code not in more:
                 raise
-            raise DownloadError(f"{e}; {store.describe_missing(name)}", code=e.code) from None
+            raise DownloadError(f"{e}; {more[e.code]}", code=e.code) from None
     else:
         raise UsageError(store.describe_missing(name))
     store.remember(name)
     return folder
+
+
+def model_here(name: str, home: Path | None) -> tuple[Path, str] | None:
+    """The folder and the whole name of a model that needs not be fetched: a path, one of the store, or the embedded one.
+
+    Args:
+        home: the store; None: the default one.
+    """
+    from mdi.checkpoint.model_store import EMBEDDED, ModelStore, embedded_model
+
+    store, path = ModelStore(home), Path(name).expanduser()
+    if path.exists():
+        return found_ckpt(path, home), str(path.absolute())
+    if (model := store.find(name)) is not None:
+        return store.folder_of(model), model.name
+    embedded = embedded_model() if name == EMBEDDED else None
+    return None if embedded is None else (embedded, name)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this may be a model on the hub, and no file that is not there."""
+    from mdi.checkpoint.model_store import is_model_name
+
+    return is_model_name(name) and Path(name).suffix != ".gguf"
 
 
 def check_cut(options: Options, n_nodes: int) -> None:
@@ -123,9 +150,8 @@ def found_ckpt(name: Path, home: Path | None = None) -> Path:
     store, given = ModelStore(home), name.expanduser()
     if given.suffix == ".gguf" and not given.is_dir():
         return gguf_directory(given, store.folder)
-    if not given.exists() and (model := store.find(name.as_posix())) is not None:
-        return store.folder_of(model)
-    return find_folder(name, store.folder)
+    here = None if given.exists() else model_here(name.as_posix(), home)
+    return find_folder(name, store.folder) if here is None else here[0]
 
 
 def check_chunk(chunk: Path | None) -> None:
@@ -283,15 +309,21 @@ def with_seed(options: Options) -> Options:
     return options if options.seed is not None else replace(options, seed=secrets.randbelow(10**9))
 
 
-def sampling_params(options: Options) -> SamplingParams:
-    """How tokens are drawn, by options with a seed. Raises UsageError."""
+def sampling_params(options: Options, drawing: Mapping[str, float] = OWN) -> SamplingParams:
+    """How tokens are drawn, by options with a seed. Raises UsageError.
+
+    Args:
+        drawing: of the model (TextCodec.drawing), for what the options leave out.
+    """
     from mdi.engine.sequence import SamplingParams
 
     assert options.seed is not None
     if not all(options.stop):
         raise UsageError("--stop: an empty text would end every sample at once")
     named = {field.name for field in fields(SamplingParams)}.intersection(field.name for field in fields(options))
-    return SamplingParams(**{**{name: getattr(options, name) for name in named}, "top_k": options.top_k or None})
+    stated = {name: value for name in named if (value := getattr(options, name)) is not None}
+    values: dict[str, Any] = {**drawing, **stated}
+    return SamplingParams(**{**values, "top_k": values["top_k"] or None})
 
 
 def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:

@@ -128,7 +128,8 @@ def generate(
         prompts = read_prompts(options.prompt, options.n_samples, default=options.samples_of_one)
     else:
         prompts = [text.prompt for text in known]
-    params, beams = sampling_params(options), beams_of(options, prompts)
+    sampling_params(options)  # wrong ones are refused before anything is loaded
+    beams = beams_of(options, prompts)
     if beams is not None:  # texts of one prompt one after the other, the best first
         prompts.sort(key={prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}.__getitem__)
     options = with_model(options, cancel, is_litgpt=family is None)
@@ -144,6 +145,7 @@ def generate(
             with session:
                 if journaling is not None:
                     journaling.begin(options, session, prompts)
+                params = sampling_params(options, session.model.codec.drawing)
                 if is_reported and beams is None:
                     show_seed(params)
                 _submit(session, prompts, params, options.stop, known, is_streaming, beams)

@@ -15,7 +15,10 @@ from urllib.parse import urlsplit
 from mdi.errors import ControlError
 
 BODY_TYPES = ("application/json", "application/octet-stream")
-TYPE_WANTED = "send the body as content-type application/json or application/octet-stream, or without a type"
+TYPE_WANTED = (
+    "send the body as content-type application/json (curl: -H 'Content-Type: application/json') or application/octet-stream, "
+    "or without a type"
+)
 
 
 def check_sender(headers: Mapping[str, str], is_open: bool) -> None:

@@ -243,7 +243,8 @@ class RingWorker:
         is_kept = not is_broken and self._may_come_back(error)
         self._store.release(self.held, self.request.epoch, is_kept, is_failed=is_broken)
         self.finish(error)
-        logger.info("%s waits for the next run", self._name)
+        if not self.is_replaced:
+            logger.info("%s waits for the next run", self._name)
         self._on_end()
         if is_kept and not self.is_replaced:  # what was replaced is for the ring that comes instead
             with self.changed:
@@ -264,7 +265,9 @@ class RingWorker:
             self._note_change()
 
     def _log(self, error: Exception) -> None:
-        if isinstance(error, AbandonedError):
+        if self.is_replaced:
+            logger.info("%s goes over to another ring of this run", self._name)
+        elif isinstance(error, AbandonedError):
             logger.info("%s: %s", self._name, error)
         elif isinstance(error, RingError):
             logger.warning("%s: the run ended: %s", self._name, error)

@@ -217,7 +217,7 @@ class PlanReport:
         tensor: all nodes computing every block together, for one text (--parallel tensor).
         parallel: what --parallel auto would take for all texts; None of one node.
         groups: stages whose nodes compute their blocks together; `nodes` has them by the names of the groups.
-        notes: where the numbers are less sure than they look.
+        notes: where the numbers are less sure than they look, and why the starter has no block.
         stage_s_one, all_stages_s_one: of the slowest node, and of all nodes together, for one row.
         draft: the speed of one text whose next tokens are guessed; None: no rate of right guesses was given.
     """
@@ -393,10 +393,21 @@ def report(
         tokens_s_one=one.tokens_s,
         limit=limit_of(placement, prediction),
         advice=tuple(advice(cost, placement, prediction, smaller)),
-        notes=(*notes, *_refused_caches(cost.shape.kv_dtype, nodes)),
+        notes=(*notes, *_idle_starter(cost, placement), *_refused_caches(cost.shape.kv_dtype, nodes)),
         stage_s_one=max(one.stage_s),
         all_stages_s_one=sum(one.stage_s),
     )
+
+
+def _idle_starter(cost: CostModel, placement: Placement) -> list[str]:
+    """Why this machine, of all, gets no block."""
+    if len(placement.order) == 1 or placement.counts[0]:
+        return []
+    terms = cost.terms(len(placement.order))
+    times = [f"{placement.names[k]} {duration(terms.unit_s(i))}" for k, i in enumerate(placement.order)]
+    return [
+        f"{placement.names[0]} computes no block, since it is not faster with any: a block takes {', '.join(times)}"
+    ]
 
 
 def _refused_caches(kv_dtype: str, nodes: Sequence[NodePlan]) -> list[str]:
@@ -452,12 +463,12 @@ _HEADS = ("node", "device", "computed by", "blocks", "weights", "caches", "other
 def format_plan(report: PlanReport) -> str:
     """Table, speed, limit, advice and notes."""
     workload = report.workload
-    n = workload.n_sequences
+    n, columns = workload.n_sequences, _columns(report.nodes)
     lines = [
         f"{report.model or 'model'} in {report.format}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
         f"tokens, caches in {report.kv_dtype}, placement {report.placement.method}",
         "",
-        *table([_HEADS, *(_row(node) for node in report.nodes)], left=range(4)),
+        *table(columns, left=range(columns[0].index("weights"))),
         "",
     ]
     lines += _torch_lines(report.nodes)
@@ -519,6 +530,13 @@ def left_out_lines(placement: Placement) -> list[str]:
     if left and can_all_have_blocks:
         lines.append("          --placement even uses all nodes, if they have the memory")
     return lines
+
+
+def _columns(nodes: Sequence[NodePlan]) -> list[tuple[str, ...]]:
+    """The table, without what nobody knows."""
+    rows = [_HEADS, *(_row(node) for node in nodes)]
+    unknown = set() if any(node.computed_by for node in nodes) else {_HEADS.index("computed by")}
+    return [tuple(cell for i, cell in enumerate(row) if i not in unknown) for row in rows]
 
 
 def _row(node: NodePlan) -> tuple[str, ...]:

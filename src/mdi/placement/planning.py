@@ -150,4 +150,4 @@ def plan_lines(report: PlanReport) -> list[str]:
     """Log lines about a plan at the beginning of a run."""
     ranges = format_blocks([node.name for node in report.nodes], [(node.start, node.stop) for node in report.nodes])
     lines = [f"placement {report.placement.method}: blocks {ranges}; about {report.tokens_s:.3g} tokens/s expected"]
-    return lines + left_out_lines(report.placement)
+    return [*lines, *report.notes, *left_out_lines(report.placement)]

@@ -157,7 +157,7 @@ class Choice:
     @property
     def format(self) -> str:
         """The form of the weights on this node."""
-        return self.computing.quantize or self.computing.dtype
+        return self.computing.format
 
     @property
     def formats(self) -> tuple[str | None, str | None]:

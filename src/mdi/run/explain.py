@@ -352,7 +352,7 @@ def format_explanation(trace: Trace, explanation: Explanation) -> str:
     rate = "" if is_cut else f" ({trace.n_tokens / summary.duration_s:.1f} tokens/s)"
     head = (
         f"{trace.model}: {trace.n_tokens} tokens, {summary.n_frames} frames in {summary.duration_s:.2f} s"
-        f"{rate}, {summary.n_nodes} nodes"
+        f"{rate}, {counted(summary.n_nodes, 'node')}"
     )
     lines = [head, ""]
     lines += [f"{i}. {finding.words}." for i, finding in enumerate(explanation.findings, 1)]

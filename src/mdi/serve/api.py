@@ -209,7 +209,8 @@ class _Models:
         context = facts and facts["context"] - facts["n_virtual"].get(name, 0)
         if model != name:
             made["parent"] = model
-        return {**made, "is_loaded": is_loaded, "max_model_len": context}
+        drawing = facts and facts["tokenizer"]["drawing"]  # what a request without these fields gets
+        return {**made, "is_loaded": is_loaded, "max_model_len": context, "sampling": drawing}
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

@@ -122,6 +122,7 @@ def plan_now(node: Run | None, ring: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{e}"}
     except MdiError as e:
         return {"error": f"this ring cannot be planned: {e}"}
+    report = replace(report, model=node.model.weights.model)
     gain, texts = report.tokens_s / as_it_is.tokens_s, counted(running, "text")
     words = f"For {texts} at once the blocks lie as they should."
     if gain >= WORTH:

@@ -58,7 +58,7 @@ class LoadedModel:
     def of(cls, facts: dict[str, Any]) -> LoadedModel:
         """Made from the engine process's report; CheckpointError if its files are damaged."""
         tokenizer = ServedTokenizer(facts["tokenizer"])
-        codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"])
+        codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"], drawing=facts["tokenizer"]["drawing"])
         template = read_template(Path(facts["tokenizer"]["directory"]))
         context = facts["context"]
         most = SHORTENED * context * tokenizer.longest_token

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from mdi.checkpoint.folder import gguf_file
 from mdi.checkpoint.model_store import is_model_name
 from mdi.files import module_environment
 from mdi.serve.api_errors import ApiError, invalid
@@ -215,8 +216,10 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder."""
+    """Bytes of the files in a model's folder, and of the GGUF file that it stands for."""
     try:
-        return sum(one.stat().st_size for one in (path.iterdir() if path.is_dir() else [path]) if one.is_file())
+        files = {one for one in (path.iterdir() if path.is_dir() else [path]) if one.is_file()}
+        file = gguf_file(path)
+        return sum(one.stat().st_size for one in files | ({file} if file is not None else set()))
     except OSError:
         return 0

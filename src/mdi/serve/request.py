@@ -51,15 +51,15 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields that `mdi.engine.sequence.SamplingParams` has by the same names, with OpenAI's defaults."""
+    """Fields that `mdi.engine.sequence.SamplingParams` has by the same names; None is what the model has (mdi.text.drawing)."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Share = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
-    min_p: Share = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Share | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] = {}
 
 
@@ -118,7 +118,9 @@ def check_spelling(kind: type[RequestFields], given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are continued: the fields of `mdi.engine.sequence.SamplingParams` that a request says, as plain JSON."""
+    """How texts are continued: the fields of `mdi.engine.sequence.SamplingParams` that a request says, as plain JSON; those
+    that it leaves out are the model's.
+    """
 
     values: dict[str, Any]
     seed: int
@@ -216,10 +218,11 @@ def _sampling(fields: RequestFields, n_logprobs: int | None) -> Sampling:
     seed = fields.seed
     if seed is not None and not -(1 << 63) <= seed < 1 << 64:
         raise invalid("seed", "expected a whole number of 64 bits")
+    stated = {name: getattr(fields, name) for name in SamplingFields.__struct_fields__}
+    if fields.top_p is not None:
+        stated["top_p"] = max(fields.top_p, LEAST_TOP_P)
     values = {
-        **{name: getattr(fields, name) for name in SamplingFields.__struct_fields__},
-        "top_k": fields.top_k if fields.top_k > 0 else None,
-        "top_p": max(fields.top_p, LEAST_TOP_P),
+        **{name: value for name, value in stated.items() if value is not None},
         "logit_bias": _logit_bias(fields.logit_bias),
         "n_logprobs": n_logprobs,
     }
@@ -408,8 +411,9 @@ def _count(api: ApiState, n_tokens: int, begin: float, last: float, now: float) 
 
 def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: CommonFields, index: int) -> dict[str, Any]:
     most = model.context - len(prompt)
-    sampling = {
-        **fields.sampling.values,
+    sampling = {**model.codec.drawing, **fields.sampling.values}
+    sampling |= {
+        "top_k": sampling["top_k"] if sampling["top_k"] > 0 else None,
         "n_tokens": most if fields.n_tokens is None else min(fields.n_tokens, most),
         "seed": seed_of(fields.sampling.seed, index),
     }

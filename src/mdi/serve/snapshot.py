@@ -19,6 +19,7 @@ from mdi.host.resources import device_free_bytes
 from mdi.metrics import NodeMetrics, tokens_per_round
 from mdi.run.explain import BUSY
 from mdi.run.trace import Reading, settled, timer_of
+from mdi.units import counted
 
 if TYPE_CHECKING:
     from mdi.control.client import ControlClient
@@ -333,4 +334,9 @@ def ring_words(ring: Mapping[str, Any], trouble: str) -> tuple[str, str]:
         return state, f"Limited by {slowest['name']}, which computes {slowest['busy']:.0%} of the time."
     if not ring["tokens_s"]:
         return state, "No token has come in the last second."
+    n_nodes, running = len(ring["nodes"]), ring["texts"]["running"]
+    busy = sum(node.get("busy") or 0.0 for node in ring["nodes"])
+    if running < n_nodes and busy >= running / 2:
+        texts = counted(running, "text") + (" has its token" if running == 1 else " have their tokens")
+        return state, f"{texts} on one node after the other: {n_nodes} or more keep all nodes busy."
     return state, "Network-bound: frames spend most of their time on links."

@@ -6,7 +6,10 @@ This module knows nothing of models, sockets or torch.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -239,6 +242,17 @@ def nearest_existing(path: str | Path) -> Path:
     return p
 
 
+def what_is_there(path: str | Path) -> str:
+    """For the error about a path that does not exist: the file or folder that was probably meant, else the nearest parent."""
+    wanted, parent = Path(path).expanduser().absolute(), nearest_existing(path)
+    missing = wanted.relative_to(parent).parts[:1]
+    with contextlib.suppress(OSError):
+        names = {name.casefold(): name for name in os.listdir(parent)}
+        if missing and (near := difflib.get_close_matches(missing[0].casefold(), names, 1)):
+            return f"is {parent / names[near[0]]} meant?"
+    return f"the nearest that exists is {parent}"
+
+
 def node_of(entry: Any, name: str, where: str) -> NodeConfig:
     """One node from its entry in a nodes file; `where` names the entry in errors. Raises UsageError."""
     return decode(_Entry, entry, where, UsageError).config(name, where)
@@ -262,11 +276,13 @@ def parse_cores(text: str, where: str) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Bytes of a text like "2G", "500M" or "4096"; K, M and G are 1024 times the one before. UsageError if it is none."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    """Bytes of a text like "2G", "500MB" or "4096": powers of ten, as sizes are shown, and of 1024 for "500MiB". UsageError if
+    it is none.
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(I?)B?\s*", text.upper())
     if found is None:
         raise UsageError(f"{where}: expected a size like 2G, 500M or a number of bytes, got {text!r}")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
 
 
 def check_dtype(name: str | None) -> str | None:

@@ -56,7 +56,7 @@ def excess(config: Mapping[str, Any]) -> str:
     return ""
 
 
-REPLAY_BYTES = 64 << 20  # default
+REPLAY_BYTES = 64_000_000  # default
 ROW_VALUE_BYTES = 4  # of a row's values, at most
 
 

@@ -525,9 +525,19 @@ class Options(StarterOptions):
         f"texts to generate at once (default: one per prompt; {DEFAULT_N_SAMPLES} for a single one)"
     )] = None
     n_tokens: Annotated[int, Option("new tokens per sample (%(default)s)")] = 300
-    temperature: Annotated[float, Option("0 always takes the likeliest token (%(default)s)")] = 0.8
-    top_k: Annotated[NotNegative, Option("draw from the k likeliest tokens; 0 is all (%(default)s)")] = 200
-    top_p: Annotated[float, Option("... that have this probability together (%(default)s)")] = 1.0
+    temperature: Annotated[Annotated[float, Meta(ge=0)] | None, Option(
+        "0 always takes the likeliest token (default: the model's generation_config.json, else 0.8)", metavar="T"
+    )] = None
+    top_k: Annotated[NotNegative | None, Option(
+        "draw from the k likeliest tokens; 0 is all (default: generation_config.json, else all)", metavar="K"
+    )] = None
+    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, Option(
+        "... that have this probability together (default: generation_config.json, else 1)", metavar="P"
+    )] = None
+    min_p: Annotated[Share | None, Option(
+        "... and none that is less probable than this part of the likeliest (default: generation_config.json, else 0.05)",
+        metavar="P",
+    )] = None
     beams: Annotated[int | None, Option(
         "search the best texts of each prompt, K at the same time, instead of drawing tokens; --n-samples of them are shown",
         metavar="K",
@@ -682,7 +692,7 @@ RING = (
 )  # fmt: skip
 PARALLEL = ("mode", "parts", "algorithm", "reduce_dtype", "is_head_shared")
 DRAFT = ("draft", "draft_inexact", "adapter")
-DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "stop", "prompt_style", "seed", *DRAFT)
+DRAWING = ("n_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "prompt_style", "seed", *DRAFT)
 GENERATION = ("prompt", "n_samples", *DRAWING, "beams", "length_penalty", "early_stopping")
 TUNING = (
     "data", "held_out", "method", "task", "lora_r", "lora_alpha", "lora_targets", "prompt_length", "micro_batches",

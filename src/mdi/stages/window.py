@@ -35,7 +35,7 @@ from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
-from mdi.units import size
+from mdi.units import megabytes, size
 
 logger = logging.getLogger("mdi")
 
@@ -317,13 +317,11 @@ class StoredParts:
         if self._spill is None:
             self._spill = _Spill(self._folder)
         found = StoredPart()
-        shapes = source.shapes(part)
+        self._check_memory(source, part)
         if not source.has_single_tensors:
-            self._check_memory(part, part, shapes, 0)
             self._add(found, source.weights(part, self._packing))
             return found
-        for name, shape in shapes.items():
-            self._check_memory(part, name, {name: shape}, source.read_bytes(name))
+        for name in source.shapes(part):
             self._add(found, source.packed(name, self._packing))
             source.release()
         return found
@@ -343,20 +341,31 @@ class StoredParts:
                 found.arrays[name] = weight.copy()
         self.packed_bytes = spill.n_bytes
 
-    def _check_memory(self, part: str, name: str, shapes: Mapping[str, tuple[int, ...]], mapped_bytes: int) -> None:
-        """Packing takes memory, too: what is packed, rows of it in plain numbers, and what is mapped meanwhile.
+    def _check_memory(self, source: WeightSource, part: str) -> None:
+        """Packing takes memory, too. Raises LimitError."""
+        taken = taken_bytes()
+        if self._limit is None or taken + max(self._steps(source, part))[0] <= self._limit:
+            return
+        most, name = max(step for one in source.part_names() for step in self._steps(source, one))
+        enough = megabytes(taken + most)
+        raise LimitError(
+            f"{size(self._limit)} of memory are not enough to pack {name}, which takes {size(most)} beside the {size(taken)} "
+            f"of this process: give --memory {enough}M, or store the weights packed before (`mdi prepare-model --quantize`)",
+            enough * 10**6,
+        )
 
-        Raises LimitError.
-        """
-        specs = [self._packing.stored(key, TensorSpec("F32", shape)) for key, shape in shapes.items()]
-        packed = sum(spec.n_bytes for stored in specs for spec in stored.values())
-        rows = weight_format(self._packing.of_part(part)).load_bytes(widest(shapes.values()))
-        needed = taken_bytes() + packed + rows + mapped_bytes
-        if self._limit is not None and needed > self._limit:
-            raise LimitError(
-                f"packing {name} takes {size(needed)}, more than the {size(self._limit)} of --memory: store the weights packed "
-                "(prepare_model.py --quantize) and ask for that format with --quantize",
-                needed,
+    def _steps(self, source: WeightSource, part: str) -> Iterator[tuple[int, str]]:
+        """What is packed at a time: bytes of the result, of rows in plain numbers and of what is mapped; its name."""
+        rows = weight_format(self._packing.of_part(part))
+        shapes = source.shapes(part)
+        pieces = [{name: shape} for name, shape in shapes.items()] if source.has_single_tensors else [shapes]
+        for piece in pieces:
+            specs = [self._packing.stored(key, TensorSpec("F32", shape)) for key, shape in piece.items()]
+            packed = sum(spec.n_bytes for stored in specs for spec in stored.values())
+            mapped = sum(map(source.read_bytes, piece)) if source.has_single_tensors else 0
+            yield (
+                packed + rows.load_bytes(widest(piece.values())) + mapped,
+                next(iter(piece)) if len(piece) == 1 else part,
             )
 
 

@@ -17,7 +17,7 @@ from mdi.spec.decode import Meta, decode
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Units
 from mdi.stages.window_files import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
-from mdi.units import size
+from mdi.units import megabytes, size
 
 _FIELD = "window"  # of the extensions of a run
 
@@ -217,11 +217,11 @@ def choose_window(
         if least is None or plan.resident_bytes < least.resident_bytes:
             least = plan
     assert least is not None
-    enough = -(-(least.resident_bytes + beside) >> 20)  # as --memory counts
+    enough = megabytes(least.resident_bytes + beside)
     raise LimitError(
         f"{size(limit)} of memory are not enough for {name}: the least that works is --memory {enough}M (the process "
         f"{size(taken)}, weights {size(least.resident_bytes)}, caches and rows {size(beside - taken)})",
-        enough << 20,
+        enough * 10**6,
     )
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.spec.limits import LIMITS
 from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
+from mdi.text.drawing import OWN, drawing_of
 from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
 from mdi.text.tokenizer import id_list, read_tokenizer
 
@@ -44,11 +45,13 @@ class TextCodec:
         stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
         channel_marks: of models that answer in channels (mdi.text.harmony), the marks by their ids; else {}.
         prompt_style: how prompts are written, by a style that is known or by the model's own template; None for the raw text.
+        drawing: how tokens are drawn where nobody says it, see `mdi.text.drawing`.
     """
 
     def __init__(
-        self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: PromptStyle | TemplateStyle | None = None
-    ) -> None:
+        self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: PromptStyle | TemplateStyle | None = None,
+        drawing: Mapping[str, float] = OWN,
+    ) -> None:  # fmt: skip
         """Use `from_checkpoint`; this takes what `read_tokenizer` gives."""
         self._tokenizer = tokenizer
         self._processor = tokenizer.processor
@@ -58,6 +61,7 @@ class TextCodec:
         ends = (i for i, mark in self.channel_marks.items() if mark in ("<|return|>", "<|call|>"))
         self.eos_ids = frozenset(own) | frozenset(eos_ids) | frozenset(ends)
         self.prompt_style = prompt_style
+        self.drawing = drawing
         self.stop_sequences = _stop_sequences(prompt_style, tokenizer, self.eos_ids)
         self._anchor = self._find_anchor()
         self._anchor_chars = len(self._text(self._anchor))
@@ -81,7 +85,7 @@ class TextCodec:
         eos_ids = id_list(generation.get("eos_token_id"))
         tokenizer = read_tokenizer(ckpt_dir, _read_object(ckpt_dir / "tokenizer_config.json"), generation)
         name = config_name if config_name is not None else _config_name(ckpt_dir)
-        return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name))
+        return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name), drawing_of(generation))
 
     @property
     def answers_in_channels(self) -> bool:
@@ -100,7 +104,7 @@ class TextCodec:
         """Plain JSON with which, and the tokenizer's file, another process reads and writes texts as this codec does."""
         tokenizer = self._tokenizer
         found = {"backend": tokenizer.backend, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
-        return {**found, "use_bos": tokenizer.use_bos, "eos_ids": sorted(self.eos_ids)}
+        return {**found, "use_bos": tokenizer.use_bos, "eos_ids": sorted(self.eos_ids), "drawing": dict(self.drawing)}
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, behind the beginning-of-text id if the model needs one; for "" only that id, or none.
@@ -151,13 +155,14 @@ class TextCodec:
         """Ids of a conversation that waits for the answer to `question`.
 
         Styles that know whole conversations get one; with the others the turns follow each other, each answer
-        closed by the token that the model itself ends it with. Without a style the turns are lines of one text.
+        closed by the token that the model itself ends it with. Without a style all of it is one text, as it was typed:
+        a turn begins on a new line, and nothing follows the question, because the model continues it.
 
         Args:
             history: (question, answer) of the turns before.
         """
         if self.prompt_style is None:
-            return self.encode("".join(f"{asked}\n{answer}\n" for asked, answer in history) + question + "\n")
+            return self.encode("".join(f"{asked}{answer}\n" for asked, answer in history) + question)
         if history and self.prompt_style.knows_conversations:
             messages = []
             for asked, answer in history:

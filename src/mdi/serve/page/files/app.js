@@ -14,8 +14,8 @@ const STATE_MS = 4000; // else
 const TOAST_MS = 10_000;
 const THEMES = ["auto", "light", "dark"];
 const THEME_NAMES = { auto: "as the system", light: "light", dark: "dark" };
-const FIELDS = { model: "", temperature: "0.8", "top-p": "", "top-k": "", "max-tokens": "512", seed: "", "stop-at": "", system: "", key: "" };
-const NUMBERS = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k", "max-tokens": "max_tokens", seed: "seed" };
+const FIELDS = { model: "", temperature: "", "top-p": "", "top-k": "", "min-p": "", "max-tokens": "512", seed: "", "stop-at": "", system: "", key: "" };
+const NUMBERS = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k", "min-p": "min_p", "max-tokens": "max_tokens", seed: "seed" };
 
 const storage = browserStorage();
 const settings = readSettings(storage);
@@ -23,6 +23,8 @@ const ring = new RingView();
 const models = new ModelsDialog();
 const chat = new ChatView(new Chats(storage), request, notify, offer);
 new MachinesDialog();
+let last = null; // what /api/ring said
+let served = []; // entries of /v1/models
 let isBad = false; // whether the last look at the ring failed
 let toastTimer = 0;
 
@@ -65,7 +67,10 @@ function readFields() {
     field.addEventListener("change", () => {
       settings[id] = field.value;
       saveSettings(storage, settings);
-      if (id === "model") look();
+      if (id === "model") {
+        showSampling();
+        look();
+      }
     });
   }
   useKey(byId("key").value);
@@ -77,11 +82,20 @@ function readSystem() {
   byId("system").value = messages ? chat.chats.current.system ?? "" : settings.system ?? "";
 }
 
+// What is in force where a field is empty: the chosen model's own, once it is loaded.
+function showSampling() {
+  const own = served.find((model) => model.id === byId("model").value)?.sampling;
+  const words = { temperature: own?.temperature, "top-p": own?.top_p, "top-k": own?.top_k || "all", "min-p": own?.min_p };
+  for (const [id, value] of Object.entries(words)) byId(id).placeholder = own ? String(value) : "the model's";
+}
+
 async function loadModels() {
   try {
-    const found = (await getJson("v1/models")).data.map((model) => String(model.id));
+    served = (await getJson("v1/models")).data;
+    const found = served.map((model) => String(model.id));
     const wanted = found.includes(settings.model) ? settings.model : found[0];
     byId("model").replaceChildren(...found.map((id) => el("option", { value: id, text: id, selected: id === wanted })));
+    showSampling();
     notify("");
     return true;
   } catch (error) {
@@ -93,6 +107,7 @@ async function loadModels() {
 function askKey(words) {
   notify(words);
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
+  byId("key").focus();
 }
 
 // Views
@@ -105,7 +120,10 @@ function choose(name) {
   }
   openSide(false);
   byId("menu").disabled = name !== "chat";
-  if (name === "ring") look();
+  if (name === "ring") {
+    if (last) ring.show(last);
+    look();
+  }
 }
 
 function openSide(isOpen) {
@@ -130,6 +148,8 @@ async function look() {
   const state = byId("state");
   try {
     const found = await getJson("api/ring");
+    last = found;
+    setConnected(true);
     const { status } = found;
     const chosen = byId("model").value;
     const own = found.rings[chosen] ?? (chosen ? {} : found.rings[found.model]) ?? {};
@@ -145,9 +165,20 @@ async function look() {
     if (isBad || !byId("model").options.length) isBad = !(await loadModels());
   } catch (error) {
     isBad = true;
-    state.className = "state gone";
-    state.textContent = error.status ? error.message : "the server does not answer";
+    const isEnding = !error.status && chat.answering; // it takes no more connections, and finishes what it has begun
+    state.className = isEnding ? "state" : "state gone";
+    if (error.status) state.textContent = error.status === 401 ? "this server needs an API key" : error.message;
+    else state.textContent = isEnding ? "the server is ending; this answer is finished first" : "not connected, trying again";
+    state.title = state.textContent;
+    setConnected(false);
   }
+}
+
+// Without a connection the last ring stays in sight, in grey, and nothing can be asked of its nodes.
+function setConnected(isConnected) {
+  byId("view-ring").classList.toggle("stale", !isConnected);
+  for (const button of byId("view-ring").querySelectorAll(".checks button")) button.disabled = !isConnected;
+  if (!isConnected) byId("waits").textContent = "Not connected, trying again.";
 }
 
 async function lookAgain() {
@@ -184,11 +215,13 @@ function useNewKey(event) {
 
 function listen() {
   const field = byId("prompt");
+  window.addEventListener("storage", () => chat.seeOthers()); // of other tabs
   byId("composer").addEventListener("submit", submit);
   byId("key-form").addEventListener("submit", useNewKey);
   byId("open-key").addEventListener("click", () => {
     byId("models").close();
     byId("key-dialog").showModal();
+    byId("key").focus();
   });
   byId("open-models").addEventListener("click", () => models.open());
   field.addEventListener("input", () => grow(field));

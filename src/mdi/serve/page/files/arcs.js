@@ -58,8 +58,8 @@ export class RingPicture {
     const unit = svg("text", { class: "small", y: 32, text: "tokens/s" });
     const parts = nodes.flatMap((node, i) => this.arc(node, places[i], nodes.length > 1));
     this.delays = this.isSmall || nodes.length < 2 || nodes.length > MOST_DELAYS ? [] : places.map(({ end }) => {
-      const { x, y } = at(end + GAP / 2, RADIUS - 36);
-      return svg("text", { class: "small", x, y: y + 4 });
+      const { x, y } = at(end + GAP / 2, RADIUS - 43);
+      return svg("text", { class: "small delay", x, y: y + 4 });
     });
     const frames = svg("g", { class: "frames" }, ...Array.from({ length: n }, (_, i) => {
       const { x, y } = at((2 * Math.PI * i) / n);

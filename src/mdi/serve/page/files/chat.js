@@ -229,7 +229,7 @@ export class ChatView {
     const message = Object.assign(this.chats.add("assistant", "", chat), { model: request.model });
     const clock = { begin: performance.now(), first: null, last: null, usage: null, n_pieces: 0, steps: [], n_guessed: this.ring.n_guessed ?? 0, n_confirmed: this.ring.n_confirmed ?? 0 };
     this.answering = { chat, message, clock, controller: new AbortController(), loss: "" };
-    this.keep();
+    this.keep(chat);
     this.drawAll();
     try {
       for await (const event of complete({ ...request, messages }, this.answering.controller.signal)) {
@@ -251,7 +251,7 @@ export class ChatView {
     message.figures = figures(clock, nodesOf(this.ring));
     if (!message.content && !message.failure) chat.messages.splice(chat.messages.indexOf(message), 1);
     this.answering = null;
-    this.keep();
+    this.keep(chat);
     this.drawAll();
   }
 
@@ -278,8 +278,16 @@ export class ChatView {
     return box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
   }
 
-  keep() {
-    if (!this.chats.save()) this.notify("This browser cannot store the chats: its storage is full or not allowed.");
+  // Another tab has stored something.
+  seeOthers() {
+    const shown = JSON.stringify(this.chats.current);
+    if (!this.chats.merge(this.answering?.chat)) return;
+    this.drawList();
+    if (!this.answering && JSON.stringify(this.chats.current) !== shown && !this.messages.contains(document.activeElement)) this.drawAll();
+  }
+
+  keep(chat) {
+    if (!this.chats.save(chat)) this.notify("This browser cannot store the chats: its storage is full or not allowed.");
   }
 }
 
