@@ -121,6 +121,13 @@ def test_the_chat_template_is_kept(tmp_path: Path, spm: sentencepiece.SentencePi
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == template
 
 
+def test_the_chat_template_for_tools_is_kept_too(tmp_path: Path, spm: sentencepiece.SentencePieceProcessor) -> None:
+    both = {"tokenizer.chat_template": "{{a}}", "tokenizer.chat_template.tool_use": "{{tools}}"}
+    write_tokenizer(sentencepiece_tokens(spm, **both), tmp_path, Path("m.gguf"))
+    kept = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert kept == [{"name": "default", "template": "{{a}}"}, {"name": "tool_use", "template": "{{tools}}"}]
+
+
 @pytest.mark.parametrize(
     "template, is_end",
     [(f"{{{{x}}}}{END}", True), (f"{{{{x}}}}{END}<|return|>", False), ("{{x}}", False), (None, False)],

@@ -80,6 +80,33 @@ def test_a_template_of_the_models_own(tmp_path: Path) -> None:
     assert text == '<s><user>Wer ist’s?[{"a": 1}]True' and template.knows_tools
 
 
+def named(**templates: str) -> str:
+    return json.dumps({"chat_template": [{"name": name, "template": source} for name, source in templates.items()]})
+
+
+def test_of_two_named_templates_a_chat_with_tools_gets_the_one_for_tools(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        named(default="<|channel|>{{ messages[0].content }}", tool_use="{% for t in tools %}{{ t.a }}{% endfor %}!")
+    )
+    template = read_template(tmp_path)
+    found = []
+
+    async def scenario(template: ChatTemplate) -> None:
+        for tools in ([], [{"a": 1}]):
+            chosen = template.for_chat(bool(tools))
+            found.append((await chosen.render(user("Who?"), tools, {}), chosen.knows_tools, chosen.is_in_channels))
+
+    rendering(template, scenario)
+    assert found == [("<|channel|>Who?", False, True), ("1!", True, False)]
+
+
+def test_a_single_named_template_is_for_all_chats(tmp_path: Path) -> None:
+    for name in ("default", "tool_use"):
+        (tmp_path / "tokenizer_config.json").write_text(named(**{name: "{{ messages[0].content }}!", "rag": "no"}))
+        for has_tools in (False, True):
+            assert rendered(read_template(tmp_path).for_chat(has_tools), user("Who?")) == "Who?!"
+
+
 @pytest.mark.parametrize(
     ("more", "role"), [("", "system"), ("{% if messages[0].role == 'developer' %}{% endif %}", "developer")]
 )

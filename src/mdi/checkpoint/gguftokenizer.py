@@ -173,4 +173,7 @@ def _settings(fields: dict[str, Any]) -> dict[str, Any]:
             settings[f"{name}_token"] = tokens[int(number)]
     if isinstance(template := fields.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
+        if isinstance(for_tools := fields.get("tokenizer.chat_template.tool_use"), str):
+            named = {"default": template, "tool_use": for_tools}
+            settings["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
     return settings

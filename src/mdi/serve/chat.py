@@ -25,7 +25,7 @@ from mdi.serve.request import (
     read_fields,
 )
 from mdi.text import harmony, marked
-from mdi.text.templates import PLAIN_STOPS
+from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 from mdi.text.texts import TextStream
 
 MOST_TOOLS = 128
@@ -226,33 +226,37 @@ class Chat(EndpointJob):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
 
     async def prompts(self, model: LoadedModel) -> list[list[int]]:
-        messages = self.messages
-        if self.tools.tools and not model.template.knows_tools:
+        messages, template = self.messages, self._template(model)
+        if self.tools.tools and not template.knows_tools:
             messages = _with_instructions(messages, self.tools.instructions)
         tools: Sequence[Mapping[str, Any]] = self.tools.tools
-        if in_channels := _answers_in_channels(model):
+        if in_channels := _answers_in_channels(template, model):
             messages, tools = harmony.template_messages(messages), harmony.template_tools(tools)
         values = self.template_values
-        if model.template.is_marked and self.fields.grammar is not None:
+        if template.is_marked and self.fields.grammar is not None:
             values = {"enable_thinking": False, **values}  # the form of an answer holds from its first token on
-        text = await _rendered(model, messages, tools, values)
+        text = await _rendered(template, messages, tools, values)
         if in_channels and self.fields.grammar is not None:
             text += harmony.FINAL
-        self._is_reasoning = model.template.is_marked and text.rstrip().endswith(marked.THINK)
+        self._is_reasoning = template.is_marked and text.rstrip().endswith(marked.THINK)
         if self._is_reasoning and self.fields.grammar is not None:
             text += marked.END_OF_THINK
-        encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
+        encode = model.codec.encode if template.is_plain else model.tokenizer.encode_rendered
         prompt = await encoded(model, text, encode, "messages")
         check_prompt(model, prompt, "messages")
         return [prompt]
 
+    def _template(self, model: LoadedModel) -> ChatTemplate:
+        return model.template.for_chat(has_tools=bool(self.tools.tools))
+
     def stops(self, model: LoadedModel) -> tuple[str, ...]:
-        return PLAIN_STOPS if model.template.is_plain and self.fields.grammar is None else ()
+        return PLAIN_STOPS if self._template(model).is_plain and self.fields.grammar is None else ()
 
     def stream(self, model: LoadedModel, stop: tuple[str, ...]) -> TextStream:
-        if _answers_in_channels(model) and self.fields.grammar is None:
+        template = self._template(model)
+        if _answers_in_channels(template, model) and self.fields.grammar is None:
             return harmony.ChannelStream(model.codec, stop)
-        if model.template.is_marked and self.fields.grammar is None:
+        if template.is_marked and self.fields.grammar is None:
             return marked.MarkedStream(model.codec, stop, self.tools.tools, self._is_reasoning)
         return super().stream(model, stop)
 
@@ -266,7 +270,7 @@ class Chat(EndpointJob):
         answer = self._answers[piece.index]
         new = chat_logprobs(model.codec, piece) if self.fields.n_logprobs is not None else []
         answer.logprobs += new
-        delta = self.delta(answer, piece, model.template.is_plain)
+        delta = self.delta(answer, piece, self._template(model).is_plain)
         return _chunk(piece.index, delta, new, answer.reason) if delta or new or piece.finish_reason else None
 
     def choices(self) -> list[dict[str, Any]]:
@@ -314,8 +318,8 @@ class Chat(EndpointJob):
         return delta
 
 
-def _answers_in_channels(model: LoadedModel) -> bool:
-    return model.template.is_in_channels and bool(model.codec.channel_marks)
+def _answers_in_channels(template: ChatTemplate, model: LoadedModel) -> bool:
+    return template.is_in_channels and bool(model.codec.channel_marks)
 
 
 def _chunk(
@@ -374,11 +378,11 @@ def _content(where: str, given: Any) -> str:
 
 
 async def _rendered(
-    model: LoadedModel, messages: list[dict[str, Any]], tools: Sequence[Any], values: Mapping[str, Any]
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Sequence[Any], values: Mapping[str, Any]
 ) -> str:
     """The chat in the model's template. Raises ApiError."""
     try:
-        return checked_text("messages", await model.template.render(messages, tools, values))
+        return checked_text("messages", await template.render(messages, tools, values))
     except CheckpointError as e:
         raise ApiError(500, str(e), e.code) from None
     except UsageError as e:

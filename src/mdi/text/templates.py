@@ -103,6 +103,9 @@ PLAIN_STOPS = ("\nUser:",)  # where the plain template's next turn would begin
 class ChatTemplate:
     """Belongs to one event loop.
 
+    Args:
+        with_tools: the model's other template, for chats that have tools; None: it has one for all chats.
+
     Attributes:
         is_plain: whether the model has no template of its own.
         knows_tools: whether it writes the tools into the text itself.
@@ -110,7 +113,8 @@ class ChatTemplate:
         is_marked: whether it writes reasoning and calls as GLM or MiniMax, see mdi.text.marked.
     """
 
-    def __init__(self, source: str | None, specials: Mapping[str, str]) -> None:
+    def __init__(self, source: str | None, specials: Mapping[str, str], with_tools: ChatTemplate | None = None) -> None:
+        self._with_tools = with_tools
         self.is_plain = source is None
         self.knows_tools = source is not None and "tools" in source
         self._knows_developers = source is None or "developer" in source
@@ -121,6 +125,10 @@ class ChatTemplate:
         self._process: LimitedProcess | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
+
+    def for_chat(self, has_tools: bool) -> ChatTemplate:
+        """The template that writes a chat: of two, the one for tools only if the chat has some, as in transformers."""
+        return self._with_tools if has_tools and self._with_tools is not None else self
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]
@@ -155,6 +163,8 @@ class ChatTemplate:
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
+        if self._with_tools is not None:
+            self._with_tools.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -260,15 +270,16 @@ def read_template(directory: Path) -> ChatTemplate:
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path} cannot be read: {e}") from None
         config = read if isinstance(read, dict) else {}
-    source = _own_source(directory) or _source_in(config.get("chat_template"))
-    if source is not None and len(source) > TEMPLATE_LIMIT:
+    own = _own_source(directory)
+    source, tool_source = (own, None) if own else _sources_in(config.get("chat_template"))
+    if any(len(one) > TEMPLATE_LIMIT for one in (source, tool_source) if one is not None):
         raise CheckpointError(f"the chat template in {directory} has more than {TEMPLATE_LIMIT} characters")
     specials = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         specials[name] = value if isinstance(value, str) else ""
-    return ChatTemplate(source, specials)
+    return ChatTemplate(source, specials, None if tool_source is None else ChatTemplate(tool_source, specials))
 
 
 def _own_source(directory: Path) -> str | None:
@@ -281,9 +292,11 @@ def _own_source(directory: Path) -> str | None:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 
-def _source_in(value: Any) -> str | None:
-    """Of several named templates, the one for tools if there is one, else the default."""
-    if isinstance(value, list):
-        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
-        value = named.get("tool_use") or named.get("default")
-    return value if isinstance(value, str) and value else None
+def _sources_in(value: Any) -> tuple[str | None, str | None]:
+    """The template, and that of chats with tools if it is another one."""
+    listed = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+    default, for_tools = (
+        found if isinstance(found := named.get(name), str) and found else None for name in ("default", "tool_use")
+    )
+    return (for_tools, None) if default is None else (default, for_tools)
