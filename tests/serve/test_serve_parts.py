@@ -20,7 +20,7 @@ from mdi.files import module_environment
 from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
-from mdi.serve.chat import Chat, ChatAnswer, parse_tools
+from mdi.serve.chat import Chat, parse_tools
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, ServedTokenizer
 from mdi.serve.request import RequestFields, TextPiece, check_beams, common_fields, encoded, read_fields
@@ -218,23 +218,6 @@ def test_fields_that_a_request_does_not_name_have_openais_defaults() -> None:
         assert common_fields(read_fields(RequestFields, {"top_k": no_limit}), 16, None).sampling.values["top_k"] is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"name": "look", "arguments": {"at": 1}}', '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>',
-     '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}}]', '<|python_tag|>{"name": "look", "parameters": {"at": 1}}'],
-)  # fmt: skip
-def test_calls_are_found_as_families_write_them(text: str) -> None:
-    use = parse_tools([TOOL], "auto")
-    assert all(use.may_be_call(text[:n]) for n in range(len(text)))
-    (call,) = use.calls_in(text)
-    assert call["function"] == {"name": "look", "arguments": '{"at": 1}'}
-
-
-@pytest.mark.parametrize("text", ["Look!", '{"name": "other", "arguments": {}}', '{"name": "look"', "[1, 2]", ""])
-def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parse_tools([TOOL], "auto").calls_in(text) == []
-
-
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
@@ -268,7 +251,7 @@ def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any
 def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
     """Content and calls that a chat's answer shows, as it comes in two pieces."""
     chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
-    answer = ChatAnswer()
+    answer = chat.new_answer()
     deltas = [
         chat.delta(answer, TextPiece(0, text[:3])),
         chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),

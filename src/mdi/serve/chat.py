@@ -25,19 +25,15 @@ from mdi.serve.request import (
     read_fields,
 )
 from mdi.text import harmony, marked
+from mdi.text.calls import CallParser, Part, ToolCall
 from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 from mdi.text.texts import TextStream
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-# How the beginning of an answer shows that it calls tools, in the families that there are.
-MARKS = ("<tool_call>", "<minimax:tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function_call>")
-BEGINNINGS = (*MARKS, "{", "[")
-_BEGUN = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"]*)')
 # Beside these words, a schema's `properties` are not all that an object may have.
 _JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 _OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
-_WRAPPED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|$)", re.DOTALL)
 
 INSTRUCTIONS = """\
 You can call these functions:
@@ -77,32 +73,6 @@ class ToolUse:
     @property
     def instructions(self) -> str:
         return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
-
-    def calls_in(self, text: str) -> list[dict[str, Any]]:
-        """The calls that an answer consists of, as OpenAI writes them; [] if it is none."""
-        names = {tool["function"]["name"] for tool in self.tools}
-        calls = []
-        for value in _objects(text.strip()):
-            name = value.get("name")
-            arguments = value.get("arguments", value.get("parameters", {}))
-            if name not in names or not isinstance(arguments, dict | str):
-                return []
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            calls.append({**call, "function": {"name": name, "arguments": written}})
-        return calls
-
-    def is_cut_call(self, text: str) -> bool:
-        """Whether an answer that was cut off, and is no call, would have become one: nobody can use it."""
-        if self.forced or text.lstrip().startswith(MARKS):
-            return True
-        begun = _BEGUN.match(text)
-        return begun is not None and any(tool["function"]["name"].startswith(begun[1]) for tool in self.tools)
-
-    def may_be_call(self, text: str) -> bool:
-        """Whether an answer with this beginning may become a call, so that it must not be shown yet."""
-        begun = text.lstrip()
-        return bool(self.tools) and any(begun.startswith(one[: len(begun)]) for one in BEGINNINGS)
 
 
 def parse_tools(given: Any, choice: Any) -> ToolUse:
@@ -154,26 +124,6 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _objects(text: str) -> Sequence[Mapping[str, Any]]:
-    """The JSON objects that a text consists of, whatever a model family writes around them; [] if it has other text."""
-    wrapped = _WRAPPED.findall(text)
-    if wrapped:
-        values = [_parsed(inner) for _, inner in wrapped]
-    else:
-        for beginning in ("[TOOL_CALLS]", "<|python_tag|>"):
-            text = text.removeprefix(beginning).strip()
-        value = _parsed(text)
-        values = value if isinstance(value, list) else [value]
-    return values if all(isinstance(value, dict) for value in values) else []
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4096
 
@@ -183,12 +133,14 @@ class ChatAnswer:
     """One choice as it grows.
 
     Attributes:
-        held: text that may become a call, and is not shown yet.
+        parser: finds the calls in its text; None if there are no tools.
+        has_begun: whether it has any text yet.
         shown: the text that was shown.
         reasoning: what comes before it, of models that answer in channels.
     """
 
-    held: str = ""
+    parser: CallParser | None = None
+    has_begun: bool = False
     shown: str = ""
     reasoning: str = ""
     reason: str | None = None
@@ -222,6 +174,8 @@ class Chat(EndpointJob):
         self.messages = _messages(fields.messages)
         effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
         self.template_values = {**effort, **fields.chat_template_kwargs}
+        self._is_reasoning = False  # the answer begins so; and it is a part of the content
+        self._is_reasoning_said = False
         if fields.functions or fields.function_call not in (None, "none", "auto"):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
 
@@ -238,9 +192,11 @@ class Chat(EndpointJob):
         text = await _rendered(template, messages, tools, values)
         if in_channels and self.fields.grammar is not None:
             text += harmony.FINAL
-        self._is_reasoning = template.is_marked and text.rstrip().endswith(marked.THINK)
+        self._is_reasoning = text.rstrip().endswith(marked.THINK)
         if self._is_reasoning and self.fields.grammar is not None:
             text += marked.END_OF_THINK
+            self._is_reasoning = False
+        self._is_reasoning_said = self._is_reasoning and not template.is_marked
         encode = model.codec.encode if template.is_plain else model.tokenizer.encode_rendered
         prompt = await encoded(model, text, encode, "messages")
         check_prompt(model, prompt, "messages")
@@ -261,12 +217,12 @@ class Chat(EndpointJob):
         return super().stream(model, stop)
 
     def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        self._answers = [ChatAnswer() for _ in range(self.fields.n)]
+        self._answers = [self.new_answer() for _ in range(self.fields.n)]
         return [_chunk(index, {"role": "assistant", "content": ""}) for index in range(self.fields.n)]
 
     def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
         if piece.n_before is not None:
-            self._answers[piece.index] = ChatAnswer()
+            self._answers[piece.index] = self.new_answer()
         answer = self._answers[piece.index]
         new = chat_logprobs(model.codec, piece) if self.fields.n_logprobs is not None else []
         answer.logprobs += new
@@ -277,45 +233,50 @@ class Chat(EndpointJob):
         with_logprobs = self.fields.n_logprobs is not None
         return [_choice(i, answer, with_logprobs) for i, answer in enumerate(self._answers)]
 
+    def new_answer(self) -> ChatAnswer:
+        return ChatAnswer(CallParser(self.tools.tools, self._is_reasoning_said) if self.tools.tools else None)
+
     def delta(self, answer: ChatAnswer, piece: TextPiece, is_plain: bool = False) -> dict[str, Any]:
         """The part of a piece that can be shown now."""
-        is_over = piece.finish_reason is not None
         # The plain template ends without a blank, which the model's own first token brings.
-        answer.held += piece.text if answer.shown or answer.held or not is_plain else piece.text.removeprefix(" ")
-        answer.reason = piece.finish_reason
-        others = self._others(answer, piece)
-        if not answer.shown and self.tools.may_be_call(answer.held):
-            if not is_over:
-                return others
-            answer.calls += (calls := self.tools.calls_in(answer.held))
-            if calls:
-                answer.held = ""
-                answer.reason = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
-                return {**others, "tool_calls": [{"index": i, **call} for i, call in enumerate(answer.calls)]}
-            if piece.finish_reason == "length" and self.tools.is_cut_call(answer.held):
-                answer.held = ""
-                return others
-        text, answer.held = answer.held, ""
-        answer.shown += text
-        return {**others, "content": text} if text else others
-
-    def _others(self, answer: ChatAnswer, piece: TextPiece) -> dict[str, Any]:
-        """The part of a piece that models in channels say beside the text: reasoning, and calls. Calls of others are text."""
+        text = piece.text.removeprefix(" ") if is_plain and not answer.has_begun else piece.text
+        answer.has_begun = answer.has_begun or bool(text)
+        is_cut = piece.finish_reason == "length"
+        parts: list[Part] = [] if is_cut else [*map(self._of_stream, piece.calls)]  # or the last one was cut off
+        if answer.parser is None:
+            parts.append(text)
+        else:
+            parts += answer.parser.feed(text)
+            if piece.finish_reason is not None:
+                rest = answer.parser.end(is_cut)
+                parts += [] if is_cut and self.tools.forced else rest
+        new = [_call(one) for one in parts if isinstance(one, ToolCall)]
+        content = "".join(one for one in parts if isinstance(one, str))
         delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-        answer.reasoning += piece.reasoning
-        calls = []
-        for one in piece.calls if piece.finish_reason != "length" else ():  # or the last one was cut off
-            written = harmony.written_call(*one)
-            known = self.tools.calls_in(written)
-            calls += known
-            answer.held += "" if known else written
-        if calls:
+        if content:
+            delta["content"] = content
+        if new:
             first = len(answer.calls)
-            answer.calls += calls
-            delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
-        if answer.calls and piece.finish_reason == "stop":
-            answer.reason = "tool_calls"
+            delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(new)]
+        answer.reasoning += piece.reasoning
+        answer.shown += content
+        answer.calls += new
+        answer.reason = "tool_calls" if answer.calls and piece.finish_reason == "stop" else piece.finish_reason
         return delta
+
+    def _of_stream(self, call: tuple[str, str]) -> Part:
+        """A call that the stream has told from the text; one of no tool is text, as other families write it."""
+        written = ToolCall(*call)
+        is_known = any(tool["function"]["name"] == written.name for tool in self.tools.tools)
+        return written if is_known else harmony.written_call(*written)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """As OpenAI writes it."""
+    return {
+        "id": f"call_{secrets.token_hex(12)}", "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }  # fmt: skip
 
 
 def _answers_in_channels(template: ChatTemplate, model: LoadedModel) -> bool:

@@ -159,11 +159,12 @@ def _call(name: str, argument: re.Pattern[str], body: str, tools: Tools) -> Call
     schema = next((t["function"].get("parameters") for t in tools if t["function"]["name"] == name), None)
     kinds = schema.get("properties") if isinstance(schema, Mapping) else None
     found = kinds if isinstance(kinds, Mapping) else {}
-    arguments = {key.strip(): _value(value, found.get(key.strip())) for key, value in argument.findall(body)}
+    arguments = {key.strip(): typed_value(value, found.get(key.strip())) for key, value in argument.findall(body)}
     return {"name": name, "arguments": arguments}
 
 
-def _value(text: str, schema: Any) -> Any:
+def typed_value(text: str, schema: Any) -> Any:
+    """The value that a tool's schema means by what was written for an argument."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:

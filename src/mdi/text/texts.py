@@ -266,11 +266,14 @@ def _style_from_file(path: Path) -> PromptStyle | None:
     return style
 
 
-# Marks of reasoning and calls (mdi.text.marked), which some tokenizers call special.
+# Marks of reasoning and calls (mdi.text.marked and calls), which some tokenizers call special.
 _SPOKEN = frozenset(
-    f"<{end}{mark}>"
-    for mark in ("think", "tool_call", "arg_key", "arg_value", "minimax:tool_call")
-    for end in ("", "/")
+    [
+        f"<{end}{mark}>"
+        for mark in ("think", "tool_call", "arg_key", "arg_value", "minimax:tool_call")
+        for end in ("", "/")
+    ]
+    + ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"]
 )
 
 
