@@ -24,6 +24,7 @@ from mdi.serve.chat import Chat, parse_tools
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, ServedTokenizer
 from mdi.serve.request import RequestFields, TextPiece, check_beams, common_fields, encoded, read_fields
+from mdi.text.limited import schema_error
 from mdi.text.templates import ChatTemplate
 from mdi.text.tokenizer import FileTokenizer
 
@@ -246,6 +247,44 @@ def test_a_call_has_no_keys_that_its_schema_does_not_name() -> None:
 )
 def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any]) -> None:
     assert grammar_of({**PLACE, **more}) == {**PLACE, **more}
+
+
+def meant(schema: Any, reference: str) -> Any:
+    """The part of a schema that a reference means."""
+    for word in reference.removeprefix("#/").split("/"):
+        schema = schema[int(word)] if isinstance(schema, list) else schema[word]
+    return schema
+
+
+def test_references_of_a_demanded_calls_schema_mean_the_tools_own_parts() -> None:
+    """As pydantic writes nested classes, two of which have the same name here."""
+    tools = []
+    for name, kind in (("look", "string"), ("go", "integer")):
+        inner = {"type": "object", "properties": {"at": {"type": kind}, "next": {"$ref": "#/$defs/Inner"}}}
+        fixed = {"const": {"$ref": "#/$defs/none"}}
+        named = {"a": "#/$defs/Inner", "b": "#/definitions/B", "c": "#/properties/a"}
+        properties = {**{name: {"$ref": to} for name, to in named.items()}, "$ref": fixed}
+        defined = {"$defs": {"Inner": inner}, "definitions": {"B": {"type": kind}}}
+        parameters = {"type": "object", "properties": properties, **defined}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for demanded in (tools, tools[:1], tools[1:]):
+        grammar = parse_tools(demanded, "required").grammar
+        assert grammar is not None and schema_error(json.dumps(grammar["schema"])) == ""
+        for number, tool in enumerate(demanded):
+            kind = "string" if tool["function"]["name"] == "look" else "integer"
+            call = grammar["schema"]["anyOf"][number] if len(demanded) == 2 else grammar["schema"]
+            parts = call["properties"]["arguments"]["properties"]
+            inner = meant(grammar["schema"], parts["a"]["$ref"])
+            assert inner["properties"]["at"] == {"type": kind} and not inner["additionalProperties"]
+            assert meant(grammar["schema"], inner["properties"]["next"]["$ref"]) == inner
+            assert meant(grammar["schema"], parts["b"]["$ref"]) == {"type": kind}
+            assert meant(grammar["schema"], parts["c"]["$ref"]) == parts["a"]
+            assert parts["$ref"] == {"const": {"$ref": "#/$defs/none"}}
+
+
+def test_a_schema_that_means_itself_still_does() -> None:
+    found = grammar_of({"type": "object", "properties": {"inner": {"$ref": "#"}, "size": {"type": "integer"}}})
+    assert found["properties"]["inner"] == {"$ref": "#/properties/arguments"}
 
 
 def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:

@@ -34,6 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 # Beside these words, a schema's `properties` are not all that an object may have.
 _JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 _OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
+_VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
 
 INSTRUCTIONS = """\
 You can call these functions:
@@ -58,16 +59,16 @@ class ToolUse:
         """The form of an answer that is a call."""
         if not self.forced:
             return None
+        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
         calls = []
-        for tool in self.tools:
-            function = tool["function"]
-            if function["name"] in self.forced:
-                arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
-                properties = {"name": {"const": function["name"]}, "arguments": arguments}
-                required = ["name", "arguments"]
-                calls.append(
-                    {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-                )
+        for number, function in enumerate(functions):
+            place = "#/properties/arguments" if len(functions) == 1 else f"#/anyOf/{number}/properties/arguments"
+            arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
+            properties = {"name": {"const": function["name"]}, "arguments": _moved(arguments, place)}
+            required = ["name", "arguments"]
+            calls.append(
+                {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+            )
         return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
 
     @property
@@ -122,6 +123,24 @@ def _closed(schema: Any) -> Any:
     if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
         closed.setdefault("additionalProperties", False)
     return closed
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that now stands at this place of another one: its references mean the same parts of it as before."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        word: place + value[1:]
+        if word == "$ref" and isinstance(value, str) and value.startswith("#")
+        else {name: _moved(one, place) for name, one in value.items()}
+        if word in _OF_NAMES and isinstance(value, dict)
+        else value
+        if word in _VALUES
+        else _moved(value, place)
+        for word, value in schema.items()
+    }
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
