@@ -187,6 +187,8 @@ def test_the_server_tells_calls_from_reasoning_and_words(tmp_path: Path) -> None
     assert [call["function"] for call in calls] == [
         {"name": name, "arguments": json.dumps(PARIS)} for name in ("look", "go.to")
     ]
+    ids = [call["id"] for call in calls]  # as Mistral's templates take them back
+    assert ids[0] != ids[1] and all(len(i) == 9 and i.isascii() and i.isalnum() for i in ids)
     assert choice["message"]["content"] == said and choice["finish_reason"] == "tool_calls"
     assert streamed(pieces) == (said, [(0, "look"), (1, "go.to")], "tool_calls")
     choice, pieces = test_harmony.answered(folder, f"{said}\n{hermes()[:-20]}", "length", tools=TOOLS)

@@ -143,6 +143,28 @@ def test_arguments_of_calls_are_objects_for_templates_as_in_transformers() -> No
     assert rendered(ChatTemplate(as_text, {}), message("not {")) == "<not {>"
 
 
+MISTRAL = """\
+{%- for m in messages -%}
+{%- for c in m.tool_calls or [] -%}
+{%- if c.id is not defined or c.id|length != 9 -%}{{ raise_exception("length 9!") }}{%- endif -%}{{ c.id ~ ' ' }}
+{%- endfor -%}
+{%- if m.role == 'tool' -%}{%- if m.tool_call_id|length != 9 -%}{{ raise_exception("length 9!") }}{%- endif -%}
+{{ m.tool_call_id ~ ' ' }}{%- endif -%}
+{%- endfor -%}"""
+
+
+def test_ids_of_calls_are_as_short_as_the_template_wants_them() -> None:
+    ids = ["call_0123456789abcdef01234567", "call_0123456789abcdef01234568", "aB3456789", "é" * 9, "functions.look:0"]
+    calls = [{"id": i, "type": "function", "function": {"name": "look", "arguments": "{}"}} for i in ids]
+    results = [{"role": "tool", "tool_call_id": i, "content": "x"} for i in ids]
+    chat = [*user("a"), {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    found = rendered(ChatTemplate(MISTRAL, {}), chat).split()
+    assert found[:5] == found[5:] and len(set(found[:5])) == 5 and found[2] == ids[2]
+    assert all(len(i) == 9 and i.isascii() and i.isalnum() for i in found)
+    other = rendered(ChatTemplate("{{ messages[1].tool_calls[0].id }}", {}), chat)
+    assert other == ids[0]
+
+
 def test_a_damaged_template_is_told_at_the_first_chat() -> None:
     with pytest.raises(CheckpointError):
         rendered(ChatTemplate("{% for", {}), user("Who?"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from mdi.text.texts import TextStream
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_ID_LETTERS = string.ascii_letters + string.digits
 # Beside these words, a schema's `properties` are not all that an object may have.
 _JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 _OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
@@ -291,9 +293,9 @@ class Chat(EndpointJob):
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """As OpenAI writes it."""
+    """As OpenAI writes it, but with an id that Mistral's templates take back, too: nine letters and digits."""
     return {
-        "id": f"call_{secrets.token_hex(12)}", "type": "function",
+        "id": "".join(secrets.choice(_ID_LETTERS) for _ in range(9)), "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }  # fmt: skip
 

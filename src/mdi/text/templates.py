@@ -8,7 +8,9 @@ its first chat on. A process that did not answer is replaced.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -100,6 +102,9 @@ PLAIN = """\
 PLAIN_STOPS = ("\nUser:",)  # where the plain template's next turn would begin
 
 
+_SHORT_IDS = re.compile(r"\blength\s*!=\s*9\b")  # in Mistral's templates, which refuse other ids of calls
+
+
 class ChatTemplate:
     """Belongs to one event loop.
 
@@ -120,6 +125,7 @@ class ChatTemplate:
         self._knows_developers = source is None or "developer" in source
         self.is_in_channels = source is not None and "<|channel|>" in source
         self.is_marked = source is not None and ("<arg_key>" in source or "<minimax:tool_call>" in source)
+        self._wants_short_ids = source is not None and _SHORT_IDS.search(source) is not None
         self._plain = Renderer(PLAIN, specials) if source is None else None
         self._template = {"template": source, "specials": dict(specials)}
         self._process: LimitedProcess | None = None
@@ -142,6 +148,8 @@ class ChatTemplate:
         """
         values = {**extra, "tools": list(tools) or None, "add_generation_prompt": True}
         given = list(messages) if self._knows_developers else [_by_system(message) for message in messages]
+        if self._wants_short_ids:
+            given = [_with_short_ids(message) for message in given]
         found = with_objects(given)
         answer = await self._written({**values, "messages": found})
         if answer.get("code") == limited.REFUSED and found != given:
@@ -214,6 +222,25 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _by_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A developer's message as the system's, as it was called before: a template that does not know the role leaves it out."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose ids of calls have nine letters and digits; the same id becomes the same in a call and its result."""
+    found = dict(message)
+    if isinstance(found.get("tool_call_id"), str):
+        found["tool_call_id"] = _short_id(found["tool_call_id"])
+    if found.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in found["tool_calls"]
+        ]
+    return found
+
+
+def _short_id(given: str) -> str:
+    if len(given) == 9 and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def parsed_arguments(arguments: str) -> Any:
