@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 import test_harmony
+from mdi.serve.api_errors import ApiError
 from mdi.text.calls import CallParser, ToolCall
 from mdi.text.texts import TextCodec
 
@@ -221,3 +222,35 @@ def test_marks_of_calls_are_text_also_where_the_tokenizer_calls_them_special(tmp
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(text + "[INST]").ids
     assert TextCodec.from_checkpoint(folder, prompt_style="none").decode(ids) == text
+
+
+GEMMA = """\
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif -%}
+{%- for m in messages -%}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif -%}
+<{{ m.role }}>{{ m.content }}
+{%- endfor -%}"""
+
+
+def test_tools_of_a_template_that_knows_no_system_stand_before_the_first_question(tmp_path: Path) -> None:
+    folder, user = test_harmony.write_texts(tmp_path / "texts", GEMMA), test_harmony.USER
+    (tool,) = tools = TOOLS[2:]
+    words = test_harmony.prompt_of(folder, messages=[user], tools=tools)
+    assert (
+        words.startswith("<user>You can call")
+        and json.dumps(tool["function"]) in words
+        and words.endswith("\n\nWhere?")
+    )
+    called = [{"id": i, "type": "function", "function": {"name": "stop", "arguments": '{"a": 1}'}} for i in ("a", "b")]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"done {i}"} for i in ("a", "b")]
+    chat = [user, {"role": "assistant", "content": None, "tool_calls": called}, *results]
+    call = written("stop", {"a": 1})
+    rest = f"<assistant>{call}\n{call}<user>Result: done a\n\nResult: done b"
+    assert test_harmony.prompt_of(folder, messages=chat, tools=tools) == words + rest
+    assert test_harmony.prompt_of(folder, messages=chat) == f"<user>Where?{rest}"
+    system = {"role": "system", "content": "Be short."}
+    assert test_harmony.prompt_of(folder, messages=[system, *chat], tools=tools) == (
+        f"<user>Be short.\n\n{words.removeprefix('<user>')}{rest}"
+    )
+    with pytest.raises(ApiError):
+        test_harmony.prompt_of(folder, messages=[system, user])

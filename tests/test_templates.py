@@ -17,6 +17,7 @@ from gguf_files import byte_level_tokens, write_gguf
 from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.cli import launch
 from mdi.errors import CheckpointError, UsageError
+from mdi.serve.chat import Chat
 from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
 from tiny_checkpoint import END, encode, reference, tiny_config, tiny_gpt, tokenizer, write_checkpoint
@@ -143,6 +144,41 @@ def test_arguments_of_calls_are_objects_for_templates_as_in_transformers() -> No
     assert rendered(ChatTemplate(as_text, {}), message("not {")) == "<not {>"
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }}!{% endfor %}",
+            "a<!",
+        ),
+        ("{{ {'b': 1, 'a': [2]} | tojson(separators=(',', ':'), sort_keys=true) }}", '{"a":[2],"b":1}'),
+        ("{{ ['é<'] | tojson }}{{ ['é'] | tojson(true) }}{{ [1] | tojson(indent=1) }}", '["é<"]["\\u00e9"][\n 1\n]'),
+        ("{{ '-' * 3 }}{{ 2 * 'ab' }}{{ [1] * 2 }}{{ 2 * 3 }}{{ 'a' * -1 }}{{ 2 * (1,) }}", "---abab[1, 1]6(1, 1)"),
+    ],
+)
+def test_templates_may_use_what_transformers_has_for_them(source: str, expected: str) -> None:
+    assert rendered(ChatTemplate(source, {}), user("a<")) == expected
+
+
+NULL = (
+    "{% for m in messages %}"
+    "{% if m['content'] is none %}[{{ m.tool_calls|length }}]{% else %}<{{ m.content }}>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (NULL, "<a>[1]"), (NULL.replace("m['content'] is none", "m.content is not none"), "[0]<None>"),
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<a><>"),
+    ],
+)  # fmt: skip
+def test_a_content_is_null_beside_calls_where_the_template_asks_for_it(source: str, expected: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat = Chat({"messages": [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert rendered(ChatTemplate(source, {}), chat.messages) == expected
+
+
 MISTRAL = """\
 {%- for m in messages -%}
 {%- for c in m.tool_calls or [] -%}
@@ -173,6 +209,7 @@ def test_a_damaged_template_is_told_at_the_first_chat() -> None:
 @pytest.mark.parametrize(
     "source",
     ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**9 }}",
+     "{{ 'x' * 99999 }}", "{{ 99999 * [1] }}", "{% set s = 'x' * 65536 %}{{ s * 2 }}",
      "{{ ''|center(900000000) }}",
      "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
 )  # fmt: skip

@@ -202,15 +202,18 @@ class Chat(EndpointJob):
 
     async def prompts(self, model: LoadedModel) -> list[list[int]]:
         messages, template = self.messages, self._template(model)
-        if self.tools.tools and not template.knows_tools:
-            messages = _with_instructions(messages, self.tools.instructions)
+        in_words = None
+        if not template.knows_tools and (self.tools.tools or any(one["role"] == "tool" for one in messages)):
+            instructions = self.tools.instructions if self.tools.tools else ""
+            in_words = _in_words(messages, instructions)
+            messages = _with_instructions(messages, instructions) if instructions else messages
         tools: Sequence[Mapping[str, Any]] = self.tools.tools
         if in_channels := _answers_in_channels(template, model):
             messages, tools = harmony.template_messages(messages), harmony.template_tools(tools)
         values = self.template_values
         if template.is_marked and self.fields.grammar is not None:
             values = {"enable_thinking": False, **values}  # the form of an answer holds from its first token on
-        text = await _rendered(template, messages, tools, values)
+        text = await _rendered(template, messages, in_words, tools, values)
         if in_channels and self.fields.grammar is not None:
             text += harmony.FINAL
         self._is_reasoning = text.rstrip().endswith(marked.THINK)
@@ -323,7 +326,7 @@ def _choice(index: int, answer: ChatAnswer, with_logprobs: bool) -> dict[str, An
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Messages whose contents are texts. Raises ApiError."""
+    """Messages whose contents are texts, or None beside calls. Raises ApiError."""
     if not isinstance(given, list) or not 0 < len(given) <= MOST_MESSAGES:
         raise invalid("messages", f"expected a list of 1 to {MOST_MESSAGES} messages")
     messages = []
@@ -334,7 +337,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         calls = message.get("tool_calls")
         # Clients send fields back that are empty; templates look whether one is there.
         kept = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or calls)}
-        kept["content"] = _content(where, message.get("content"))
+        content = message.get("content")
+        kept["content"] = None if content is None and calls else _content(where, content)
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise invalid(where, "tool_calls must be a list of objects")
         if not kept["content"] and not calls and message["role"] in ("user", "tool", "system", "developer"):
@@ -360,14 +364,17 @@ def _content(where: str, given: Any) -> str:
 
 
 async def _rendered(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Sequence[Any], values: Mapping[str, Any]
-) -> str:
-    """The chat in the model's template. Raises ApiError."""
+    template: ChatTemplate, messages: list[dict[str, Any]], in_words: list[dict[str, Any]] | None, tools: Sequence[Any],
+    values: Mapping[str, Any],
+) -> str:  # fmt: skip
+    """The chat in the model's template, in its other form if that refuses the first one. Raises ApiError."""
     try:
         return checked_text("messages", await template.render(messages, tools, values))
     except CheckpointError as e:
         raise ApiError(500, str(e), e.code) from None
     except UsageError as e:
+        if e.code == "template" and in_words is not None:
+            return await _rendered(template, in_words, None, tools, values)
         if e.code == "removed":
             raise ApiError(503, str(e), "engine_ended") from None
         code = {"length": "context_length_exceeded", "costly": "chat_template"}.get(e.code)
@@ -380,3 +387,23 @@ def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> lis
     if first["role"] in ("system", "developer"):
         return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]
+
+
+def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
+    """The chat as turns of user and assistant alone, for a template that knows no others: what the system says and the
+    instructions stand before the first question, calls are written as the instructions say, and results are the user's."""
+    before = [*(one["content"] for one in messages if one["role"] in ("system", "developer")), instructions]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "\n\n".join(filter(None, before))}]
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            continue
+        calls = [call["function"] for call in message.get("tool_calls") or () if isinstance(call.get("function"), dict)]
+        written = [harmony.written_call(str(one.get("name")), str(one.get("arguments") or "")) for one in calls]
+        content = message["content"] or ""
+        text = f"Result: {content}" if message["role"] == "tool" else "\n".join(filter(None, [content, *written]))
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if turns[-1]["role"] == role:
+            turns[-1]["content"] = "\n\n".join(filter(None, [turns[-1]["content"], text]))
+        else:
+            turns.append({"role": role, "content": text})
+    return turns

@@ -102,6 +102,7 @@ PLAIN = """\
 PLAIN_STOPS = ("\nUser:",)  # where the plain template's next turn would begin
 
 
+_ASKS_FOR_NULL = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b")
 _SHORT_IDS = re.compile(r"\blength\s*!=\s*9\b")  # in Mistral's templates, which refuse other ids of calls
 
 
@@ -125,6 +126,7 @@ class ChatTemplate:
         self._knows_developers = source is None or "developer" in source
         self.is_in_channels = source is not None and "<|channel|>" in source
         self.is_marked = source is not None and ("<arg_key>" in source or "<minimax:tool_call>" in source)
+        self._knows_null = source is not None and _ASKS_FOR_NULL.search(source) is not None
         self._wants_short_ids = source is not None and _SHORT_IDS.search(source) is not None
         self._plain = Renderer(PLAIN, specials) if source is None else None
         self._template = {"template": source, "specials": dict(specials)}
@@ -141,6 +143,9 @@ class ChatTemplate:
     ) -> str:
         """The text that the model continues.
 
+        Args:
+            messages: a content may be None in a message with calls.
+
         Raises:
             UsageError: the template refuses the messages ("template"), needs too much time or memory ("costly"), writes too
                 much ("length"), or has been closed ("removed").
@@ -148,6 +153,8 @@ class ChatTemplate:
         """
         values = {**extra, "tools": list(tools) or None, "add_generation_prompt": True}
         given = list(messages) if self._knows_developers else [_by_system(message) for message in messages]
+        if not self._knows_null:  # others would write "None"
+            given = [{**message, "content": ""} if message.get("content") is None else message for message in given]
         if self._wants_short_ids:
             given = [_with_short_ids(message) for message in given]
         found = with_objects(given)
