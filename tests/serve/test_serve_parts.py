@@ -23,9 +23,19 @@ from mdi.serve.api_state import Admission
 from mdi.serve.chat import Chat, parse_tools
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, ServedTokenizer
-from mdi.serve.request import RequestFields, TextPiece, check_beams, common_fields, encoded, read_fields
+from mdi.serve.request import (
+    RequestFields,
+    TextLogprobs,
+    TextPiece,
+    chat_logprobs,
+    check_beams,
+    common_fields,
+    encoded,
+    read_fields,
+)
 from mdi.text.limited import schema_error
 from mdi.text.templates import ChatTemplate
+from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
@@ -385,3 +395,36 @@ def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: py
         next(reader)
     ours.close()
     theirs.close()
+
+
+def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
+    codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
+    text = "né 🙂 x"
+    ids = codec.encode(text)
+    parts = [i for i in range(codec.vocab_size) if "\ufffd" in codec.decode([i], continues=True)][:5]
+    worse = [(part, -1.0 - n) for n, part in enumerate(parts)]
+    logprobs = [(-0.5, [(i, -0.5), *worse]) for i in ids]
+    piece = TextPiece(0, text, ids, logprobs)
+    entries = chat_logprobs(codec, piece)
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+    for entry in entries:
+        data = bytes(entry["bytes"])
+        is_whole = "\ufffd" not in data.decode(errors="replace")
+        assert entry["token"] == (data.decode() if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
+        assert entry["logprob"] == -0.5 == entry["top_logprobs"][0]["logprob"]
+    found = TextLogprobs(codec)
+    for half in (slice(3), slice(3, None)):
+        found.take(replace(piece, tokens=ids[half], logprobs=logprobs[half]))
+    assert found.all["tokens"] == [entry["token"] for entry in entries]
+    # Where the text is that the tokens before have completed.
+    starts = [len(codec.decode(ids[:n], continues=True).rstrip("\ufffd")) for n in range(len(ids))]
+    assert found.all["text_offset"] == starts and max(starts) < len(text)
+    for token, best in zip(found.all["tokens"], found.all["top_logprobs"], strict=True):
+        assert best[token] == -0.5 and len(best) >= len(parts)
+
+
+def test_of_tokens_that_are_no_text_the_best_counts() -> None:
+    codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
+    ends = [*codec.eos_ids, codec.vocab_size + 1]
+    found = TextLogprobs(codec).take(TextPiece(0, "", ends[:1], [(-0.5, [(ends[0], -0.5), (ends[-1], -2.0)])]))
+    assert found is not None and found["top_logprobs"] == [{"": -0.5}]
