@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, ClassVar, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -67,7 +67,7 @@ class Renderer:
 class _Generation(Extension):
     """{% generation %} ... {% endgeneration %}, which some templates have for training, is what stands in it."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
