@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer, pre_tokenizers
 
 from gguf_files import byte_level_tokens, sentencepiece_tokens
 from mdi.checkpoint.gguftokenizer import write_tokenizer
@@ -81,6 +82,13 @@ def test_the_beginning_is_as_the_file_says(
     assert (codec.encode("The ring")[0] == spm.bos_id()) is adds_bos
 
 
+DEEPSEEK = "12 it's\n\n\u4e2da \u04bf\u02b0!  "
+LIKE_LLAMA_3 = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "dbrx", "smaug-bpe",
+    "chatglm-bpe", "glm4", "glm5",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "cut, text, pieces",
     [
@@ -89,18 +97,22 @@ def test_the_beginning_is_as_the_file_says(
         ("gpt-2", "123 it's  a\n\nb", ["123", " it", "'s", " ", " a", "\n", "\n", "b"]),
         ("smollm", "123 it", ["1", "2", "3", " it"]),
         ("tekken", "12 HelloWorld", ["1", "2", " Hello", "World"]),
-        *(
-            (alias, "12345 it's", ["123", "45", " it", "'s"])
-            for alias in ("llama3", "llama-v3", "dbrx", "glm4", "chatglm-bpe")
-        ),
+        ("qwen35", "12 ye\u0301s e\u0301!", ["1", "2", " ye\u0301s", " e\u0301", "!"]),
+        ("qwen2", "ye\u0301s", ["ye", "\u0301s"]),
+        ("deepseek-llm", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf", "\u02b0", "!", "  "]),
+        ("deepseek-coder", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf\u02b0", "!", "  "]),
+        *((name, "12345 it'S", ["123", "45", " it", "'S"]) for name in LIKE_LLAMA_3),
+        *((name, "123 it'S", ["1", "2", "3", " it", "'S"]) for name in ("deepseek-r1-qwen", "kormo", "megrez", "stablelm2")),
+        *((name, "1234 HelloWorld'S", ["123", "4", " Hello", "World'S"]) for name in ("llama4", "minimax-m2", "gpt-4o")),
+        *((name, "12 it'S", ["1", "2", " it", "'", "S"]) for name in ("starcoder", "minerva-7b")),
+        *((name, "12 it'S", ["12", " it", "'", "S"]) for name in ("default", "trillion", "exaone4", "a.x-4.0")),
         *((alias, "123 it's a", ["123", " it's", " a"]) for alias in ("gpt-4o", "minimax-m2")),
     ],
-)
+)  # fmt: skip
 def test_texts_are_cut_as_the_families_cut_them(tmp_path: Path, cut: str, text: str, pieces: list[str]) -> None:
     """With every possible merge a piece of the text becomes one token, which shows where it was cut."""
-    letters = {c: t for c, t in zip(text, [_byte_letter(c) for c in text], strict=True)}
-    words = ["".join(letters[c] for c in piece) for piece in pieces]
-    tokens = list(dict.fromkeys([*letters.values(), *(w[:n] for w in words for n in range(2, len(w) + 1))]))
+    words = [_byte_letters(piece) for piece in pieces]
+    tokens = list(dict.fromkeys(["\u0120", *"".join(words), *(w[:n] for w in words for n in range(2, len(w) + 1))]))
     longer = [t for t in tokens if len(t) > 1]
     joined = ["".join(words[i : i + 2]) for i in range(len(words) - 1)]
     merges = [f"{t[:-1]} {t[-1]}" for t in longer] + [f"{a} {b}" for a, b in zip(words, words[1:], strict=False)]
@@ -140,9 +152,58 @@ def test_what_a_kind_does_where_the_file_does_not_say(tmp_path: Path, cut: str, 
         assert codec.encode("ab") == [*begin, *([3] if is_whole else [1, 2])]
 
 
-def _byte_letter(character: str) -> str:
-    """How GPT-2's vocabulary writes a byte."""
-    return {" ": "Ġ", "\n": "Ċ"}.get(character, character)
+def _byte_letters(text: str) -> str:
+    """How GPT-2's vocabulary writes its bytes."""
+    ((written, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole", "has_bos"),
+    [
+        *((name, True, True) for name in (*LIKE_LLAMA_3[:8], "tekken")),
+        *((name, True, False) for name in ("glm4", "glm5")),
+        *((name, False, False) for name in ("dbrx", "smaug-bpe", "chatglm-bpe", "qwen2", "gpt-4o", "default")),
+    ],
+)
+def test_whole_words_and_the_beginning_are_as_llama_cpp_has_them(
+    tmp_path: Path, name: str, is_whole: bool, has_bos: bool
+) -> None:
+    """A word that no merges lead to; and files that do not say whether texts begin with an id of their own."""
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<s>"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3],
+        "tokenizer.ggml.bos_token_id": 3,
+    }
+    assert _codec(tmp_path, fields).encode("ab") == [3] * has_bos + ([2] if is_whole else [0, 1])
+
+
+def test_an_unknown_way_of_cutting_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
+    for name in ("default", "gpt-2", "lfm2", "smollm", "no-such"):
+        _codec(tmp_path, {**fields, "tokenizer.ggml.pre": name})
+        assert ("no-such" in caplog.text) is (name == "no-such")
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("arch", ["phi3", "llama"])
+def test_marks_of_phi_3_take_the_blanks_behind_them(tmp_path: Path, arch: str) -> None:
+    """As the tokenizer does that the model was trained with; its file says nothing of it."""
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "\u2581a", "<|user|>", "<|endoftext|>"]
+    fields = {
+        "general.architecture": arch,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [2, 3, 4, 1, 1, 1, 3, 3],
+    }
+    write_tokenizer(fields, tmp_path, Path("m.gguf"))
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for mark, is_stripped in (("<|user|>", True), ("</s>", True), ("<s>", False), ("<|endoftext|>", False)):
+        pieces = made.encode(f"{mark}  a", add_special_tokens=False).tokens
+        assert (pieces[1:] == ["\u2581a"]) is (is_stripped and arch == "phi3"), mark
 
 
 def test_the_chat_template_is_kept(tmp_path: Path, spm: sentencepiece.SentencePieceProcessor) -> None:
@@ -150,6 +211,13 @@ def test_the_chat_template_is_kept(tmp_path: Path, spm: sentencepiece.SentencePi
     codec = _codec(tmp_path, sentencepiece_tokens(spm, **{"tokenizer.chat_template": template}))
     assert codec.prompt_style is not None
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == template
+
+
+def test_the_chat_template_for_tools_is_kept_too(tmp_path: Path, spm: sentencepiece.SentencePieceProcessor) -> None:
+    both = {"tokenizer.chat_template": "{{a}}", "tokenizer.chat_template.tool_use": "{{tools}}"}
+    write_tokenizer(sentencepiece_tokens(spm, **both), tmp_path, Path("m.gguf"))
+    kept = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert kept == [{"name": "default", "template": "{{a}}"}, {"name": "tool_use", "template": "{{tools}}"}]
 
 
 @pytest.mark.parametrize(

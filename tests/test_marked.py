@@ -304,3 +304,19 @@ def test_the_server_says_reasoning_and_calls_beside_the_text(template: str, writ
     assert (streamed["index"], streamed["function"]) == (0, call["function"])
     choice, _ = test_harmony.answered(folder, written[:-30], "length", tools=TOOLS)
     assert "tool_calls" not in choice["message"] and choice["message"]["content"] == ""
+
+
+def test_the_form_of_an_answer_is_that_of_the_template_that_wrote_the_chat(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "")
+    templates = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": GLM_TEMPLATE},
+    ]
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert test_harmony.prompt_of(folder, messages=[USER]) == "Where?"
+    assert test_harmony.prompt_of(folder, messages=[USER], tools=TOOLS).startswith("[gMASK]<sop><|system|>")
+    choice, _ = test_harmony.answered(folder, GLM, "eos", tools=TOOLS)
+    assert choice["message"]["tool_calls"] and choice["message"]["content"] is None
+    choice, _ = test_harmony.answered(folder, GLM, "eos")
+    assert choice["message"]["content"] == GLM

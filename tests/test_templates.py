@@ -17,6 +17,7 @@ from gguf_files import byte_level_tokens, write_gguf
 from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.cli import launch
 from mdi.errors import CheckpointError, UsageError
+from mdi.serve.chat import Chat
 from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
 from tiny_checkpoint import END, encode, reference, tiny_config, tiny_gpt, tokenizer, write_checkpoint
@@ -80,6 +81,33 @@ def test_a_template_of_the_models_own(tmp_path: Path) -> None:
     assert text == '<s><user>Wer ist’s?[{"a": 1}]True' and template.knows_tools
 
 
+def named(**templates: str) -> str:
+    return json.dumps({"chat_template": [{"name": name, "template": source} for name, source in templates.items()]})
+
+
+def test_of_two_named_templates_a_chat_with_tools_gets_the_one_for_tools(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        named(default="<|channel|>{{ messages[0].content }}", tool_use="{% for t in tools %}{{ t.a }}{% endfor %}!")
+    )
+    template = read_template(tmp_path)
+    found = []
+
+    async def scenario(template: ChatTemplate) -> None:
+        for tools in ([], [{"a": 1}]):
+            chosen = template.for_chat(bool(tools))
+            found.append((await chosen.render(user("Who?"), tools, {}), chosen.knows_tools, chosen.is_in_channels))
+
+    rendering(template, scenario)
+    assert found == [("<|channel|>Who?", False, True), ("1!", True, False)]
+
+
+def test_a_single_named_template_is_for_all_chats(tmp_path: Path) -> None:
+    for name in ("default", "tool_use"):
+        (tmp_path / "tokenizer_config.json").write_text(named(**{name: "{{ messages[0].content }}!", "rag": "no"}))
+        for has_tools in (False, True):
+            assert rendered(read_template(tmp_path).for_chat(has_tools), user("Who?")) == "Who?!"
+
+
 @pytest.mark.parametrize(
     ("more", "role"), [("", "system"), ("{% if messages[0].role == 'developer' %}{% endif %}", "developer")]
 )
@@ -116,6 +144,63 @@ def test_arguments_of_calls_are_objects_for_templates_as_in_transformers() -> No
     assert rendered(ChatTemplate(as_text, {}), message("not {")) == "<not {>"
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }}!{% endfor %}",
+            "a<!",
+        ),
+        ("{{ {'b': 1, 'a': [2]} | tojson(separators=(',', ':'), sort_keys=true) }}", '{"a":[2],"b":1}'),
+        ("{{ ['é<'] | tojson }}{{ ['é'] | tojson(true) }}{{ [1] | tojson(indent=1) }}", '["é<"]["\\u00e9"][\n 1\n]'),
+        ("{{ '-' * 3 }}{{ 2 * 'ab' }}{{ [1] * 2 }}{{ 2 * 3 }}{{ 'a' * -1 }}{{ 2 * (1,) }}", "---abab[1, 1]6(1, 1)"),
+    ],
+)
+def test_templates_may_use_what_transformers_has_for_them(source: str, expected: str) -> None:
+    assert rendered(ChatTemplate(source, {}), user("a<")) == expected
+
+
+NULL = (
+    "{% for m in messages %}"
+    "{% if m['content'] is none %}[{{ m.tool_calls|length }}]{% else %}<{{ m.content }}>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (NULL, "<a>[1]"), (NULL.replace("m['content'] is none", "m.content is not none"), "[0]<None>"),
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<a><>"),
+    ],
+)  # fmt: skip
+def test_a_content_is_null_beside_calls_where_the_template_asks_for_it(source: str, expected: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat = Chat({"messages": [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert rendered(ChatTemplate(source, {}), chat.messages) == expected
+
+
+MISTRAL = """\
+{%- for m in messages -%}
+{%- for c in m.tool_calls or [] -%}
+{%- if c.id is not defined or c.id|length != 9 -%}{{ raise_exception("length 9!") }}{%- endif -%}{{ c.id ~ ' ' }}
+{%- endfor -%}
+{%- if m.role == 'tool' -%}{%- if m.tool_call_id|length != 9 -%}{{ raise_exception("length 9!") }}{%- endif -%}
+{{ m.tool_call_id ~ ' ' }}{%- endif -%}
+{%- endfor -%}"""
+
+
+def test_ids_of_calls_are_as_short_as_the_template_wants_them() -> None:
+    ids = ["call_0123456789abcdef01234567", "call_0123456789abcdef01234568", "aB3456789", "é" * 9, "functions.look:0"]
+    calls = [{"id": i, "type": "function", "function": {"name": "look", "arguments": "{}"}} for i in ids]
+    results = [{"role": "tool", "tool_call_id": i, "content": "x"} for i in ids]
+    chat = [*user("a"), {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    found = rendered(ChatTemplate(MISTRAL, {}), chat).split()
+    assert found[:5] == found[5:] and len(set(found[:5])) == 5 and found[2] == ids[2]
+    assert all(len(i) == 9 and i.isascii() and i.isalnum() for i in found)
+    other = rendered(ChatTemplate("{{ messages[1].tool_calls[0].id }}", {}), chat)
+    assert other == ids[0]
+
+
 def test_a_damaged_template_is_told_at_the_first_chat() -> None:
     with pytest.raises(CheckpointError):
         rendered(ChatTemplate("{% for", {}), user("Who?"))
@@ -124,6 +209,7 @@ def test_a_damaged_template_is_told_at_the_first_chat() -> None:
 @pytest.mark.parametrize(
     "source",
     ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**9 }}",
+     "{{ 'x' * 99999 }}", "{{ 99999 * [1] }}", "{% set s = 'x' * 65536 %}{{ s * 2 }}",
      "{{ ''|center(900000000) }}",
      "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"],
 )  # fmt: skip
@@ -287,7 +373,7 @@ def test_a_model_without_a_template_continues_the_text_and_says_so(
     folder = write_checkpoint(tmp_path / "plain")
     assert launch("run", [str(folder), QUESTION, "--quantize", "float32", *GREEDY]) == 0
     shown = capsys.readouterr()
-    assert tokenizer().decode(list(reference(QUESTION + "\n", 8))).strip() in shown.out
+    assert QUESTION + tokenizer().decode(list(reference(QUESTION, 8))) in shown.out
     assert shown.err.count("no chat template is known") == 1
 
 

@@ -116,6 +116,18 @@ def codec(request, codecs):
 # ---- codec
 
 
+@pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace", "spm"])
+def test_the_bytes_of_tokens_are_those_of_the_text(codecs, name):
+    text = "a né 🙂\n日 x\ufffd"
+    ids = codecs[name].encode(text)
+    ids = ids[codecs[name].decode(ids[:1]) == "" :]  # without what begins a text
+    data = [codecs[name].token_bytes(i) for i in ids]
+    assert b"".join(data).decode().lstrip() == text and any(len(one) == 1 and one[0] >= 0x80 for one in data)
+    assert [codecs[name].token_bytes(i) for i in (*codecs[name].eos_ids, 10**6)] == [b""] * (
+        1 + len(codecs[name].eos_ids)
+    )
+
+
 @pytest.mark.parametrize("text", ["Who are you?", " two  blanks ", "\n\n", "日本語 🙂 é", "x"])
 @pytest.mark.parametrize("name", ["byte_level", "llama", "spm"])
 def test_text_survives_encoding(codecs, name, text):

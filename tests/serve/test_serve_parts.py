@@ -22,22 +22,26 @@ from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
 from mdi.serve.catalog import Catalog
-from mdi.serve.chat import Chat, ChatAnswer, parse_tools
+from mdi.serve.chat import Chat, parse_tools
 from mdi.serve.completions import Completion
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, Models, ServedTokenizer
 from mdi.serve.request import (
     RequestFields,
+    TextLogprobs,
     TextPiece,
     Usage,
+    chat_logprobs,
     check_beams,
     check_prompt,
     common_fields,
     encoded,
     read_fields,
 )
+from mdi.text.limited import schema_error
 from mdi.text.templates import ChatTemplate
+from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano-llama"
@@ -358,23 +362,6 @@ def test_no_new_tokens_is_the_prompt_alone() -> None:
         Chat({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0})
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"name": "look", "arguments": {"at": 1}}', '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>',
-     '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}}]', '<|python_tag|>{"name": "look", "parameters": {"at": 1}}'],
-)  # fmt: skip
-def test_calls_are_found_as_families_write_them(text: str) -> None:
-    use = parse_tools([TOOL], "auto")
-    assert all(use.may_be_call(text[:n]) for n in range(len(text)))
-    (call,) = use.calls_in(text)
-    assert call["function"] == {"name": "look", "arguments": '{"at": 1}'}
-
-
-@pytest.mark.parametrize("text", ["Look!", '{"name": "other", "arguments": {}}', '{"name": "look"', "[1, 2]", ""])
-def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parse_tools([TOOL], "auto").calls_in(text) == []
-
-
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
@@ -405,10 +392,48 @@ def test_a_schema_that_says_more_about_keys_is_left_as_it_is(more: dict[str, Any
     assert grammar_of({**PLACE, **more}) == {**PLACE, **more}
 
 
+def meant(schema: Any, reference: str) -> Any:
+    """The part of a schema that a reference means."""
+    for word in reference.removeprefix("#/").split("/"):
+        schema = schema[int(word)] if isinstance(schema, list) else schema[word]
+    return schema
+
+
+def test_references_of_a_demanded_calls_schema_mean_the_tools_own_parts() -> None:
+    """As pydantic writes nested classes, two of which have the same name here."""
+    tools = []
+    for name, kind in (("look", "string"), ("go", "integer")):
+        inner = {"type": "object", "properties": {"at": {"type": kind}, "next": {"$ref": "#/$defs/Inner"}}}
+        fixed = {"const": {"$ref": "#/$defs/none"}}
+        named = {"a": "#/$defs/Inner", "b": "#/definitions/B", "c": "#/properties/a"}
+        properties = {**{name: {"$ref": to} for name, to in named.items()}, "$ref": fixed}
+        defined = {"$defs": {"Inner": inner}, "definitions": {"B": {"type": kind}}}
+        parameters = {"type": "object", "properties": properties, **defined}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for demanded in (tools, tools[:1], tools[1:]):
+        grammar = parse_tools(demanded, "required").grammar
+        assert grammar is not None and schema_error(json.dumps(grammar["schema"])) == ""
+        for number, tool in enumerate(demanded):
+            kind = "string" if tool["function"]["name"] == "look" else "integer"
+            call = grammar["schema"]["anyOf"][number] if len(demanded) == 2 else grammar["schema"]
+            parts = call["properties"]["arguments"]["properties"]
+            inner = meant(grammar["schema"], parts["a"]["$ref"])
+            assert inner["properties"]["at"] == {"type": kind} and not inner["additionalProperties"]
+            assert meant(grammar["schema"], inner["properties"]["next"]["$ref"]) == inner
+            assert meant(grammar["schema"], parts["b"]["$ref"]) == {"type": kind}
+            assert meant(grammar["schema"], parts["c"]["$ref"]) == parts["a"]
+            assert parts["$ref"] == {"const": {"$ref": "#/$defs/none"}}
+
+
+def test_a_schema_that_means_itself_still_does() -> None:
+    found = grammar_of({"type": "object", "properties": {"inner": {"$ref": "#"}, "size": {"type": "integer"}}})
+    assert found["properties"]["inner"] == {"$ref": "#/properties/arguments"}
+
+
 def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
     """Content and calls that a chat's answer shows, as it comes in two pieces."""
     chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
-    answer = ChatAnswer()
+    answer = chat.new_answer()
     deltas = [
         chat.delta(answer, TextPiece(0, text[:3])),
         chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),
@@ -503,3 +528,36 @@ def test_lines_come_as_they_were_sent_and_no_longer_than_allowed(monkeypatch: py
         next(reader)
     ours.close()
     theirs.close()
+
+
+def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
+    codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
+    text = "né 🙂 x"
+    ids = codec.encode(text)
+    parts = [i for i in range(codec.vocab_size) if "\ufffd" in codec.decode([i], continues=True)][:5]
+    worse = [(part, -1.0 - n) for n, part in enumerate(parts)]
+    logprobs = [(-0.5, [(i, -0.5), *worse]) for i in ids]
+    piece = TextPiece(0, text, ids, logprobs)
+    entries = chat_logprobs(codec, piece)
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+    for entry in entries:
+        data = bytes(entry["bytes"])
+        is_whole = "\ufffd" not in data.decode(errors="replace")
+        assert entry["token"] == (data.decode() if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
+        assert entry["logprob"] == -0.5 == entry["top_logprobs"][0]["logprob"]
+    found = TextLogprobs(codec)
+    for half in (slice(3), slice(3, None)):
+        found.take(replace(piece, tokens=ids[half], logprobs=logprobs[half]))
+    assert found.all["tokens"] == [entry["token"] for entry in entries]
+    # Where the text is that the tokens before have completed.
+    starts = [len(codec.decode(ids[:n], continues=True).rstrip("\ufffd")) for n in range(len(ids))]
+    assert found.all["text_offset"] == starts and max(starts) < len(text)
+    for token, best in zip(found.all["tokens"], found.all["top_logprobs"], strict=True):
+        assert best[token] == -0.5 and len(best) >= len(parts)
+
+
+def test_of_tokens_that_are_no_text_the_best_counts() -> None:
+    codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
+    ends = [*codec.eos_ids, codec.vocab_size + 1]
+    found = TextLogprobs(codec).take(TextPiece(0, "", ends[:1], [(-0.5, [(ends[0], -0.5), (ends[-1], -2.0)])]))
+    assert found is not None and found["top_logprobs"] == [{"": -0.5}]

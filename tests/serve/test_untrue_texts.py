@@ -167,7 +167,7 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
         def stream(self, model: Any, stop: Any) -> Any:
             return Letters()
 
-    codec = SimpleNamespace(decode=lambda ids, continues=True: "".join(chr(97 + i) for i in ids))
+    codec = SimpleNamespace(token_bytes=lambda i: bytes([97 + i]))
     model = SimpleNamespace(codec=codec, context=99, name="one", asked_name="one", adapter="")
     api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[])
     exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -25,19 +26,17 @@ from mdi.serve.request import (
     read_fields,
 )
 from mdi.text import harmony, marked
-from mdi.text.templates import PLAIN_STOPS
+from mdi.text.calls import CallParser, Part, ToolCall
+from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 from mdi.text.texts import TextStream
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-# How the beginning of an answer shows that it calls tools, in the families that there are.
-MARKS = ("<tool_call>", "<minimax:tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function_call>")
-BEGINNINGS = (*MARKS, "{", "[")
-_BEGUN = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"]*)')
+_ID_LETTERS = string.ascii_letters + string.digits
 # Beside these words, a schema's `properties` are not all that an object may have.
 _JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 _OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
-_WRAPPED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|$)", re.DOTALL)
+_VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
 
 INSTRUCTIONS = """\
 You can call these functions:
@@ -62,47 +61,21 @@ class ToolUse:
         """The form of an answer that is a call."""
         if not self.forced:
             return None
+        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
         calls = []
-        for tool in self.tools:
-            function = tool["function"]
-            if function["name"] in self.forced:
-                arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
-                properties = {"name": {"const": function["name"]}, "arguments": arguments}
-                required = ["name", "arguments"]
-                calls.append(
-                    {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-                )
+        for number, function in enumerate(functions):
+            place = "#/properties/arguments" if len(functions) == 1 else f"#/anyOf/{number}/properties/arguments"
+            arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
+            properties = {"name": {"const": function["name"]}, "arguments": _moved(arguments, place)}
+            required = ["name", "arguments"]
+            calls.append(
+                {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+            )
         return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
 
     @property
     def instructions(self) -> str:
         return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
-
-    def calls_in(self, text: str) -> list[dict[str, Any]]:
-        """The calls that an answer consists of, as OpenAI writes them; [] if it is none."""
-        names = {tool["function"]["name"] for tool in self.tools}
-        calls = []
-        for value in _objects(text.strip()):
-            name = value.get("name")
-            arguments = value.get("arguments", value.get("parameters", {}))
-            if name not in names or not isinstance(arguments, dict | str):
-                return []
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            calls.append({**call, "function": {"name": name, "arguments": written}})
-        return calls
-
-    def is_cut_call(self, text: str) -> bool:
-        """Whether an answer that was cut off, and is no call, would have become one: nobody can use it."""
-        if self.forced or text.lstrip().startswith(MARKS):
-            return True
-        begun = _BEGUN.match(text)
-        return begun is not None and any(tool["function"]["name"].startswith(begun[1]) for tool in self.tools)
-
-    def may_be_call(self, text: str) -> bool:
-        """Whether an answer with this beginning may become a call, so that it must not be shown yet."""
-        begun = text.lstrip()
-        return bool(self.tools) and any(begun.startswith(one[: len(begun)]) for one in BEGINNINGS)
 
 
 def parse_tools(given: Any, choice: Any) -> ToolUse:
@@ -167,24 +140,22 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _objects(text: str) -> Sequence[Mapping[str, Any]]:
-    """The JSON objects that a text consists of, whatever a model family writes around them; [] if it has other text."""
-    wrapped = _WRAPPED.findall(text)
-    if wrapped:
-        values = [_parsed(inner) for _, inner in wrapped]
-    else:
-        for beginning in ("[TOOL_CALLS]", "<|python_tag|>"):
-            text = text.removeprefix(beginning).strip()
-        value = _parsed(text)
-        values = value if isinstance(value, list) else [value]
-    return values if all(isinstance(value, dict) for value in values) else []
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that now stands at this place of another one: its references mean the same parts of it as before."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        word: place + value[1:]
+        if word == "$ref" and isinstance(value, str) and value.startswith("#")
+        else {name: _moved(one, place) for name, one in value.items()}
+        if word in _OF_NAMES and isinstance(value, dict)
+        else value
+        if word in _VALUES
+        else _moved(value, place)
+        for word, value in schema.items()
+    }
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -196,12 +167,14 @@ class ChatAnswer:
     """One choice as it grows.
 
     Attributes:
-        held: text that may become a call, and is not shown yet.
+        parser: finds the calls in its text; None if there are no tools.
+        has_begun: whether it has any text yet.
         shown: the text that was shown.
         reasoning: what comes before it, of models that answer in channels.
     """
 
-    held: str = ""
+    parser: CallParser | None = None
+    has_begun: bool = False
     shown: str = ""
     reasoning: str = ""
     reason: str | None = None
@@ -235,100 +208,116 @@ class Chat(EndpointJob):
         self.messages = _messages(fields.messages)
         effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
         self.template_values = {**effort, **fields.chat_template_kwargs}
+        self._is_reasoning = False  # the answer begins so; and it is a part of the content
+        self._is_reasoning_said = False
         if fields.functions or fields.function_call not in (None, "none", "auto"):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
 
     async def prompts(self, model: LoadedModel) -> list[list[int]]:
-        messages = self.messages
-        if self.tools.tools and not model.template.knows_tools:
-            messages = _with_instructions(messages, self.tools.instructions)
+        messages, template = self.messages, self._template(model)
+        in_words = None
+        if not template.knows_tools and (self.tools.tools or any(one["role"] == "tool" for one in messages)):
+            instructions = self.tools.instructions if self.tools.tools else ""
+            in_words = _in_words(messages, instructions)
+            messages = _with_instructions(messages, instructions) if instructions else messages
         tools: Sequence[Mapping[str, Any]] = self.tools.tools
-        if in_channels := _answers_in_channels(model):
+        if in_channels := _answers_in_channels(template, model):
             messages, tools = harmony.template_messages(messages), harmony.template_tools(tools)
         values = self.template_values
-        if model.template.is_marked and self.fields.grammar is not None:
+        if template.is_marked and self.fields.grammar is not None:
             values = {"enable_thinking": False, **values}  # the form of an answer holds from its first token on
-        text = await _rendered(model, messages, tools, values)
+        text = await _rendered(template, messages, in_words, tools, values)
         if in_channels and self.fields.grammar is not None:
             text += harmony.FINAL
-        self._is_reasoning = model.template.is_marked and text.rstrip().endswith(marked.THINK)
+        self._is_reasoning = text.rstrip().endswith(marked.THINK)
         if self._is_reasoning and self.fields.grammar is not None:
             text += marked.END_OF_THINK
-        encode = model.codec.encode if model.template.is_plain else model.tokenizer.encode_rendered
+            self._is_reasoning = False
+        self._is_reasoning_said = self._is_reasoning and not template.is_marked
+        encode = model.codec.encode if template.is_plain else model.tokenizer.encode_rendered
         prompt = await encoded(model, text, encode, "messages")
         check_prompt(model, prompt, "messages")
         return [prompt]
 
+    def _template(self, model: LoadedModel) -> ChatTemplate:
+        return model.template.for_chat(has_tools=bool(self.tools.tools))
+
     def stops(self, model: LoadedModel) -> tuple[str, ...]:
-        return PLAIN_STOPS if model.template.is_plain and self.fields.grammar is None else ()
+        return PLAIN_STOPS if self._template(model).is_plain and self.fields.grammar is None else ()
 
     def stream(self, model: LoadedModel, stop: tuple[str, ...]) -> TextStream:
-        if _answers_in_channels(model) and self.fields.grammar is None:
+        template = self._template(model)
+        if _answers_in_channels(template, model) and self.fields.grammar is None:
             return harmony.ChannelStream(model.codec, stop)
-        if model.template.is_marked and self.fields.grammar is None:
+        if template.is_marked and self.fields.grammar is None:
             return marked.MarkedStream(model.codec, stop, self.tools.tools, self._is_reasoning)
         return super().stream(model, stop)
 
     def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        self._answers = [ChatAnswer() for _ in range(self.fields.n)]
+        self._answers = [self.new_answer() for _ in range(self.fields.n)]
         return [_chunk(index, {"role": "assistant", "content": ""}) for index in range(self.fields.n)]
 
     def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
         if piece.n_before is not None:
-            self._answers[piece.index] = ChatAnswer()
+            self._answers[piece.index] = self.new_answer()
         answer = self._answers[piece.index]
         new = chat_logprobs(model.codec, piece) if self.fields.n_logprobs is not None else []
         answer.logprobs += new
-        delta = self.delta(answer, piece, model.template.is_plain)
+        delta = self.delta(answer, piece, self._template(model).is_plain)
         return _chunk(piece.index, delta, new, answer.reason) if delta or new or piece.finish_reason else None
 
     def choices(self) -> list[dict[str, Any]]:
         with_logprobs = self.fields.n_logprobs is not None
         return [_choice(i, answer, with_logprobs) for i, answer in enumerate(self._answers)]
 
+    def new_answer(self) -> ChatAnswer:
+        return ChatAnswer(CallParser(self.tools.tools, self._is_reasoning_said) if self.tools.tools else None)
+
     def delta(self, answer: ChatAnswer, piece: TextPiece, is_plain: bool = False) -> dict[str, Any]:
         """The part of a piece that can be shown now."""
-        is_over = piece.finish_reason is not None
         # The plain template ends without a blank, which the model's own first token brings.
-        answer.held += piece.text if answer.shown or answer.held or not is_plain else piece.text.removeprefix(" ")
-        answer.reason = piece.finish_reason
-        others = self._others(answer, piece)
-        if not answer.shown and self.tools.may_be_call(answer.held):
-            if not is_over:
-                return others
-            answer.calls += (calls := self.tools.calls_in(answer.held))
-            if calls:
-                answer.held = ""
-                answer.reason = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
-                return {**others, "tool_calls": [{"index": i, **call} for i, call in enumerate(answer.calls)]}
-            if piece.finish_reason == "length" and self.tools.is_cut_call(answer.held):
-                answer.held = ""
-                return others
-        text, answer.held = answer.held, ""
-        answer.shown += text
-        return {**others, "content": text} if text else others
-
-    def _others(self, answer: ChatAnswer, piece: TextPiece) -> dict[str, Any]:
-        """The part of a piece that models in channels say beside the text: reasoning, and calls. Calls of others are text."""
+        text = piece.text.removeprefix(" ") if is_plain and not answer.has_begun else piece.text
+        answer.has_begun = answer.has_begun or bool(text)
+        is_cut = piece.finish_reason == "length"
+        parts: list[Part] = [] if is_cut else [*map(self._of_stream, piece.calls)]  # or the last one was cut off
+        if answer.parser is None:
+            parts.append(text)
+        else:
+            parts += answer.parser.feed(text)
+            if piece.finish_reason is not None:
+                rest = answer.parser.end(is_cut)
+                parts += [] if is_cut and self.tools.forced else rest
+        new = [_call(one) for one in parts if isinstance(one, ToolCall)]
+        content = "".join(one for one in parts if isinstance(one, str))
         delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-        answer.reasoning += piece.reasoning
-        calls = []
-        for one in piece.calls if piece.finish_reason != "length" else ():  # or the last one was cut off
-            written = harmony.written_call(*one)
-            known = self.tools.calls_in(written)
-            calls += known
-            answer.held += "" if known else written
-        if calls:
+        if content:
+            delta["content"] = content
+        if new:
             first = len(answer.calls)
-            answer.calls += calls
-            delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
-        if answer.calls and piece.finish_reason == "stop":
-            answer.reason = "tool_calls"
+            delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(new)]
+        answer.reasoning += piece.reasoning
+        answer.shown += content
+        answer.calls += new
+        answer.reason = "tool_calls" if answer.calls and piece.finish_reason == "stop" else piece.finish_reason
         return delta
 
+    def _of_stream(self, call: tuple[str, str]) -> Part:
+        """A call that the stream has told from the text; one of no tool is text, as other families write it."""
+        written = ToolCall(*call)
+        is_known = any(tool["function"]["name"] == written.name for tool in self.tools.tools)
+        return written if is_known else harmony.written_call(*written)
 
-def _answers_in_channels(model: LoadedModel) -> bool:
-    return model.template.is_in_channels and bool(model.codec.channel_marks)
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """As OpenAI writes it, but with an id that Mistral's templates take back, too: nine letters and digits."""
+    return {
+        "id": "".join(secrets.choice(_ID_LETTERS) for _ in range(9)), "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }  # fmt: skip
+
+
+def _answers_in_channels(template: ChatTemplate, model: LoadedModel) -> bool:
+    return template.is_in_channels and bool(model.codec.channel_marks)
 
 
 def _chunk(
@@ -350,7 +339,7 @@ def _choice(index: int, answer: ChatAnswer, with_logprobs: bool) -> dict[str, An
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Messages whose contents are texts. Raises ApiError."""
+    """Messages whose contents are texts, or None beside calls. Raises ApiError."""
     if not isinstance(given, list) or not 0 < len(given) <= MOST_MESSAGES:
         raise invalid("messages", f"expected a list of 1 to {MOST_MESSAGES} messages")
     messages = []
@@ -361,7 +350,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         calls = message.get("tool_calls")
         # Clients send fields back that are empty; templates look whether one is there.
         kept = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or calls)}
-        kept["content"] = _content(where, message.get("content"))
+        content = message.get("content")
+        kept["content"] = None if content is None and calls else _content(where, content)
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise invalid(where, "tool_calls must be a list of objects")
         if not kept["content"] and not calls and message["role"] in ("user", "tool", "system", "developer"):
@@ -388,14 +378,17 @@ def _content(where: str, given: Any) -> str:
 
 
 async def _rendered(
-    model: LoadedModel, messages: list[dict[str, Any]], tools: Sequence[Any], values: Mapping[str, Any]
-) -> str:
-    """The chat in the model's template. Raises ApiError."""
+    template: ChatTemplate, messages: list[dict[str, Any]], in_words: list[dict[str, Any]] | None, tools: Sequence[Any],
+    values: Mapping[str, Any],
+) -> str:  # fmt: skip
+    """The chat in the model's template, in its other form if that refuses the first one. Raises ApiError."""
     try:
-        return checked_text("messages", await model.template.render(messages, tools, values))
+        return checked_text("messages", await template.render(messages, tools, values))
     except CheckpointError as e:
         raise ApiError(500, str(e), e.code) from None
     except UsageError as e:
+        if e.code == "template" and in_words is not None:
+            return await _rendered(template, in_words, None, tools, values)
         if e.code == "removed":
             raise ApiError(503, str(e), "engine_ended") from None
         code = {"length": "context_length_exceeded", "costly": "chat_template"}.get(e.code)
@@ -408,3 +401,23 @@ def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> lis
     if first["role"] in ("system", "developer"):
         return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]
+
+
+def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
+    """The chat as turns of user and assistant alone, for a template that knows no others: what the system says and the
+    instructions stand before the first question, calls are written as the instructions say, and results are the user's."""
+    before = [*(one["content"] for one in messages if one["role"] in ("system", "developer")), instructions]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "\n\n".join(filter(None, before))}]
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            continue
+        calls = [call["function"] for call in message.get("tool_calls") or () if isinstance(call.get("function"), dict)]
+        written = [harmony.written_call(str(one.get("name")), str(one.get("arguments") or "")) for one in calls]
+        content = message["content"] or ""
+        text = f"Result: {content}" if message["role"] == "tool" else "\n".join(filter(None, [content, *written]))
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if turns[-1]["role"] == role:
+            turns[-1]["content"] = "\n\n".join(filter(None, [turns[-1]["content"], text]))
+        else:
+            turns.append({"role": role, "content": text})
+    return turns

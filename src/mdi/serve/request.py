@@ -6,6 +6,7 @@ Unknown fields are ignored, as in other servers, unless they are misspelt.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import difflib
 import itertools
 import re
@@ -497,7 +498,8 @@ class TextLogprobs:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._n_chars = 0
+        self._n_chars = 0  # before the next token; characters that are not whole yet do not count
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def take(self, piece: TextPiece) -> dict[str, list[Any]] | None:
@@ -506,12 +508,15 @@ class TextLogprobs:
             return None
         new: dict[str, list[Any]] = {name: [] for name in self.all}
         for token, (own, best) in zip(piece.tokens, piece.logprobs or [], strict=False):
-            text = _text(self._codec, token)
-            new["tokens"].append(text)
+            data = self._codec.token_bytes(token)
+            new["tokens"].append(_name(data))
             new["token_logprobs"].append(_finite(own))
-            new["top_logprobs"].append({_text(self._codec, i): _finite(value) for i, value in best})
+            named: dict[str, float] = {}
+            for i, value in best:  # the best first, which stays where several are no text
+                named.setdefault(_name(self._codec.token_bytes(i)), _finite(value))
+            new["top_logprobs"].append(named)
             new["text_offset"].append(self._n_chars)
-            self._n_chars += len(text)
+            self._n_chars += len(self._characters.decode(data))
         for name, values in new.items():
             self.all[name] += values
         return new
@@ -526,12 +531,16 @@ def chat_logprobs(codec: TextCodec, piece: TextPiece) -> list[dict[str, Any]]:
 
 
 def _entry(codec: TextCodec, token: int, value: float | None) -> dict[str, Any]:
-    text = _text(codec, token)
-    return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+    data = codec.token_bytes(token)
+    return {"token": _name(data), "logprob": _finite(value), "bytes": list(data)}
 
 
-def _text(codec: TextCodec, token: int) -> str:
-    return codec.decode([token], continues=True)
+def _name(data: bytes) -> str:
+    """The text of a token; of a part of a character, its bytes as OpenAI writes them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(value: float | None) -> float:

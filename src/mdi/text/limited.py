@@ -17,14 +17,17 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RENDERED_LIMIT = 1 << 24  # characters of a chat
+REPEATED_LIMIT = 1 << 16  # characters, or elements, of what a template multiplies
 MEMORY_BYTES = 512 << 20  # of the process; a chat of 16 MB needs half of it
 STACK_BYTES = 1 << 20  # for a schema: the engine's threads have more, so that what passes here does not fail there
 COMPUTING_S = 2.0  # for each message, of the processor's time
@@ -41,7 +44,7 @@ class Renderer:
 
     def __init__(self, source: str, specials: Mapping[str, Any]) -> None:
         self._specials = dict(specials)
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(str(form))
@@ -61,13 +64,29 @@ class Renderer:
         return {"text": "".join(pieces)}
 
 
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, which some templates have for training, is what stands in it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox limits the length of ranges; strings that are multiplied are limited here."""
+    """jinja2's sandbox limits the length of ranges; strings and lists that are multiplied are limited here."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple):
+        many, n = (right, left) if isinstance(left, int) else (left, right)
+        is_long = isinstance(many, str | list | tuple) and not (isinstance(n, int) and len(many) * n <= REPEATED_LIMIT)
+        if operator == "**" or is_long:
             raise jinja2.exceptions.SecurityError(f"a template may not use {operator} so")
         return super().call_binop(context, operator, left, right)
 
@@ -167,9 +186,15 @@ def _read(source: BinaryIO) -> bytes | None:
     return data if len(data) == n_bytes else None
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    """As models have seen it: jinja2's own would escape characters for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As models have seen it, with transformers' arguments: jinja2's own would escape characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: object) -> NoReturn:

@@ -206,10 +206,11 @@ def _behind_blanks(text: str, at: int) -> int:
 def _call(name: str, arguments: Arguments, schema: Any) -> Call:
     kinds = schema.get("properties") if isinstance(schema, Mapping) else None
     known = kinds if isinstance(kinds, Mapping) else {}
-    return {"name": name, "arguments": {key: _value(value, known.get(key)) for key, value in arguments}}
+    return {"name": name, "arguments": {key: typed_value(value, known.get(key)) for key, value in arguments}}
 
 
-def _value(text: str, schema: Any) -> Any:
+def typed_value(text: str, schema: Any) -> Any:
+    """The value that a tool's schema means by what was written for an argument."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:

@@ -8,7 +8,9 @@ its first chat on. A process that did not answer is replaced.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -100,8 +102,15 @@ PLAIN = """\
 PLAIN_STOPS = ("\nUser:",)  # where the plain template's next turn would begin
 
 
+_ASKS_FOR_NULL = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b")
+_SHORT_IDS = re.compile(r"\blength\s*!=\s*9\b")  # in Mistral's templates, which refuse other ids of calls
+
+
 class ChatTemplate:
     """Belongs to one event loop.
+
+    Args:
+        with_tools: the model's other template, for chats that have tools; None: it has one for all chats.
 
     Attributes:
         is_plain: whether the model has no template of its own.
@@ -110,12 +119,15 @@ class ChatTemplate:
         is_marked: whether it writes reasoning and calls as GLM or MiniMax, see mdi.text.marked.
     """
 
-    def __init__(self, source: str | None, specials: Mapping[str, str]) -> None:
+    def __init__(self, source: str | None, specials: Mapping[str, str], with_tools: ChatTemplate | None = None) -> None:
+        self._with_tools = with_tools
         self.is_plain = source is None
         self.knows_tools = source is not None and "tools" in source
         self._knows_developers = source is None or "developer" in source
         self.is_in_channels = source is not None and "<|channel|>" in source
         self.is_marked = source is not None and ("<arg_key>" in source or "<minimax:tool_call>" in source)
+        self._knows_null = source is not None and _ASKS_FOR_NULL.search(source) is not None
+        self._wants_short_ids = source is not None and _SHORT_IDS.search(source) is not None
         self._plain = Renderer(PLAIN, specials) if source is None else None
         self._template = {"template": source, "specials": dict(specials)}
         self._process: LimitedProcess | None = None
@@ -123,10 +135,17 @@ class ChatTemplate:
         self._turn = asyncio.Lock()
         self._asking: asyncio.Future[dict[str, Any]] | None = None  # goes on when nobody waits for it any more
 
+    def for_chat(self, has_tools: bool) -> ChatTemplate:
+        """The template that writes a chat: of two, the one for tools only if the chat has some, as in transformers."""
+        return self._with_tools if has_tools and self._with_tools is not None else self
+
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], extra: Mapping[str, Any]
     ) -> str:
         """The text that the model continues.
+
+        Args:
+            messages: a content may be None in a message with calls.
 
         Raises:
             UsageError: the template refuses the messages ("template"), needs too much time or memory ("costly"), writes too
@@ -135,6 +154,10 @@ class ChatTemplate:
         """
         values = {**extra, "tools": list(tools) or None, "add_generation_prompt": True}
         given = list(messages) if self._knows_developers else [_by_system(message) for message in messages]
+        if not self._knows_null:  # others would write "None"
+            given = [{**message, "content": ""} if message.get("content") is None else message for message in given]
+        if self._wants_short_ids:
+            given = [_with_short_ids(message) for message in given]
         found = with_objects(given)
         answer = await self._written({**values, "messages": found})
         if answer.get("code") == limited.REFUSED and found != given:
@@ -156,6 +179,8 @@ class ChatTemplate:
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
+        if self._with_tools is not None:
+            self._with_tools.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -218,6 +243,25 @@ def _by_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose ids of calls have nine letters and digits; the same id becomes the same in a call and its result."""
+    found = dict(message)
+    if isinstance(found.get("tool_call_id"), str):
+        found["tool_call_id"] = _short_id(found["tool_call_id"])
+    if found.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in found["tool_calls"]
+        ]
+    return found
+
+
+def _short_id(given: str) -> str:
+    if len(given) == 9 and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
 def parsed_arguments(arguments: str) -> Any:
     """The object that they are, without any an empty one; the text itself if they are none."""
     try:
@@ -272,15 +316,16 @@ def read_template(directory: Path) -> ChatTemplate:
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path} cannot be read: {e}") from None
         config = read if isinstance(read, dict) else {}
-    source = _own_source(directory) or _source_in(config.get("chat_template"))
-    if source is not None and len(source) > TEMPLATE_LIMIT:
+    own = _own_source(directory)
+    source, tool_source = (own, None) if own else _sources_in(config.get("chat_template"))
+    if any(len(one) > TEMPLATE_LIMIT for one in (source, tool_source) if one is not None):
         raise CheckpointError(f"the chat template in {directory} has more than {TEMPLATE_LIMIT} characters")
     specials = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         specials[name] = value if isinstance(value, str) else ""
-    return ChatTemplate(source, specials)
+    return ChatTemplate(source, specials, None if tool_source is None else ChatTemplate(tool_source, specials))
 
 
 def _own_source(directory: Path) -> str | None:
@@ -293,9 +338,11 @@ def _own_source(directory: Path) -> str | None:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 
-def _source_in(value: Any) -> str | None:
-    """Of several named templates, the one for tools if there is one, else the default."""
-    if isinstance(value, list):
-        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
-        value = named.get("tool_use") or named.get("default")
-    return value if isinstance(value, str) and value else None
+def _sources_in(value: Any) -> tuple[str | None, str | None]:
+    """The template, and that of chats with tools if it is another one."""
+    listed = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+    default, for_tools = (
+        found if isinstance(found := named.get(name), str) and found else None for name in ("default", "tool_use")
+    )
+    return (for_tools, None) if default is None else (default, for_tools)

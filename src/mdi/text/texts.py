@@ -33,6 +33,11 @@ _BASE_MODEL = re.compile(
 )
 _UNDECIDED = "\ufffd"  # what bytes that are no complete character (yet) decode to
 
+# GPT-2's letters for bytes: those that can be printed are their own.
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTES = {chr(byte): byte for byte in _PRINTED}
+_BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}
+
 _log = logging.getLogger(__name__)
 
 
@@ -202,6 +207,17 @@ class TextCodec:
             return self._text(ids)
         return self._text(self._anchor + ids)[self._anchor_chars :]
 
+    def token_bytes(self, i: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character."""
+        text = self.decode([i], continues=True)
+        if _UNDECIDED not in text:
+            return text.encode()
+        is_huggingface = self._tokenizer.backend == "huggingface"
+        token = str(self._processor.id_to_token(i) if is_huggingface else self._processor.id_to_piece(i))
+        if i in self.byte_ids:
+            return bytes([int(token[3:5], 16)])
+        return bytes(_BYTES[c] for c in token) if all(c in _BYTES for c in token) else text.encode()
+
     def _text(self, ids: list[int]) -> str:
         if self._tokenizer.backend == "huggingface":  # which would leave out marks of calls where they are special
             return str(self._processor.decode(ids, skip_special_tokens=False))
@@ -291,11 +307,14 @@ def _style_from_file(path: Path) -> PromptStyle | None:
     return style
 
 
-# Marks of reasoning and calls (mdi.text.marked), which some tokenizers call special.
+# Marks of reasoning and calls (mdi.text.marked and calls), which some tokenizers call special.
 _SPOKEN = frozenset(
-    f"<{end}{mark}>"
-    for mark in ("think", "tool_call", "arg_key", "arg_value", "minimax:tool_call")
-    for end in ("", "/")
+    [
+        f"<{end}{mark}>"
+        for mark in ("think", "tool_call", "arg_key", "arg_value", "minimax:tool_call")
+        for end in ("", "/")
+    ]
+    + ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"]
 )
 
 
