@@ -23,6 +23,7 @@ EXPIRY_S = 60.0
 N_LIMIT = 4096  # nodes that one node knows
 
 ShortName = Annotated[str, Meta(min_length=1, max_length=80)]
+Kind = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class Announced:
         return f"{self.name}-{self.process[:6]}"
 
     @property
-    def kind(self) -> tuple[str, str, str]:
-        """Only nodes with the same one share a ring."""
-        return self.weights, self.form, self.numerics
+    def kind(self) -> Kind:
+        """Only nodes with the same one share a ring, and the plan of moves."""
+        return self.weights, self.form, self.numerics, self.n_layer
 
     def config(self) -> NodeConfig:
         """As an entry of a nodes file."""

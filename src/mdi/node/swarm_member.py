@@ -18,14 +18,14 @@ from typing import Any
 
 import psutil
 
-from mdi.cancel import Cancel, Periodic
+from mdi.cancel import Cancel, CancelledError, Periodic
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.client import ControlClient
 from mdi.control.meeting import Peer, Unheard, resolved
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, SwarmTable
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels import library
 from mdi.net.hello import Fault
@@ -100,6 +100,9 @@ class SwarmMember:
         self._unheard = Unheard()
         self.held: HeldStage | None = None
         self._own: Announced | None = None
+        self._is_measured, self._next_look = False, 0.0
+        self._trouble = ""  # that was told last
+        self._error: BaseException | None = None
         self._random = random.Random(node.process)
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
@@ -117,35 +120,63 @@ class SwarmMember:
         """The last announcement of this node."""
         return self._own
 
+    def check(self) -> None:
+        """Raise the error that has ended this node's part in the swarm, if one has."""
+        if self._error is not None:
+            raise self._error
+
     # Its thread
 
     def _run(self) -> None:
         try:
-            self._join()
-            next_look = time.monotonic() + self._waits.tell_s * self._random.uniform(1, 3)  # others may have come, too
-            while True:
-                self._cancel.wait(self._waits.tell_s * self._random.uniform(0.7, 1.3))
-                self._keep_told()
-                self._mind_memory()
-                if self.has_given_back:
-                    continue
-                if time.monotonic() >= next_look:
-                    try:
-                        self._look()
-                    except MdiError as e:  # it tries again
-                        self._cancel.check()
-                        logger.warning("warning: %s holds no blocks at the moment: %s", self._node.config.name, e)
-                    next_look = time.monotonic() + self._waits.look_s * self._random.uniform(0.7, 1.3)
-        except MdiError as e:
-            if not self._cancel.is_cancelled:
-                logger.error("%s does not take part in the swarm: %s", self._node.config.name, e)
-        except Exception:
-            logger.exception("%s does not take part in the swarm any more", self._node.config.name)
+            while not self._cancel.is_cancelled:
+                try:
+                    self._round()
+                    self._trouble = ""
+                except NoMemoryError as e:  # others may give some back
+                    self._tell_trouble(e)
+                except UsageError:  # what it was started with does not change
+                    raise
+                except Exception as e:
+                    self._tell_trouble(e)
+                with contextlib.suppress(CancelledError):
+                    self._cancel.wait(self._waits.tell_s * self._random.uniform(0.7, 1.3))
+        except BaseException as e:
+            self._error = e
+            self._node.turns.close()  # so that the process ends, with this error: one that lives on looks healthy
         if self._own is not None:
-            self._say(is_leaving=True)
+            with contextlib.suppress(Exception):  # the others notice it anyway, later
+                self._say(is_leaving=True)
+
+    def _round(self) -> None:
+        """Take part first, then do what is due. Raises whatever goes wrong: the next round continues where this one ended."""
+        if not self._is_measured:
+            self._join()
+            self._is_measured = True
+            # Others may have come, too.
+            self._next_look = time.monotonic() + self._waits.tell_s * self._random.uniform(1, 3)
+            return self._take_weakest()
+        self._keep_told()
+        self._mind_memory()
+        if not self.has_given_back and time.monotonic() >= self._next_look:
+            try:
+                self._look()
+            finally:
+                self._next_look = time.monotonic() + self._waits.look_s * self._random.uniform(0.7, 1.3)
+
+    def _tell_trouble(self, error: Exception) -> None:
+        """Once, as long as it stays the same."""
+        if self._cancel.is_cancelled:
+            return
+        own, words = self._own, str(error) if isinstance(error, MdiError) else f"{type(error).__name__}: {error}"
+        state = "" if own is not None and own.is_ready else " holds no blocks at the moment, and"
+        logger.debug("a round of the swarm failed", exc_info=True)
+        if words != self._trouble:
+            self._trouble = words
+            logger.warning("warning: %s%s tries again: %s", self._node.config.name, state, words)
 
     def _join(self) -> None:
-        """Take the blocks that the swarm lacks most."""
+        """Measure this node, and learn of the others."""
         node = self._node
         node.wait_for_kernels(self._cancel)
         model = node.swarm_model = (
@@ -171,28 +202,24 @@ class SwarmMember:
         bytes_s = self._way_bytes_s()
         row_bytes = facts.config.n_embd * ROW_BYTES
         self._own = replace(self._own, speed=min(1 / (block_s * n_blocks), bytes_s / row_bytes))
-        try:
-            self._take_weakest()
-        except ControlError as e:  # no node sends the parts: some will come
-            self._cancel.check()
-            logger.warning("warning: %s holds no blocks at the moment: %s", node.config.name, e)
 
     def _take_weakest(self) -> None:
         """Hold the span that is served slowest."""
         assert self._own is not None
+        self._drop()
         served = speeds([served_of(one) for one in self._others], self._own.n_layer)
         start = weakest_span(served, self._n_blocks)
         self._say(start=start, stop=start + self._n_blocks)
         self._hold(start, start + self._n_blocks)
 
     def _fitting(self) -> int:
-        """How many blocks fit into the memory, with some left for caches. Raises UsageError if none does."""
+        """How many blocks fit into the memory, with some left for caches. Raises NoMemoryError if none does."""
         spec = self._spec(self._model.n_layer - 1, self._model.n_layer)  # of the block whose part each node knows
         block_bytes = max(1, spec.weight_bytes({}))
         free = self._node.stages.available(spec.computing.device)
         n = int(free * (1 - MARGIN_SHARE) // block_bytes)
         if n < 1:
-            raise UsageError(
+            raise NoMemoryError(
                 f"not one block of {self._model.facts.model} fits into the memory of {self._node.config.name}"
             )
         return n
@@ -222,9 +249,9 @@ class SwarmMember:
         logger.info("%s holds %s of %s for all runs", self._node.config.name, spec, self._model.facts.model)
 
     def _drop(self) -> None:
-        held, self.held = self.held, None
-        if held is not None:
-            self._node.stages.remove(held)
+        if self.held is not None:
+            self._node.stages.remove(self.held)
+        self.held = None
 
     def _spec(self, start: int, stop: int) -> StageSpec:
         return self._node.weights.spec(self._request(start, stop))
@@ -421,13 +448,14 @@ class SwarmMember:
         if free >= spare or (self._node.stages.drop_unused() and self._free_bytes() >= spare):
             return
         logger.warning("warning: memory is short: %s gives its blocks back", name)
-        self._gave_bytes = max(1, 0 if self.held is None else self.held.weight_bytes)
+        gave_bytes = max(1, 0 if self.held is None else self.held.weight_bytes)
         self._say(start=0, stop=0, is_ready=False)
         self._leave_rings()
         for worker in self._node.runs.active:  # nobody could take over: the run forms another ring, or ends
             worker.abort(Fault(name, "its memory is needed", name, "left"))
         self._drop()
         self._node.stages.drop_unused()
+        self._gave_bytes = gave_bytes
 
     # Moves
 
@@ -435,8 +463,8 @@ class SwarmMember:
         """Move if it is this node's turn in the plan for all."""
         own = self._own
         assert own is not None
-        if self.held is None or self.held not in self._node.stages.listed:
-            return self._hold(own.start, own.stop)
+        if not own.is_ready or self.held is None or self.held not in self._node.stages.listed:
+            return self._hold_again()
         others = self._others
         moves = plan([served_of(one) for one in (own, *others)], own.n_layer)
         if not moves or moves[0].name != own.process:
@@ -448,6 +476,15 @@ class SwarmMember:
         ):
             return  # a ring needs what nobody else has
         self._move(moves[0].start)
+
+    def _hold_again(self) -> None:
+        """The blocks that it has announced, else those that are served slowest: what was begun before has failed."""
+        own = self._own
+        assert own is not None
+        if own.start == own.stop:
+            return self._take_weakest()
+        self._drop()
+        self._hold(own.start, own.stop)
 
     def _move(self, start: int) -> None:
         own = self._own

@@ -16,7 +16,7 @@ from typing import Protocol
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.meeting import Peer, Unheard, resolved
-from mdi.control.swarm import Announced, SwarmRequest, SwarmTable
+from mdi.control.swarm import Announced, Kind, SwarmRequest, SwarmTable
 from mdi.errors import ControlError, PlacementError
 from mdi.net.keys import KeyFile
 from mdi.placement.chain import Chain, Holder, choose_chain
@@ -102,7 +102,7 @@ class Swarm:
         """
         end = time.monotonic() + self._wait_s
         while True:
-            nodes = [one for one in self.usable if (one.weights, one.form) == (weights, form)]
+            nodes = [one for one in self.usable if (one.weights, one.form, one.n_layer) == (weights, form, n_layer)]
             for kind in sorted({one.kind for one in nodes}, key=lambda kind: (kind[2] != numerics, kind)):
                 able = self._answering([one for one in nodes if one.kind == kind])
                 if (chain := choose_chain([self.holder(one) for one in able], n_layer)) is not None:
@@ -154,7 +154,7 @@ class SwarmPart:
         nodes: that answered then, in the chain and outside of it.
     """
 
-    def __init__(self, swarm: Swarm, kind: tuple[str, str, str], chain: Chain, nodes: Sequence[NodeConfig]) -> None:
+    def __init__(self, swarm: Swarm, kind: Kind, chain: Chain, nodes: Sequence[NodeConfig]) -> None:
         self.chain, self.nodes = chain, list(nodes)
         self._swarm, self._kind = swarm, kind
 
