@@ -40,7 +40,7 @@ def member_without_files(
 @contextlib.contextmanager
 def swarm_member(
     index: int, folder: Path, checkpoint: Path, peers: Sequence[SecondaryNode] = (), most_blocks: int | None = None,
-    spare_bytes: int = 0, free_bytes: Callable[[], int] = free_memory_bytes, **options: Any,
+    spare_bytes: int | None = 0, free_bytes: Callable[[], int] = free_memory_bytes, **options: Any,
 ) -> Iterator[tuple[SecondaryNode, SwarmMember]]:  # fmt: skip
     """One that holds blocks of a checkpoint; it ends with its `with`."""
     source = open_source(checkpoint)

@@ -75,6 +75,33 @@ def test_a_node_whose_memory_others_need_gives_its_blocks_back_and_takes_some_ag
         until(lambda: held_by(short) == range(3) and len(node.stages.listed) == 1)
 
 
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The processes that each look of a node sees; nobody moves."""
+    found: list[set[str]] = []
+
+    def noted(nodes: list[Served], n_layer: int) -> tuple[()]:
+        found.append({one.name for one in nodes})
+        return ()
+
+    monkeypatch.setattr(member_module, "plan", noted)
+    return found
+
+
+def test_what_a_node_leaves_free_is_a_part_of_what_it_may_use(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, less than a twentieth of the machine's memory is free at any time."""
+    monkeypatch.setattr(member_module, "memory_bytes", lambda: 1 << 30)
+    looks, free = planned(monkeypatch), 60 << 20
+    with swarm_member(
+        0, tmp_path, checkpoint, most_blocks=2, spare_bytes=None, free_bytes=lambda: free
+    ) as (_, member):  # fmt: skip
+        until(lambda: len(looks) > 1)
+        assert held_by(member) == range(2)
+        free = 50 << 20
+        until(lambda: member.has_given_back)
+
+
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> None:
     """The next call fails, and those after it do not."""
     real, errors = getattr(owner, name), [error]
@@ -135,22 +162,16 @@ def test_a_round_that_fails_leaves_nothing_half_done(
 def test_an_announcement_of_a_model_with_other_blocks_is_dropped(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned: list[set[str]] = []
-
-    def noted(nodes: list[Served], n_layer: int) -> tuple[()]:
-        planned.append({one.name for one in nodes})
-        return ()
-
-    monkeypatch.setattr(member_module, "plan", noted)
+    looks = planned(monkeypatch)
     with swarm_member(0, tmp_path, checkpoint, most_blocks=2) as (node, member):
         until(lambda: held_by(member) == range(2))
         own = member.announced
         assert own is not None
         bad = replace(own, process="ab" * 8, version=1, n_layer=9, stop=9)
         ControlClient(entry_of(node)).swarm(SwarmRequest(bad))
-        n_before = len(planned)
-        until(lambda: len(planned) > n_before + 1)
-        assert planned[-1] == {own.process}
+        n_before = len(looks)
+        until(lambda: len(looks) > n_before + 1)
+        assert looks[-1] == {own.process}
 
 
 def test_a_node_that_cannot_take_part_ends_with_an_error(tmp_path: Path, checkpoint: Path, in_torch: None) -> None:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
 from mdi.cancel import Cancel, CancelledError, Periodic
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
@@ -26,7 +24,7 @@ from mdi.control.meeting import Peer, Unheard, resolved
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, SwarmTable
 from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
-from mdi.host.resources import free_memory_bytes
+from mdi.host.resources import free_memory_bytes, memory_bytes
 from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
@@ -39,7 +37,7 @@ from mdi.spec.cluster import NodeConfig
 from mdi.stages.building import StageSpec
 from mdi.stages.store import Claim, HeldStage
 
-SPARE_SHARE = 0.05  # of a machine's memory
+SPARE_SHARE = 0.05  # of the memory that a node may use
 MARGIN_SHARE = 0.3  # of the free memory, that is left for caches
 ECHO_BYTES = 1 << 20  # with which the way to another node is measured
 ASK_S = 2.0  # a node that lives answers in this time
@@ -94,7 +92,7 @@ class SwarmMember:
         self._version = 0
         self._told_s = float("-inf")
         self._known_peers: dict[Peer, NodeConfig] = {}
-        self._spare_bytes = int(psutil.virtual_memory().total * SPARE_SHARE) if spare_bytes is None else spare_bytes
+        self._spare_bytes = int(memory_bytes() * SPARE_SHARE) if spare_bytes is None else spare_bytes
         self._free_bytes = free_bytes
         self._n_blocks = self._gave_bytes = 0
         self._unheard = Unheard()
