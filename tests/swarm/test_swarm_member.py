@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_members import held_by, swarm_member, wait_covered
+from swarm_members import held_by, member_without_files, swarm_member, wait_covered
 
 from mdi.control.client import ControlClient
 from mdi.control.swarm import SwarmRequest
@@ -20,7 +20,7 @@ from mdi.placement.balance import Served
 from mdi.stages.store import StageStore
 from secondaries import entry_of
 from tiny_checkpoint import write_checkpoint
-from waiting import until
+from waiting import DEADLINE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +180,39 @@ def test_a_node_that_cannot_take_part_ends_with_an_error(tmp_path: Path, checkpo
         until(lambda: node.config.name not in {thread.name for thread in threading.enumerate()})
         with pytest.raises(UsageError, match="kernels"):
             member.check()
+
+
+def test_the_end_does_not_wait_for_a_node_that_sends(tmp_path: Path, checkpoint: Path) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+    with swarm_member(0, tmp_path, checkpoint, most_blocks=5) as (first, one):
+        until(lambda: held_by(one) == range(5))
+
+        def send(request: object) -> None:
+            asked.set()
+            goes_on.wait(DEADLINE_S)
+
+        first.forward = send  # type: ignore[method-assign]
+        assert one.announced is not None
+        try:
+            with member_without_files(1, tmp_path, one.announced.model, [first], 2):
+                assert asked.wait(DEADLINE_S)
+            assert [thread.name for thread in threading.enumerate()].count("swarm") == 1
+        finally:
+            goes_on.set()
+
+
+def test_the_end_has_a_limit(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "CLOSE_S", 0.01)
+    measures, goes_on = threading.Event(), threading.Event()
+
+    def measure(*args: object) -> None:
+        measures.set()
+        goes_on.wait(DEADLINE_S)
+        raise ControlError("it has ended")
+
+    monkeypatch.setattr(SecondaryNode, "profile", measure)
+    try:
+        with swarm_member(0, tmp_path, checkpoint, most_blocks=2):
+            assert measures.wait(DEADLINE_S)
+    finally:
+        goes_on.set()

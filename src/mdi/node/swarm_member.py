@@ -12,7 +12,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from mdi.cancel import Cancel, CancelledError, Periodic
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.client import ControlClient
-from mdi.control.meeting import Peer, Unheard, resolved
+from mdi.control.meeting import Exchanges, Peer
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
-from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, SwarmTable
+from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmTable
 from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import free_memory_bytes, memory_bytes
 from mdi.kernels import library
@@ -40,7 +40,9 @@ from mdi.stages.store import Claim, HeldStage
 SPARE_SHARE = 0.05  # of the memory that a node may use
 MARGIN_SHARE = 0.3  # of the free memory, that is left for caches
 ECHO_BYTES = 1 << 20  # with which the way to another node is measured
-ASK_S = 2.0  # a node that lives answers in this time
+N_ASKED = 2, 1  # nodes that are known, and nodes that were given or found, in each look
+N_NEAR = 32  # nodes of which the nearest is sought
+CLOSE_S = 8.0  # a service has 30 for its whole end
 ROW_BYTES = 4  # of one number of a row on the way
 
 logger = logging.getLogger("mdi")
@@ -84,18 +86,17 @@ class SwarmMember:
     ) -> None:  # fmt: skip
         self._node, self._source, self._keys = node, source, keys
         self._ways: dict[str, float] = {}  # seconds of an exchange with other nodes, by their labels
-        self._peers, self._found_nodes = list(peers), found
         self._most_blocks = most_blocks
         self._waits = waits or SwarmWaits()
         self.table: SwarmTable = node.table
         self._cancel = Cancel()
         self._version = 0
         self._told_s = float("-inf")
-        self._known_peers: dict[Peer, NodeConfig] = {}
         self._spare_bytes = int(memory_bytes() * SPARE_SHARE) if spare_bytes is None else spare_bytes
         self._free_bytes = free_bytes
         self._n_blocks = self._gave_bytes = 0
-        self._unheard = Unheard()
+        place = node.config.addr, node.ring_port
+        self._exchanges = Exchanges(self.table, peers, keys, found, (node.process, place))
         self.held: HeldStage | None = None
         self._own: Announced | None = None
         self._is_measured, self._next_look = False, 0.0
@@ -108,10 +109,10 @@ class SwarmMember:
         self._thread.start()
 
     def close(self) -> None:
-        """Say that this node leaves, and end; harmless if repeated."""
+        """Say that this node leaves, and end, within CLOSE_S; harmless if repeated."""
         self._cancel.cancel()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     @property
     def announced(self) -> Announced | None:
@@ -144,7 +145,7 @@ class SwarmMember:
             self._node.turns.close()  # so that the process ends, with this error: one that lives on looks healthy
         if self._own is not None:
             with contextlib.suppress(Exception):  # the others notice it anyway, later
-                self._say(is_leaving=True)
+                self._exchanges.tell(*N_ASKED, self._announce(is_leaving=True))
 
     def _round(self) -> None:
         """Take part first, then do what is due. Raises whatever goes wrong: the next round continues where this one ended."""
@@ -229,7 +230,7 @@ class SwarmMember:
         for config in others[:3]:
             begin = time.monotonic()
             try:
-                ControlClient(config, self._keys).echo(ECHO_BYTES)
+                ControlClient(config, self._keys).echo(ECHO_BYTES, self._cancel)
             except ControlError as e:  # it computes, or is gone
                 logger.debug("the way to %s was not measured: %s", config.name, e)
                 continue
@@ -280,7 +281,7 @@ class SwarmMember:
             for one in self._nearest([one for one in self.table.nodes if is_named(one, name) and one.is_ready]):
                 try:
                     last = ModelRequest(one.weights, (f"block.{one.n_layer - 1}",))
-                    model = SwarmModel(ControlClient(one.config(), self._keys).model(last))
+                    model = SwarmModel(self._asked(one).model(last, self._cancel))
                     if model.weights == one.weights:
                         return model
                     logger.warning("warning: %s tells of another model than it has announced", one.label)
@@ -299,7 +300,7 @@ class SwarmMember:
             wanted = tuple(name for name in names if name not in found and _has(one, name))
             if wanted:
                 with contextlib.suppress(ControlError):
-                    told = ControlClient(one.config(), self._keys).model(ModelRequest(weights, wanted))
+                    told = self._asked(one).model(ModelRequest(weights, wanted), self._cancel)
                     found |= {part.name: part for part in told.parts}
             if len(found) == len(names):
                 return replace(self._model.facts, parts=tuple(found.values()))
@@ -335,7 +336,7 @@ class SwarmMember:
                 node.ring_port,
             )
             try:
-                ControlClient(one.config(), self._keys).forward(asked)
+                self._asked(one).forward(asked, self._cancel)
                 logger.debug("%s has sent %s", one.label, part.name)
                 return
             except ControlError as e:
@@ -345,18 +346,17 @@ class SwarmMember:
                 logger.info("%s has not sent %s: %s", one.label, part.name, e)
         raise ControlError(f"no node has sent {part.name}", code="weights")
 
+    def _asked(self, one: Announced) -> ControlClient:
+        return ControlClient(one.config(), self._keys)
+
     def _nearest(self, nodes: Sequence[Announced]) -> list[Announced]:
-        """Other nodes, the shortest way first; those that do not answer are left out. They know this node then."""
-        found = []
-        for one in nodes:
-            if one.process == self._node.process or one.is_leaving:
-                continue
-            config = one.config()
-            if one.label not in self._ways and not self._unheard.is_avoided(_place(config)):
-                self._exchange(config)
-            if one.label in self._ways:
-                found.append(one)
-        return sorted(found, key=lambda one: self._ways[one.label])
+        """Some other nodes, the shortest way first; those that do not answer are left out. They know this node then."""
+        others = [one for one in nodes if one.process != self._node.process and not one.is_leaving]
+        others = [one for one in others if not self._exchanges.is_avoided(one.config())]
+        new = [one.config() for one in others if one.label not in self._ways]
+        n_new = max(0, N_NEAR - (len(others) - len(new)))
+        self._note_ways(self._exchanges.ask(self._random.sample(new, min(n_new, len(new))), self._told, self._cancel))
+        return sorted((one for one in others if one.label in self._ways), key=lambda one: self._ways[one.label])
 
     # Announcements
 
@@ -372,15 +372,19 @@ class SwarmMember:
 
     def _say(self, **changes: Any) -> None:
         """Announce something new of this node, to as many others as can be reached at once."""
+        self._announce(**changes)
+        self._ask_others()
+
+    def _announce(self, **changes: Any) -> Announced:
         assert self._own is not None
         self._version += 1
         spec_free = self._node.stages.available(str(self._node.weights.device))
-        self._own = replace(
+        own = self._own = replace(
             self._own, version=self._version, n_runs=len(self._node.runs.active), cache_bytes=spec_free, **changes
         )
         self._told_s = time.monotonic()
-        self.table.add([self._own])
-        self._ask_others()
+        self.table.add([own])
+        return own
 
     def _keep_told(self) -> None:
         """Exchange what is known; say the own announcement again before it expires, or when another number of runs is here."""
@@ -392,40 +396,20 @@ class SwarmMember:
         else:
             self._ask_others()
 
+    @property
+    def _told(self) -> Announced | None:
+        """What others learn of this node."""
+        return self._own if self._own is not None and self._own.version else None
+
     def _ask_others(self) -> None:
-        """Exchange announcements with up to two nodes that are known, and with one that was given or found."""
-        node = self._node
-        known = [one.config() for one in self.table.nodes if one.process != node.process and not one.is_leaving]
-        known = [one for one in known if not self._unheard.is_avoided(_place(one))]
-        asked = self._random.sample(known, min(2, len(known)))
-        given: list[NodeConfig] = [*self._found_nodes(), *self._resolved()]
-        given = [one for one in given if (one.addr, one.port_in) != (node.config.addr, node.ring_port)]
-        given = [one for one in given if not self._unheard.is_avoided(_place(one))]
-        if given:
-            asked.append(self._random.choice(given))
-        for config in asked:
-            if self._cancel.is_cancelled and not (self._own is not None and self._own.is_leaving):
-                return
-            self._exchange(config)
+        """Exchange announcements with some nodes that are known, and with one that was given or found."""
+        self._note_ways(self._exchanges.look(*N_ASKED, self._told, self._cancel))
 
-    def _exchange(self, config: NodeConfig) -> None:
-        """Tell a node what this one is, and hear what it knows; the shortest time of it is kept."""
-        own = self._own
-        begin = time.monotonic()
-        try:
-            request = SwarmRequest(own if own is not None and own.version else None, self.table.versions)
-            self.table.add(ControlClient(config, self._keys).swarm(request, ASK_S))
-        except ControlError as e:
-            self._unheard.add(_place(config))
-            self._ways.pop(config.name, None)
-            logger.debug("%s does not tell of the swarm: %s", config.name, e)
-            return
-        self._unheard.remove(_place(config))
-        self._ways[config.name] = min(time.monotonic() - begin, self._ways.get(config.name, float("inf")))
-
-    def _resolved(self) -> list[NodeConfig]:
-        """The given peers, with their ring ports as far as they have told them."""
-        return resolved(self._peers, self._known_peers, self._keys)
+    def _note_ways(self, found: Mapping[str, float]) -> None:
+        """The shortest times are kept, of nodes that something was heard of lately."""
+        shortest = {name: min(taken_s, self._ways.get(name, taken_s)) for name, taken_s in found.items()}
+        present = {one.label for one in self.table.nodes}
+        self._ways = {name: taken_s for name, taken_s in (self._ways | shortest).items() if name in present}
 
     # Memory
 
@@ -512,10 +496,6 @@ class SwarmMember:
                 return False
             self._cancel.wait(0.1)
         return True
-
-
-def _place(config: NodeConfig) -> str:
-    return f"{config.addr}:{config.port_in}"
 
 
 def is_named(one: Announced, name: str) -> bool:

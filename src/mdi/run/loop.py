@@ -372,6 +372,11 @@ class RingLoop:
         self.clients = {**self.clients, node.name: client}  # a new table: another thread may go through the old one
         return client
 
+    def forget(self, name: str) -> None:
+        """A node that no ring has, and that is gone."""
+        self.clients = {known: client for known, client in self.clients.items() if known != name}
+        self._former.forget(name)
+
     def may_use(self, name: str) -> bool:
         return self.policy.may_use(name, self._clock())
 

@@ -230,7 +230,7 @@ class Run(StatusOnly):
             if model.held is not None and not self.options.fixed:
                 # Nodes may leave and come while the first ring is formed. They have their blocks already, which says in which
                 # order they stand: slow links change nothing.
-                look = SwarmLook(loop, model.held)
+                look = SwarmLook(loop, model.held, self._cancel)
                 self._lookout = Lookout(look, lambda: loop.running, loop.put, self._cancel)
             ring = loop.next_ring(None)
         if self._in_use is not None:
