@@ -16,7 +16,7 @@ from mdi.errors import ControlError, MdiError
 from mdi.net.keys import KeyFile
 from mdi.spec.cluster import NodeConfig
 
-ASK_S = 2.0  # a node that lives answers in this time
+ASK_S = 2.0  # a node that lives answers in this time: its ports wait for no computation
 N_MORE = 16  # given nodes that are asked besides, while nobody is known
 FORMER_EACH_S = 15.0  # between two questions where a node was, while others are known
 

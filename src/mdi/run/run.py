@@ -314,7 +314,7 @@ class Run(StatusOnly):
         if cut is not None and self._lookout is None:
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
-            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
+            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure, loop.ask)
             links = None if self.is_shared else SlowLinks(self.run_id, cut)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, links)
 
