@@ -33,6 +33,8 @@ def test_nodes_share_blocks_out_and_know_of_each_other(tmp_path: Path, checkpoin
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(swarm_member(0, tmp_path, checkpoint, most_blocks=2))]
         until(lambda: held_by(nodes[0][1]) == range(2))
+        (slot,) = nodes[0][0].status(None)["slots"]
+        assert (slot["state"], slot["blocks"]) == ("HELD", (0, 2))
         for i in (1, 2):
             nodes.append(stack.enter_context(swarm_member(i, tmp_path, checkpoint, [nodes[0][0]], most_blocks=2)))
             until(lambda: held_by(nodes[-1][1]) is not None)
@@ -204,15 +206,18 @@ def test_the_end_does_not_wait_for_a_node_that_sends(tmp_path: Path, checkpoint:
 def test_the_end_has_a_limit(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_module, "CLOSE_S", 0.01)
     measures, goes_on = threading.Event(), threading.Event()
+    has_measured = threading.Event()
 
     def measure(*args: object) -> None:
         measures.set()
         goes_on.wait(DEADLINE_S)
+        has_measured.set()
         raise ControlError("it has ended")
 
     monkeypatch.setattr(SecondaryNode, "profile", measure)
     try:
         with swarm_member(0, tmp_path, checkpoint, most_blocks=2):
             assert measures.wait(DEADLINE_S)
+        assert not has_measured.is_set()
     finally:
         goes_on.set()
