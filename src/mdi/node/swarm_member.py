@@ -131,7 +131,8 @@ class SwarmMember:
             while not self._cancel.is_cancelled:
                 try:
                     self._round()
-                    self._trouble = ""
+                    if self._own is not None and self._own.is_ready:
+                        self._trouble = ""
                 except NoMemoryError as e:  # others may give some back
                     self._tell_trouble(e)
                 except UsageError:  # what it was started with does not change
