@@ -426,7 +426,8 @@ class SwarmMember:
         if self.has_given_back:
             if free > 2 * spare + self._gave_bytes:
                 self._gave_bytes = 0
-                self._take_weakest()
+                return self._take_weakest()
+            self._node.stages.drop_unused()  # of rings that have ended only now
             return
         if free >= spare or (self._node.stages.drop_unused() and self._free_bytes() >= spare):
             return
