@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -99,3 +102,28 @@ def test_what_is_no_object(text: str | bytes) -> None:
 def test_anything_is_shown_in_one_short_line(value: Any) -> None:
     assert len(shown(value)) < 120 and "\n" not in shown(value)
     json.dumps(shown(value))
+
+
+FIRST_OF_MANY = """
+import dataclasses, sys, threading
+from mdi.spec.decode import converted
+
+sys.setswitchinterval(1e-6)
+fields = [(f"field{k}", "int") for k in range(16)]
+data = {"inner": [{name: 1 for name, _ in fields}], **{name: 1 for name, _ in fields}}
+for _ in range(100):
+    inner = dataclasses.make_dataclass("Inner", fields)
+    outer = dataclasses.make_dataclass("Outer", [("inner", list[inner]), *fields])
+    begin = threading.Barrier(4)
+    threads = [threading.Thread(target=lambda: (begin.wait(), converted(data, outer))) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+"""
+
+
+def test_several_threads_may_be_the_first_to_read_a_type() -> None:
+    """In a process of their own: msgspec would end it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_OF_MANY], env=environment, check=True)

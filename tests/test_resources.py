@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mdi.control_groups import n_cores
-from mdi.host.resources import cpu_model, device_free_bytes, free_memory_bytes, private_bytes
+from mdi.host.resources import cpu_model, device_free_bytes, free_memory_bytes, memory_bytes, private_bytes
 
 GB = 1 << 30
 
@@ -35,7 +35,7 @@ def groups(tmp_path: Path, membership: str, **files: str) -> tuple[Path, Path]:
 def test_without_groups_the_affinity_counts(tmp_path: Path) -> None:
     where = (tmp_path / "nowhere", tmp_path / "nothing")
     assert n_cores(*where) == affinity()
-    assert 0 < free_memory_bytes(*where) <= psutil.virtual_memory().total
+    assert 0 < free_memory_bytes(*where) <= psutil.virtual_memory().total == memory_bytes(*where)
 
 
 def test_a_quota_of_the_second_version(tmp_path: Path) -> None:
@@ -74,6 +74,7 @@ def test_memory_limits_of_both_versions(tmp_path: Path) -> None:
         a__memory_DOT_stat=f"anon 5\nshmem 7\nactive_file {GB >> 11}\ninactive_file {GB >> 11}\n",
     )
     assert free_memory_bytes(*two) == (GB >> 8) + (GB >> 10), "pages of files can be dropped"
+    assert memory_bytes(*two) == 2 * GB >> 8
     (tmp_path / "one").mkdir()
     one = groups(
         tmp_path / "one",
@@ -84,6 +85,7 @@ def test_memory_limits_of_both_versions(tmp_path: Path) -> None:
         memory__a__b__memory_DOT_usage_in_bytes="1000\n",
     )
     assert free_memory_bytes(*one) == 1 << 19, "the tightest limit on the way up"
+    assert memory_bytes(*one) == 1 << 20
     (tmp_path / "one" / "cgroup" / "memory" / "a" / "memory.usage_in_bytes").write_text(f"{1 << 21}")
     assert free_memory_bytes(*one) == 0, "never less than nothing"
 

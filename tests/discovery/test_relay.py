@@ -104,6 +104,22 @@ def test_a_node_that_says_unclearly_where_it_is_is_not_taken(
         tunnel.close()
 
 
+def test_the_end_does_not_wait_for_a_relay_that_is_silent(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MEET_S", 600.0)
+    monkeypatch.setattr(relay_module, "CLOSE_S", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(DEADLINE_S)
+        ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
+        node = DialOut(silent.getsockname(), keys, "board", "ab" * 8, ports)
+        with silent.accept()[0] as sock:
+            sock.settimeout(DEADLINE_S)
+            assert sock.recv(1), "it wants to meet"
+            ends = threading.Thread(target=node.close)
+            ends.start()
+            ends.join(DEADLINE_S)
+            assert not ends.is_alive()
+
+
 def test_a_node_ends_when_its_starter_does_not_come_back(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "GONE_S", 0.0)
     monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -142,6 +143,21 @@ def test_a_swarm_s_first_ring_is_sought_again_when_some_node_left() -> None:
                 assert isinstance(decision, Form) and decision.stages == other.stages
                 decision = policy.next(error, now) if now < 3.0 else decision
         assert isinstance(decision, is_kind)
+
+
+def test_a_ring_of_a_swarm_is_sought_among_nodes_that_stay() -> None:
+    ring, asked = (Stage("starter", 0, 0), Stage("a", 0, 2), Stage("b", 2, 4)), []
+
+    def held(ring: Sequence[Stage], present: frozenset[str], others: Sequence[str]) -> Form:
+        asked.append(list(others))
+        return Form((ring[0], Stage("d", 0, 2), ring[2]), is_moved=False)
+
+    policy = Policy(ring, (), no_cut, 6.0, is_measured=True, held=held)
+    policy.next(None, 0.0)
+    policy.next(NotFormed(RingError("a node left while the ring was formed"), Form(ring, is_moved=False)), 1.0)
+    answers = {name: Answer(name, name, "READY", 0, name == "c") for name in ("b", "c", "d")}
+    policy.next(Answered(Roll(answers, frozenset({"a"}))), 2.0)
+    assert asked == [["d"]]
 
 
 # Waiting

@@ -40,7 +40,7 @@ def member_without_files(
 @contextlib.contextmanager
 def swarm_member(
     index: int, folder: Path, checkpoint: Path, peers: Sequence[SecondaryNode] = (), most_blocks: int | None = None,
-    spare_bytes: int = 0, free_bytes: Callable[[], int] = free_memory_bytes, **options: Any,
+    spare_bytes: int | None = 0, free_bytes: Callable[[], int] = free_memory_bytes, waits: SwarmWaits = SOON, **options: Any,
 ) -> Iterator[tuple[SecondaryNode, SwarmMember]]:  # fmt: skip
     """One that holds blocks of a checkpoint; it ends with its `with`."""
     source = open_source(checkpoint)
@@ -50,7 +50,7 @@ def swarm_member(
             own = open_source(checkpoint)
             member = SwarmMember(
                 node, own, [Peer("127.0.0.1", one.control_port) for one in peers], options.get("keys"), most_blocks,
-                waits=SOON, spare_bytes=spare_bytes, free_bytes=free_bytes,
+                waits=waits, spare_bytes=spare_bytes, free_bytes=free_bytes,
             )  # fmt: skip
             member.start()
             try:

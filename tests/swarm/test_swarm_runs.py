@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_members import held_by, swarm_member, wait_covered
+from swarm_members import SOON, held_by, swarm_member, wait_covered
 
 from families import greedy
 from lying_nodes import LIARS, spoil
@@ -17,8 +18,10 @@ from mdi.cancel import Cancel
 from mdi.control.meeting import Peer
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import PlacementError
+from mdi.node import swarm_member as member_module
 from mdi.node.secondary import SecondaryNode
 from mdi.node.swarm_member import SwarmMember
+from mdi.placement.balance import Move, Served
 from mdi.run.nodes import SwarmNodes
 from mdi.run.run import Run
 from mdi.run.swarm import Swarm, SwarmPart
@@ -203,6 +206,42 @@ def test_a_run_goes_on_without_a_node_whose_memory_is_needed(tmp_path: Path, che
             assert run.ring is not None and run.ring.stages[1].name != ring.stages[1].name
     known = wanted(50)
     assert all(list(sample.token_ids) == known for sample in samples)
+
+
+def test_memory_that_is_needed_is_not_kept_by_rings_that_cannot_go_on(tmp_path: Path, checkpoint: Path) -> None:
+    """Nobody else holds the blocks, so the ring has nowhere to go."""
+    free = 1 << 40
+    soon = replace(SOON, leave_s=0.1)
+    with swarm_member(
+        0, tmp_path, checkpoint, most_blocks=N_LAYER, spare_bytes=1, free_bytes=lambda: free, waits=soon
+    ) as (node, member):  # fmt: skip
+        until(lambda: held_by(member) == range(N_LAYER))
+        with opened(node, checkpoint):
+            assert node.runs.active
+            free = 0
+            until(lambda: member.has_given_back and not node.stages.listed)
+
+
+def test_a_node_does_not_move_from_under_a_ring_that_needs_its_blocks(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving: list[str] = []
+    looks: list[str] = []
+
+    def planned(nodes: Sequence[Served], n_layer: int) -> list[Move]:
+        looks.extend(moving)
+        return [Move(process, 2) for process in moving]
+
+    monkeypatch.setattr(member_module, "plan", planned)
+    with swarm(2, 3, tmp_path, checkpoint) as nodes:
+        first = next(node for node in nodes if held_by(node[1]) == range(3))
+        with opened(first[0], checkpoint):
+            until(lambda: first[0].runs.active)
+            moving.append(first[0].process)
+            n_before = len(looks)
+            until(lambda: len(looks) > n_before + 6)  # both nodes look
+            assert held_by(first[1]) == range(3)
+        until(lambda: held_by(first[1]) == range(2, 5))
 
 
 def test_a_node_that_lies_is_found_by_one_that_holds_its_blocks(tmp_path: Path, checkpoint: Path) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from mdi.control.swarm import EXPIRY_S, Announced, SwarmRequest, SwarmTable, announcements_of, message_bytes
+from mdi.control.swarm import (
+    EXPIRY_S,
+    FORMER_S,
+    N_FORMER,
+    N_TOLD,
+    Announced,
+    SwarmRequest,
+    SwarmTable,
+    announcements_of,
+    message_bytes,
+)
 from mdi.errors import ControlError
 from mdi.net.message import ANSWER_LIMIT_BYTES
 
@@ -86,11 +96,33 @@ def test_a_table_has_a_largest_size() -> None:
         announcements_of({"nodes": [asdict(announced(i)) for i in range(4097)]}, "a node")
 
 
+def test_an_answer_has_the_newest_announcements() -> None:
+    """Over a slow link a longer one would be late each time."""
+    table = SwarmTable(Clock())
+    ages = list(range(50)) * 20
+    random.Random(1).shuffle(ages)
+    table.add([announced(number, age_s=float(age)) for number, age in enumerate(ages)])
+    told = [one["age_s"] for one in table.answer(SwarmRequest())["nodes"]]
+    assert told == sorted(map(float, ages))[:N_TOLD]
+
+
+def test_where_nodes_were_is_forgotten_at_last() -> None:
+    clock = Clock()
+    table = SwarmTable(clock)
+    table.add([announced(number, ring_port=1 + number) for number in range(2 * N_FORMER)])
+    clock.now = EXPIRY_S
+    assert len(table.former) == N_FORMER
+    table.add([announced(9999, ring_port=2 * N_FORMER)])
+    assert len(table.former) == N_FORMER - 1, "somebody is there"
+    clock.now = FORMER_S
+    assert table.former == [announced(9999, ring_port=2 * N_FORMER)]
+
+
 def test_messages_of_a_thousand_nodes_are_far_below_their_limits() -> None:
     table = SwarmTable(Clock())
     rng = random.Random(1)
     table.add([announced(rng.getrandbits(64), rng.randrange(10**6), age_s=rng.uniform(0, 50)) for _ in range(1000)])
     request = SwarmRequest(announced(), table.versions)
     assert message_bytes(request) < 64_000
-    assert message_bytes(table.answer(SwarmRequest())) < 700_000 < ANSWER_LIMIT_BYTES
+    assert message_bytes(table.answer(SwarmRequest())) < 100_000 < ANSWER_LIMIT_BYTES
     assert message_bytes(table.answer(request)) < 100

@@ -111,7 +111,7 @@ def serve(
 
 @contextlib.contextmanager
 def _swarm_member(options: Options, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
-    """Within: the node holds blocks of a model for all runs, if it was started so. Raises MdiError."""
+    """Within: the node holds blocks of a model for all runs, if it was started so. Raises what has ended that."""
     if options.stand_with is None:
         yield
         return
@@ -130,6 +130,7 @@ def _swarm_member(options: Options, node: SecondaryNode, keys: KeyFile | None) -
         member.start()
         try:
             yield
+            member.check()
         finally:
             member.close()
 

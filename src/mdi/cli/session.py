@@ -202,6 +202,10 @@ def _swarm_nodes(options: Options, discovery: Discovery) -> NodeSource:
         raise UsageError(
             "--swarm: nodes keep the blocks that they have: no --layers, --placement, --parallel, --nodes-config"
         )
+    if options.stop_nodes:
+        raise UsageError(
+            "--swarm: standing nodes serve other runs, too, and end on their own machines: no --stop-nodes"
+        )
     keys = open_keys(options)
     peers = (
         [Peer(*split_address(one.strip(), CONTROL_PORT)) for one in options.swarm.split(",")] if options.swarm else []

@@ -93,9 +93,9 @@ class ControlClient:
         args = {"run": run, "sha256": part.sha256, "offset": offset}
         self.ask("part", args, timeout_s, pieces, part.n_bytes - offset)
 
-    def forward(self, request: ForwardRequest) -> None:
+    def forward(self, request: ForwardRequest, cancel: Cancel | None = None) -> None:
         """Have the node send a part to another one."""
-        self.ask("forward", request.to_json(), PART_ANSWER_S)
+        self.ask("forward", request.to_json(), PART_ANSWER_S, cancel=cancel)
 
     def profile(
         self, request: ProfileRequest, on_progress: Callable[[Any], None] = lambda what: None, cancel: Cancel | None = None
@@ -160,18 +160,21 @@ class ControlClient:
         """How the node reaches another one."""
         return self.ask("probe", request.to_json(), PROBE_ANSWER_S)
 
-    def echo(self, n_bytes: int) -> None:
+    def echo(self, n_bytes: int, cancel: Cancel | None = None) -> None:
         """So many bytes on their way there, and a short answer."""
-        self.ask("echo", {}, ECHO_S, [bytes(n_bytes)], n_bytes)
+        self.ask("echo", {}, ECHO_S, [bytes(n_bytes)], n_bytes, cancel)
 
-    def swarm(self, request: SwarmRequest, timeout_s: float = ANSWER_S) -> tuple[Announced, ...]:
+    def swarm(
+        self, request: SwarmRequest, timeout_s: float = ANSWER_S, cancel: Cancel | None = None
+    ) -> tuple[Announced, ...]:  # fmt: skip
         """Announcements of nodes of the swarm that the node knows, and the caller does not."""
         body = json.dumps(request.to_json()).encode()
-        return announcements_of(self.ask("swarm", {}, timeout_s, [body], len(body)), self.port_where)
+        return announcements_of(self.ask("swarm", {}, timeout_s, [body], len(body), cancel), self.port_where)
 
-    def model(self, request: ModelRequest) -> ModelFacts:
+    def model(self, request: ModelRequest, cancel: Cancel | None = None) -> ModelFacts:
         """The model that a standing node holds blocks of, and hashes of its parts. It may have to read weights."""
-        return ModelFacts.from_json(self.ask("model", request.to_json(), PART_ANSWER_S), self.port_where)
+        answer = self.ask("model", request.to_json(), PART_ANSWER_S, cancel=cancel)
+        return ModelFacts.from_json(answer, self.port_where)
 
     def watch(self, run: str, epoch: str | None, cancel: Cancel) -> Iterator[dict[str, Any]]:
         """Each status of a ring of a run, as it changes, until the ring has ended; says meanwhile that the starter lives.
@@ -214,14 +217,24 @@ class ControlClient:
         return f"{self.node.name} at {self.node.addr}:{self.node.port_in}"
 
     def ask(
-        self, ask: str, args: dict[str, Any], timeout_s: float, pieces: Iterable[bytes | memoryview] = (), n_bytes: int = 0
+        self, ask: str, args: dict[str, Any], timeout_s: float, pieces: Iterable[bytes | memoryview] = (), n_bytes: int = 0,
+        cancel: Cancel | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """The answer to a message with `n_bytes` of `pieces`."""
-        with self.open_message(ask, args, n_bytes, timeout_s) as message, self._problems(self.port_where):
-            found = message.read(timeout_s)
-            if "go" in found:
-                message.send(pieces, timeout_s)
+        """The answer to a message with `n_bytes` of `pieces`; `cancel` ends the waiting, with its error."""
+        cancel = cancel or Cancel()
+        with (
+            self.open_message(ask, args, n_bytes, timeout_s) as message,
+            self._problems(self.port_where),
+            cancel.waking(message.sock.wake),
+        ):
+            try:
                 found = message.read(timeout_s)
+                if "go" in found:
+                    message.send(pieces, timeout_s)
+                    found = message.read(timeout_s)
+            except ExchangeError:
+                cancel.check()
+                raise
             return self._last(found)
 
     def open_message(self, ask: str, args: dict[str, Any], n_bytes: int, timeout_s: float) -> Message:
@@ -464,11 +477,14 @@ class FanOut(Generic[T]):
         if self._errors:
             raise self._errors[0]
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for all, but no longer than this; errors stay untold."""
+    def join(self, timeout_s: float, cancel: Cancel | None = None) -> None:
+        """Wait for all, but no longer than this, and not after the end of `cancel`; errors stay untold."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+                if cancel is not None and cancel.is_cancelled:
+                    return
+                thread.join(left if cancel is None else min(0.1, left))
 
     def wait(self, cancel: Cancel | None = None, timeout_s: float = float("inf")) -> list[T]:
         """The results of all calls, in order.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdi.cancel import Periodic
+from mdi.cancel import Cancel, Periodic
 from mdi.control.discovery import NAME_LIMIT, Announcement
 from mdi.control.web_pages import is_here
 from mdi.errors import AccessError, MdiError, WireError
@@ -55,15 +55,17 @@ class Tunnel:
         self._lock = threading.Lock()
 
     @classmethod
-    def dial(cls, addr: str, port: int, keys: tuple[bytes, ...]) -> Tunnel:
+    def dial(cls, addr: str, port: int, keys: tuple[bytes, ...], cancel: Cancel | None = None) -> Tunnel:
+        """The end of `cancel` ends the meeting: the connection is broken then."""
         sock = DeadlineSocket.around(socket.create_connection((addr, port), MEET_S))
         try:
-            sock.read_within(MEET_S)
-            caller = Caller(keys)
-            sock.sendall(caller.call)
-            session = caller.session(_read(sock, CHALLENGE_BYTES))
-            sock.read_each_within(SILENCE_S)
-            return cls(sock, session)
+            with (cancel or Cancel()).waking(sock.wake):
+                sock.read_within(MEET_S)
+                caller = Caller(keys)
+                sock.sendall(caller.call)
+                session = caller.session(_read(sock, CHALLENGE_BYTES))
+                sock.read_each_within(SILENCE_S)
+                return cls(sock, session)
         except BaseException:
             sock.close()
             raise
@@ -407,6 +409,7 @@ class _DialledNode:
 
 
 AGAIN_S = 3.0
+CLOSE_S = 2.0  # for a thread that connects to a machine that is switched off, which nothing wakes
 GONE_S = 120.0
 N_STREAMS = 64
 
@@ -431,6 +434,7 @@ class DialOut:
             self._first |= {"addr": own["control"][0], **{which: str(port) for which, (_, port) in own.items()}}
         self._relay, self._keys, self._name, self._process, self._own = relay, keys, name, process, own
         self._closed = threading.Event()
+        self._dialling = Cancel()
         self._streams = threading.BoundedSemaphore(N_STREAMS)
         self._tunnel: Tunnel | None = None
         self._thread = threading.Thread(target=self._run, name="dial-out", daemon=True)
@@ -438,9 +442,10 @@ class DialOut:
 
     def close(self) -> None:
         self._closed.set()
+        self._dialling.cancel()
         if self._tunnel is not None:
             self._tunnel.close()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         (addr, port), due = self._relay, Periodic()
@@ -448,7 +453,7 @@ class DialOut:
         is_reported, met_at = False, math.inf
         while not self._closed.is_set():
             try:
-                self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys)
+                self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys, self._dialling)
                 tunnel.send(self._first)
                 logger.info(
                     "%s is %s %s", self._name, "known at" if "addr" in self._first else "reached through", where
@@ -485,7 +490,7 @@ class DialOut:
         try:
             own = socket.create_connection(self._own[port], MEET_S)
             try:
-                tunnel = Tunnel.dial(*self._relay, self._keys.keys)
+                tunnel = Tunnel.dial(*self._relay, self._keys.keys, self._dialling)
                 tunnel.send({"stream": number, "process": self._process})
             except BaseException:
                 own.close()

@@ -21,8 +21,12 @@ from mdi.spec.model import ModelConfig, decode_with_config
 
 EXPIRY_S = 60.0
 N_LIMIT = 4096  # nodes that one node knows
+N_TOLD = 128  # announcements in an answer, the newest ones: more of them would be late over a slow link, and be lost
+FORMER_S = 24 * 3600.0  # how long it is remembered where a node was
+N_FORMER = 256
 
 ShortName = Annotated[str, Meta(min_length=1, max_length=80)]
+Kind = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,14 @@ class Announced:
         return f"{self.name}-{self.process[:6]}"
 
     @property
-    def kind(self) -> tuple[str, str, str]:
-        """Only nodes with the same one share a ring."""
-        return self.weights, self.form, self.numerics
+    def place(self) -> tuple[str, int]:
+        """Where it is asked."""
+        return self.addr, self.ring_port
+
+    @property
+    def kind(self) -> Kind:
+        """Only nodes with the same one share a ring, and the plan of moves."""
+        return self.weights, self.form, self.numerics, self.n_layer
 
     def config(self) -> NodeConfig:
         """As an entry of a nodes file."""
@@ -184,6 +193,8 @@ class ModelFacts:
 class SwarmTable:
     """The last announcement of every node, for at most EXPIRY_S. For several threads.
 
+    Where nodes were that have not said that they leave is remembered for longer: perhaps they were only cut off.
+
     Args:
         clock: seconds, rising.
     """
@@ -192,6 +203,7 @@ class SwarmTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, tuple[float, Announced]] = {}  # by process, with the time when it was said
+        self._former: dict[tuple[str, int], tuple[float, Announced]] = {}  # by place, the oldest first
 
     def add(self, announced: Sequence[Announced]) -> None:
         """Announcements that came. An older or an equal one changes nothing, so nobody keeps a node alive by repeating it."""
@@ -226,16 +238,32 @@ class SwarmTable:
                 if versions.get(one.process, -1) < one.version
             ]
 
+    @property
+    def former(self) -> list[Announced]:
+        """Last announcements of nodes that nothing is heard of, at places where there is no other one."""
+        with self._lock:
+            self._expire(self._clock())
+            present = {one.place for _, one in self._nodes.values()}
+            return [one for place, (_, one) in self._former.items() if place not in present]
+
     def answer(self, request: SwarmRequest) -> dict[str, Any]:
-        """The answer to a message `swarm`."""
+        """The answer to a message `swarm`: N_TOLD announcements at most; who asks again gets the next ones."""
         lacking = self.newer_than(request.known)
         if request.own is not None:
             self.add([request.own])
-        return {"nodes": [asdict(one) for one in lacking if request.own is None or one.process != request.own.process]}
+            lacking = [one for one in lacking if one.process != request.own.process]
+        return {"nodes": [asdict(one) for one in sorted(lacking, key=lambda one: one.age_s)[:N_TOLD]]}
 
     def _expire(self, now: float) -> None:
-        for process in [process for process, (since, _) in self._nodes.items() if now - since >= EXPIRY_S]:
-            del self._nodes[process]
+        for process, (since, one) in list(self._nodes.items()):
+            if now - since >= EXPIRY_S:
+                del self._nodes[process]
+                self._former.pop(one.place, None)
+                if not one.is_leaving:
+                    self._former[one.place] = since, one
+        for place, (since, _) in list(self._former.items()):
+            if now - since >= FORMER_S or len(self._former) > N_FORMER:
+                del self._former[place]
 
 
 def model_id(config_hash: str, dtype: str, last_block: str) -> str:

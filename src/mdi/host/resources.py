@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,9 +14,13 @@ from mdi.control_groups import CGROUPS, MEMBERSHIP, groups, number
 
 def free_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Main memory that is still free: that of the system, within the limits of the control groups."""
-    memory = psutil.virtual_memory()
-    left = (_memory_left(folder, memory.total) for folder in groups("memory", root, membership))
-    return max(min([memory.available, *(n for n in left if n is not None)]), 0)
+    available = psutil.virtual_memory().available
+    return max(min([available, *(left for _, left in _limits(root, membership))]), 0)
+
+
+def memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Main memory that this process may use: all of the machine's, within the limits of the control groups."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(root, membership))])
 
 
 def device_free_bytes(device: str) -> int:
@@ -54,19 +59,22 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_left(folder: Path, total: int) -> int | None:
-    """Bytes that a group may still take, if its limit is below all memory that there is.
+def _limits(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
+    """Of the groups whose limit is below all memory that there is: the limit, and the bytes that the group may still take.
 
     Pages of files can be dropped, and do not count (those of shared memory cannot).
     """
-    for limit_name, used_name, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        limit = number(folder / limit_name)
-        if limit is not None and limit < total and (used := number(folder / used_name)) is not None:
-            return limit - used + _statistics(folder / "memory.stat", f"{prefix}active_file", f"{prefix}inactive_file")
-    return None
+    total = psutil.virtual_memory().total
+    for folder in groups("memory", root, membership):
+        for limit_name, used_name, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit = number(folder / limit_name)
+            if limit is not None and limit < total and (used := number(folder / used_name)) is not None:
+                dropped = _statistics(folder / "memory.stat", f"{prefix}active_file", f"{prefix}inactive_file")
+                yield limit, limit - used + dropped
+                break
 
 
 def _statistics(path: Path, *names: str) -> int:

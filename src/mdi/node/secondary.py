@@ -265,7 +265,7 @@ class SecondaryNode:
             "up_s": round(time.monotonic() - self._begin_s, 1),
             "timer_s": time.perf_counter(),
             "measuring": self.profiler.progress,
-            "slots": [slot_status(held, self.runs.find(held.run), run) for held in self.stages.listed],
+            "slots": [slot_status(held, self.runs.find(held.run), run, self.process) for held in self.stages.listed],
         }
 
     def _run_status(self, run: str | None) -> dict[str, Any]:

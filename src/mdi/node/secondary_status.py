@@ -145,15 +145,18 @@ def missing_of(worker: RingWorker, store: BlockStore, in_time: InTime) -> list[d
     return [{"sha256": sha256, "have_bytes": n} for sha256, n in have.items() if sha256 in missing]
 
 
-def slot_status(held: HeldStage, worker: RingWorker | None, run: str | None) -> dict[str, Any]:
+def slot_status(held: HeldStage, worker: RingWorker | None, run: str | None, process: str) -> dict[str, Any]:
     """Of one stage in memory.
 
     Args:
         worker: of the run that uses it, or used it last.
         run: that whoever asks knows.
+        process: of the node, which holds stages for all runs itself, if it is a standing one.
     """
     state = held.use
-    if state == "USED":
+    if state == "USED" and held.owner == process and held.stage is not None:
+        state = "HELD"
+    elif state == "USED":
         state = worker.state if worker is not None and worker.held is held else "LOADING"
     own = {"run": run} if run == held.run else {}
     return {

@@ -12,21 +12,19 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
-from mdi.cancel import Cancel, Periodic
+from mdi.cancel import Cancel, CancelledError, Periodic
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.client import ControlClient
-from mdi.control.meeting import Peer, Unheard, resolved
+from mdi.control.meeting import Exchanges, Peer
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
-from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, SwarmTable
-from mdi.errors import ControlError, MdiError, UsageError
-from mdi.host.resources import free_memory_bytes
+from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmTable
+from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
+from mdi.host.resources import free_memory_bytes, memory_bytes
 from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
@@ -39,10 +37,12 @@ from mdi.spec.cluster import NodeConfig
 from mdi.stages.building import StageSpec
 from mdi.stages.store import Claim, HeldStage
 
-SPARE_SHARE = 0.05  # of a machine's memory
+SPARE_SHARE = 0.05  # of the memory that a node may use
 MARGIN_SHARE = 0.3  # of the free memory, that is left for caches
 ECHO_BYTES = 1 << 20  # with which the way to another node is measured
-ASK_S = 2.0  # a node that lives answers in this time
+N_ASKED = 2, 1  # nodes that are known, and nodes that were given or found, in each look
+N_NEAR = 32  # nodes of which the nearest is sought
+CLOSE_S = 8.0  # a service has 30 for its whole end
 ROW_BYTES = 4  # of one number of a row on the way
 
 logger = logging.getLogger("mdi")
@@ -86,20 +86,22 @@ class SwarmMember:
     ) -> None:  # fmt: skip
         self._node, self._source, self._keys = node, source, keys
         self._ways: dict[str, float] = {}  # seconds of an exchange with other nodes, by their labels
-        self._peers, self._found_nodes = list(peers), found
         self._most_blocks = most_blocks
         self._waits = waits or SwarmWaits()
         self.table: SwarmTable = node.table
         self._cancel = Cancel()
         self._version = 0
         self._told_s = float("-inf")
-        self._known_peers: dict[Peer, NodeConfig] = {}
-        self._spare_bytes = int(psutil.virtual_memory().total * SPARE_SHARE) if spare_bytes is None else spare_bytes
+        self._spare_bytes = int(memory_bytes() * SPARE_SHARE) if spare_bytes is None else spare_bytes
         self._free_bytes = free_bytes
         self._n_blocks = self._gave_bytes = 0
-        self._unheard = Unheard()
+        place = node.config.addr, node.ring_port
+        self._exchanges = Exchanges(self.table, peers, keys, found, (node.process, place))
         self.held: HeldStage | None = None
         self._own: Announced | None = None
+        self._is_measured, self._next_look = False, 0.0
+        self._trouble = ""  # that was told last
+        self._error: BaseException | None = None
         self._random = random.Random(node.process)
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
@@ -107,45 +109,74 @@ class SwarmMember:
         self._thread.start()
 
     def close(self) -> None:
-        """Say that this node leaves, and end; harmless if repeated."""
+        """Say that this node leaves, and end, within CLOSE_S; harmless if repeated."""
         self._cancel.cancel()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     @property
     def announced(self) -> Announced | None:
         """The last announcement of this node."""
         return self._own
 
+    def check(self) -> None:
+        """Raise the error that has ended this node's part in the swarm, if one has."""
+        if self._error is not None:
+            raise self._error
+
     # Its thread
 
     def _run(self) -> None:
         try:
-            self._join()
-            next_look = time.monotonic() + self._waits.tell_s * self._random.uniform(1, 3)  # others may have come, too
-            while True:
-                self._cancel.wait(self._waits.tell_s * self._random.uniform(0.7, 1.3))
-                self._keep_told()
-                self._mind_memory()
-                if self.has_given_back:
-                    continue
-                if time.monotonic() >= next_look:
-                    try:
-                        self._look()
-                    except MdiError as e:  # it tries again
-                        self._cancel.check()
-                        logger.warning("warning: %s holds no blocks at the moment: %s", self._node.config.name, e)
-                    next_look = time.monotonic() + self._waits.look_s * self._random.uniform(0.7, 1.3)
-        except MdiError as e:
-            if not self._cancel.is_cancelled:
-                logger.error("%s does not take part in the swarm: %s", self._node.config.name, e)
-        except Exception:
-            logger.exception("%s does not take part in the swarm any more", self._node.config.name)
+            while not self._cancel.is_cancelled:
+                try:
+                    self._round()
+                    if self._own is not None and self._own.is_ready:
+                        self._trouble = ""
+                except NoMemoryError as e:  # others may give some back
+                    self._tell_trouble(e)
+                except UsageError:  # what it was started with does not change
+                    raise
+                except Exception as e:
+                    self._tell_trouble(e)
+                with contextlib.suppress(CancelledError):
+                    self._cancel.wait(self._waits.tell_s * self._random.uniform(0.7, 1.3))
+        except BaseException as e:
+            self._error = e
+            self._node.turns.close()  # so that the process ends, with this error: one that lives on looks healthy
         if self._own is not None:
-            self._say(is_leaving=True)
+            with contextlib.suppress(Exception):  # the others notice it anyway, later
+                self._exchanges.tell(*N_ASKED, self._announce(is_leaving=True))
+
+    def _round(self) -> None:
+        """Take part first, then do what is due. Raises whatever goes wrong: the next round continues where this one ended."""
+        if not self._is_measured:
+            self._join()
+            self._is_measured = True
+            # Others may have come, too.
+            self._next_look = time.monotonic() + self._waits.tell_s * self._random.uniform(1, 3)
+            return self._take_weakest()
+        self._keep_told()
+        self._mind_memory()
+        if not self.has_given_back and time.monotonic() >= self._next_look:
+            try:
+                self._look()
+            finally:
+                self._next_look = time.monotonic() + self._waits.look_s * self._random.uniform(0.7, 1.3)
+
+    def _tell_trouble(self, error: Exception) -> None:
+        """Once, as long as it stays the same."""
+        if self._cancel.is_cancelled:
+            return
+        own, words = self._own, str(error) if isinstance(error, MdiError) else f"{type(error).__name__}: {error}"
+        state = "" if own is not None and own.is_ready else " holds no blocks at the moment, and"
+        logger.debug("a round of the swarm failed", exc_info=True)
+        if words != self._trouble:
+            self._trouble = words
+            logger.warning("warning: %s%s tries again: %s", self._node.config.name, state, words)
 
     def _join(self) -> None:
-        """Take the blocks that the swarm lacks most."""
+        """Measure this node, and learn of the others."""
         node = self._node
         node.wait_for_kernels(self._cancel)
         model = node.swarm_model = (
@@ -171,28 +202,24 @@ class SwarmMember:
         bytes_s = self._way_bytes_s()
         row_bytes = facts.config.n_embd * ROW_BYTES
         self._own = replace(self._own, speed=min(1 / (block_s * n_blocks), bytes_s / row_bytes))
-        try:
-            self._take_weakest()
-        except ControlError as e:  # no node sends the parts: some will come
-            self._cancel.check()
-            logger.warning("warning: %s holds no blocks at the moment: %s", node.config.name, e)
 
     def _take_weakest(self) -> None:
         """Hold the span that is served slowest."""
         assert self._own is not None
+        self._drop()
         served = speeds([served_of(one) for one in self._others], self._own.n_layer)
         start = weakest_span(served, self._n_blocks)
         self._say(start=start, stop=start + self._n_blocks)
         self._hold(start, start + self._n_blocks)
 
     def _fitting(self) -> int:
-        """How many blocks fit into the memory, with some left for caches. Raises UsageError if none does."""
+        """How many blocks fit into the memory, with some left for caches. Raises NoMemoryError if none does."""
         spec = self._spec(self._model.n_layer - 1, self._model.n_layer)  # of the block whose part each node knows
         block_bytes = max(1, spec.weight_bytes({}))
         free = self._node.stages.available(spec.computing.device)
         n = int(free * (1 - MARGIN_SHARE) // block_bytes)
         if n < 1:
-            raise UsageError(
+            raise NoMemoryError(
                 f"not one block of {self._model.facts.model} fits into the memory of {self._node.config.name}"
             )
         return n
@@ -204,7 +231,7 @@ class SwarmMember:
         for config in others[:3]:
             begin = time.monotonic()
             try:
-                ControlClient(config, self._keys).echo(ECHO_BYTES)
+                ControlClient(config, self._keys).echo(ECHO_BYTES, self._cancel)
             except ControlError as e:  # it computes, or is gone
                 logger.debug("the way to %s was not measured: %s", config.name, e)
                 continue
@@ -222,9 +249,9 @@ class SwarmMember:
         logger.info("%s holds %s of %s for all runs", self._node.config.name, spec, self._model.facts.model)
 
     def _drop(self) -> None:
-        held, self.held = self.held, None
-        if held is not None:
-            self._node.stages.remove(held)
+        if self.held is not None:
+            self._node.stages.remove(self.held)
+        self.held = None
 
     def _spec(self, start: int, stop: int) -> StageSpec:
         return self._node.weights.spec(self._request(start, stop))
@@ -255,7 +282,7 @@ class SwarmMember:
             for one in self._nearest([one for one in self.table.nodes if is_named(one, name) and one.is_ready]):
                 try:
                     last = ModelRequest(one.weights, (f"block.{one.n_layer - 1}",))
-                    model = SwarmModel(ControlClient(one.config(), self._keys).model(last))
+                    model = SwarmModel(self._asked(one).model(last, self._cancel))
                     if model.weights == one.weights:
                         return model
                     logger.warning("warning: %s tells of another model than it has announced", one.label)
@@ -274,7 +301,7 @@ class SwarmMember:
             wanted = tuple(name for name in names if name not in found and _has(one, name))
             if wanted:
                 with contextlib.suppress(ControlError):
-                    told = ControlClient(one.config(), self._keys).model(ModelRequest(weights, wanted))
+                    told = self._asked(one).model(ModelRequest(weights, wanted), self._cancel)
                     found |= {part.name: part for part in told.parts}
             if len(found) == len(names):
                 return replace(self._model.facts, parts=tuple(found.values()))
@@ -310,7 +337,7 @@ class SwarmMember:
                 node.ring_port,
             )
             try:
-                ControlClient(one.config(), self._keys).forward(asked)
+                self._asked(one).forward(asked, self._cancel)
                 logger.debug("%s has sent %s", one.label, part.name)
                 return
             except ControlError as e:
@@ -320,18 +347,17 @@ class SwarmMember:
                 logger.info("%s has not sent %s: %s", one.label, part.name, e)
         raise ControlError(f"no node has sent {part.name}", code="weights")
 
+    def _asked(self, one: Announced) -> ControlClient:
+        return ControlClient(one.config(), self._keys)
+
     def _nearest(self, nodes: Sequence[Announced]) -> list[Announced]:
-        """Other nodes, the shortest way first; those that do not answer are left out. They know this node then."""
-        found = []
-        for one in nodes:
-            if one.process == self._node.process or one.is_leaving:
-                continue
-            config = one.config()
-            if one.label not in self._ways and not self._unheard.is_avoided(_place(config)):
-                self._exchange(config)
-            if one.label in self._ways:
-                found.append(one)
-        return sorted(found, key=lambda one: self._ways[one.label])
+        """Some other nodes, the shortest way first; those that do not answer are left out. They know this node then."""
+        others = [one for one in nodes if one.process != self._node.process and not one.is_leaving]
+        others = [one for one in others if not self._exchanges.is_avoided(one.config())]
+        new = [one.config() for one in others if one.label not in self._ways]
+        n_new = max(0, N_NEAR - (len(others) - len(new)))
+        self._note_ways(self._exchanges.ask(self._random.sample(new, min(n_new, len(new))), self._told, self._cancel))
+        return sorted((one for one in others if one.label in self._ways), key=lambda one: self._ways[one.label])
 
     # Announcements
 
@@ -347,15 +373,19 @@ class SwarmMember:
 
     def _say(self, **changes: Any) -> None:
         """Announce something new of this node, to as many others as can be reached at once."""
+        self._announce(**changes)
+        self._ask_others()
+
+    def _announce(self, **changes: Any) -> Announced:
         assert self._own is not None
         self._version += 1
         spec_free = self._node.stages.available(str(self._node.weights.device))
-        self._own = replace(
+        own = self._own = replace(
             self._own, version=self._version, n_runs=len(self._node.runs.active), cache_bytes=spec_free, **changes
         )
         self._told_s = time.monotonic()
-        self.table.add([self._own])
-        self._ask_others()
+        self.table.add([own])
+        return own
 
     def _keep_told(self) -> None:
         """Exchange what is known; say the own announcement again before it expires, or when another number of runs is here."""
@@ -367,40 +397,20 @@ class SwarmMember:
         else:
             self._ask_others()
 
+    @property
+    def _told(self) -> Announced | None:
+        """What others learn of this node."""
+        return self._own if self._own is not None and self._own.version else None
+
     def _ask_others(self) -> None:
-        """Exchange announcements with up to two nodes that are known, and with one that was given or found."""
-        node = self._node
-        known = [one.config() for one in self.table.nodes if one.process != node.process and not one.is_leaving]
-        known = [one for one in known if not self._unheard.is_avoided(_place(one))]
-        asked = self._random.sample(known, min(2, len(known)))
-        given: list[NodeConfig] = [*self._found_nodes(), *self._resolved()]
-        given = [one for one in given if (one.addr, one.port_in) != (node.config.addr, node.ring_port)]
-        given = [one for one in given if not self._unheard.is_avoided(_place(one))]
-        if given:
-            asked.append(self._random.choice(given))
-        for config in asked:
-            if self._cancel.is_cancelled and not (self._own is not None and self._own.is_leaving):
-                return
-            self._exchange(config)
+        """Exchange announcements with some nodes that are known, and with one that was given or found."""
+        self._note_ways(self._exchanges.look(*N_ASKED, self._told, self._cancel))
 
-    def _exchange(self, config: NodeConfig) -> None:
-        """Tell a node what this one is, and hear what it knows; the shortest time of it is kept."""
-        own = self._own
-        begin = time.monotonic()
-        try:
-            request = SwarmRequest(own if own is not None and own.version else None, self.table.versions)
-            self.table.add(ControlClient(config, self._keys).swarm(request, ASK_S))
-        except ControlError as e:
-            self._unheard.add(_place(config))
-            self._ways.pop(config.name, None)
-            logger.debug("%s does not tell of the swarm: %s", config.name, e)
-            return
-        self._unheard.remove(_place(config))
-        self._ways[config.name] = min(time.monotonic() - begin, self._ways.get(config.name, float("inf")))
-
-    def _resolved(self) -> list[NodeConfig]:
-        """The given peers, with their ring ports as far as they have told them."""
-        return resolved(self._peers, self._known_peers, self._keys)
+    def _note_ways(self, found: Mapping[str, float]) -> None:
+        """The shortest times are kept, of nodes that something was heard of lately."""
+        shortest = {name: min(taken_s, self._ways.get(name, taken_s)) for name, taken_s in found.items()}
+        present = {one.label for one in self.table.nodes}
+        self._ways = {name: taken_s for name, taken_s in (self._ways | shortest).items() if name in present}
 
     # Memory
 
@@ -416,18 +426,20 @@ class SwarmMember:
         if self.has_given_back:
             if free > 2 * spare + self._gave_bytes:
                 self._gave_bytes = 0
-                self._take_weakest()
+                return self._take_weakest()
+            self._node.stages.drop_unused()  # of rings that have ended only now
             return
         if free >= spare or (self._node.stages.drop_unused() and self._free_bytes() >= spare):
             return
         logger.warning("warning: memory is short: %s gives its blocks back", name)
-        self._gave_bytes = max(1, 0 if self.held is None else self.held.weight_bytes)
+        gave_bytes = max(1, 0 if self.held is None else self.held.weight_bytes)
         self._say(start=0, stop=0, is_ready=False)
         self._leave_rings()
         for worker in self._node.runs.active:  # nobody could take over: the run forms another ring, or ends
             worker.abort(Fault(name, "its memory is needed", name, "left"))
         self._drop()
         self._node.stages.drop_unused()
+        self._gave_bytes = gave_bytes
 
     # Moves
 
@@ -435,8 +447,8 @@ class SwarmMember:
         """Move if it is this node's turn in the plan for all."""
         own = self._own
         assert own is not None
-        if self.held is None or self.held not in self._node.stages.listed:
-            return self._hold(own.start, own.stop)
+        if not own.is_ready or self.held is None or self.held not in self._node.stages.listed:
+            return self._hold_again()
         others = self._others
         moves = plan([served_of(one) for one in (own, *others)], own.n_layer)
         if not moves or moves[0].name != own.process:
@@ -448,6 +460,15 @@ class SwarmMember:
         ):
             return  # a ring needs what nobody else has
         self._move(moves[0].start)
+
+    def _hold_again(self) -> None:
+        """The blocks that it has announced, else those that are served slowest: what was begun before has failed."""
+        own = self._own
+        assert own is not None
+        if own.start == own.stop:
+            return self._take_weakest()
+        self._drop()
+        self._hold(own.start, own.stop)
 
     def _move(self, start: int) -> None:
         own = self._own
@@ -477,10 +498,6 @@ class SwarmMember:
                 return False
             self._cancel.wait(0.1)
         return True
-
-
-def _place(config: NodeConfig) -> str:
-    return f"{config.addr}:{config.port_in}"
 
 
 def is_named(one: Announced, name: str) -> bool:

@@ -258,7 +258,8 @@ class RingBeside:
 
 
 class Former:
-    """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured`, `admit` and `beside`.
+    """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured`, `admit`, `forget` and
+    `beside`.
 
     Args:
         nodes: all secondaries that may take part.
@@ -300,6 +301,10 @@ class Former:
         """From any thread: a node that may take part from now on."""
         self._nodes[node.name] = node
         return ControlClient(node, self.cluster.keys)
+
+    def forget(self, name: str) -> None:
+        """From any thread: a node that no ring has, and that is gone."""
+        self._nodes.pop(name, None)
 
     def form(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Form a ring; the present one, if there is one, ends.

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient, FanOut
+from mdi.control.meeting import ASK_S
 from mdi.control.messages import HAND_OVER_S
 from mdi.engine.recorder import Recorder
 from mdi.engine.starter import StarterEngine
@@ -30,7 +31,7 @@ from mdi.net.ring import TcpRing
 from mdi.placement.profile import NodeProfile
 from mdi.run.cut import MovingCut, better_with
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
-from mdi.run.nodes import GRACE_S, CallRoll, Losses, Newcomers, call_roll
+from mdi.run.nodes import CallRoll, Losses, Newcomers, RollCall
 from mdi.run.policy import (
     BROUGHT_DOWN,
     Answer,
@@ -54,7 +55,6 @@ from mdi.spec.cluster import NodeConfig
 NOTICE_S = 0.25  # how often it is asked whether a node is about to leave
 LOOK_S = 5.0  # how often nodes are asked
 SOUGHT_S = 1.0  # the same while there is no ring
-ASK_S = 2.0  # a node that lives answers in this time: its control port waits for no computation
 MOVABLE = 2  # nodes of a ring whose order cannot change
 FORGET_S = 600.0  # how long it is remembered that a link was slow that the ring does not use any more
 
@@ -101,14 +101,14 @@ class Joins:
 
     def __init__(
         self, nodes: Nodes, cut: MovingCut, spares: frozenset[str], newcomers: Newcomers,
-        measure: Measure | None = None, ask: CallRoll = call_roll,
+        measure: Measure | None = None, ask: CallRoll | None = None,
     ) -> None:  # fmt: skip
         self._nodes = nodes
         self._cut = cut
         self._spares = spares
         self._newcomers = newcomers
         self._measure = measure
-        self._ask = ask
+        self._ask = ask or RollCall()
         self._measuring: dict[str, FanOut[NodeProfile]] = {}
 
     def best(self, ring: Sequence[Stage], processes: Mapping[str, str]) -> Form | None:
@@ -119,7 +119,7 @@ class Joins:
         """
         used = {stage.name for stage in ring}
         outside = [client for name, client in self._nodes.clients.items() if name not in used]
-        answers = self._ask(outside, frozenset(), GRACE_S).answers if outside else {}
+        answers = self._ask(outside, frozenset(), ASK_S).answers if outside else {}
         answers |= self._admit({*processes.values(), *(answer.process for answer in answers.values())})
         free = [name for name, answer in answers.items() if answer.is_free and self._nodes.may_use(name)]
         if (found := self._nodes.with_spare(ring, free)) is not None:
@@ -147,7 +147,7 @@ class Joins:
             come.append(client)
             if self._measure is not None:
                 self._measuring[client.node.name] = FanOut({client.node.name: partial(self._measure, client)})
-        return dict(self._ask(come, frozenset(), GRACE_S).answers) if come else {}
+        return dict(self._ask(come, frozenset(), ASK_S).answers) if come else {}
 
     def _is_known(self, name: str) -> bool:
         """Whether its times are known, if they are needed; without them it counts as a mean node."""
@@ -337,7 +337,7 @@ class RingLoop:
 
     def __init__(
         self, former: Former, policy: Policy, nodes: Sequence[ControlClient], cancel: Cancel, losses: Losses, name: str,
-        ask: CallRoll = call_roll, clock: Callable[[], float] = time.perf_counter,
+        ask: CallRoll | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._former = former
         self.policy = policy
@@ -345,7 +345,7 @@ class RingLoop:
         self._cancel = cancel
         self._losses = losses
         self._name = name
-        self._ask = ask
+        self.ask = ask or RollCall()
         self._clock = clock
         self._is_untrue = False  # whether rows of the last ring may be wrong
         self.on_search: Callable[[], None] = lambda: None
@@ -373,6 +373,11 @@ class RingLoop:
         client = self._former.admit(node)
         self.clients = {**self.clients, node.name: client}  # a new table: another thread may go through the old one
         return client
+
+    def forget(self, name: str) -> None:
+        """A node that no ring has, and that is gone."""
+        self.clients = {known: client for known, client in self.clients.items() if known != name}
+        self._former.forget(name)
 
     def may_use(self, name: str) -> bool:
         return self.policy.may_use(name, self._clock())
@@ -486,7 +491,7 @@ class RingLoop:
         self._end_ahead(is_used=False)
         self.on_search()
         lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", "left"))
-        roll = self._ask(list(self.clients.values()), frozenset(), ASK_S)
+        roll = self.ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
 
@@ -562,7 +567,7 @@ class RingLoop:
                         self._note(ring, last_s)
                         return ring
                     attempt.wait(decision.until - self._clock())
-                    event: Event = Answered(self._ask(list(self.clients.values()), decision.awaited, ASK_S))
+                    event: Event = Answered(self.ask(list(self.clients.values()), decision.suspected, ASK_S))
             except MdiError as e:
                 if self._cancel.is_cancelled:
                     raise

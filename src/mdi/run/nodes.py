@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mdi.cancel import Cancel, CancelledError
 from mdi.control.client import ControlClient, FanOut
+from mdi.control.meeting import ASK_S, Unheard
 from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import ControlError, NodeLostError
@@ -313,42 +314,54 @@ class StarterPorts(StatusOnly, EchoOnly):
 GONE = ("refused",)
 GRACE_S = 0.5
 
-# `call_roll`, or another one in its place.
+# A `RollCall`, or another one in its place.
 CallRoll = Callable[[Sequence[ControlClient], frozenset[str], float], Roll]
 
 logger = logging.getLogger(__name__)
 
 
-def call_roll(clients: Sequence[ControlClient], awaited: frozenset[str], timeout_s: float) -> Roll:
-    """Ask all nodes at the same time.
+class RollCall:
+    """Asks all nodes at the same time; a node that did not answer lately gets less time than the others. From any thread."""
 
-    Args:
-        awaited: nodes that get `timeout_s` to answer; the others get GRACE_S.
-    """
-    begin = time.monotonic()
-    gone: set[str] = set()
+    def __init__(self) -> None:
+        self._unheard = Unheard()
 
-    def ask(client: ControlClient) -> Answer:
-        try:
-            return Answer.from_json(client.node.name, client.status(timeout_s=timeout_s))
-        except ControlError as e:
-            logger.debug("%s does not answer: %s", client.node.name, e)
-            if e.problem in GONE:
-                gone.add(client.node.name)
-            raise
+    def __call__(self, clients: Sequence[ControlClient], suspected: frozenset[str], timeout_s: float) -> Roll:
+        """Who answers.
 
-    calls = {client.node.name: partial(ask, client) for client in clients}
-    first = FanOut({name: call for name, call in calls.items() if name in awaited})
-    others = FanOut({name: call for name, call in calls.items() if name not in awaited})
-    first.join(timeout_s)
-    others.join(max(0.0, begin + GRACE_S - time.monotonic()))
-    found = {**first.results, **others.results}
-    return Roll({name: found[name] for name in calls if name in found}, frozenset(gone))
+        Args:
+            suspected: nodes that get GRACE_S to answer; the others get `timeout_s`.
+        """
+        begin = time.monotonic()
+        gone: set[str] = set()
+
+        def ask(client: ControlClient) -> Answer:
+            try:
+                return Answer.from_json(client.node.name, client.status(timeout_s=timeout_s))
+            except ControlError as e:
+                logger.debug("%s does not answer: %s", client.node.name, e)
+                if e.problem in GONE:
+                    gone.add(client.node.name)
+                raise
+
+        calls = {client.node.name: partial(ask, client) for client in clients}
+        hurried = {name for name in calls if name in suspected or self._unheard.is_avoided(name)}
+        first = FanOut({name: call for name, call in calls.items() if name not in hurried})
+        others = FanOut({name: call for name, call in calls.items() if name in hurried})
+        first.join(timeout_s)
+        others.join(max(0.0, begin + GRACE_S - time.monotonic()))
+        found = {**first.results, **others.results}
+        for name in calls:
+            if name in found:
+                self._unheard.remove(name)
+            elif name not in hurried and name not in gone:
+                self._unheard.add(name)
+        return Roll({name: found[name] for name in calls if name in found}, frozenset(gone))
 
 
 def free_nodes(clients: Sequence[ControlClient]) -> list[str]:
     """Names of those nodes that a run can be begun with now."""
-    answers = call_roll(clients, frozenset(), GRACE_S).answers
+    answers = RollCall()(clients, frozenset(), ASK_S).answers
     return [name for name, answer in answers.items() if answer.is_free]
 
 

@@ -100,10 +100,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until a time, then ask all nodes and say `Answered`; those `awaited` get more time to answer."""
+    """Until a time, then ask all nodes and say `Answered`; those `suspected` to be lost get less time to answer."""
 
     until: float
-    awaited: frozenset[str] = frozenset()
+    suspected: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -670,7 +670,7 @@ class Policy:
         return self._ask(search, now)
 
     def _ask(self, search: Search, at: float) -> Wait:
-        return Wait(at, frozenset(stage.name for stage in self.ring[1:]) - search.suspected)
+        return Wait(at, frozenset(search.suspected))
 
     # Finding nodes
 

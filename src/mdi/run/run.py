@@ -230,7 +230,7 @@ class Run(StatusOnly):
             if model.held is not None and not self.options.fixed:
                 # Nodes may leave and come while the first ring is formed. They have their blocks already, which says in which
                 # order they stand: slow links change nothing.
-                look = SwarmLook(loop, model.held)
+                look = SwarmLook(loop, model.held, self._cancel)
                 self._lookout = Lookout(look, lambda: loop.running, loop.put, self._cancel)
             ring = loop.next_ring(None)
         if self._in_use is not None:
@@ -314,7 +314,7 @@ class Run(StatusOnly):
         if cut is not None and self._lookout is None:
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
-            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure)
+            joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure, loop.ask)
             links = None if self.is_shared else SlowLinks(self.run_id, cut)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, links)
 

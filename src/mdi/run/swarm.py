@@ -6,17 +6,15 @@ It is no public swarm: all machines have one key, and trust each other. Blocks s
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 from mdi.cancel import Cancel
-from mdi.control.client import ControlClient, FanOut
-from mdi.control.meeting import Peer, Unheard, resolved
-from mdi.control.swarm import Announced, SwarmRequest, SwarmTable
+from mdi.control.client import ControlClient
+from mdi.control.meeting import Exchanges, Peer
+from mdi.control.swarm import Announced, Kind, SwarmTable
 from mdi.errors import ControlError, PlacementError
 from mdi.net.keys import KeyFile
 from mdi.placement.chain import Chain, Holder, choose_chain
@@ -24,10 +22,12 @@ from mdi.run.policy import Form, Stage
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.units import duration
 
-ASK_S = 2.0  # a node that lives answers in this time
+N_ASKED = 3  # nodes that are known, and as many that were given or found, in each look
 POLL_S = 0.3  # while the blocks are not all there
 N_PER_BLOCK = 6  # nodes that are asked for each block, the fastest first
 N_TRIPS = 6  # ways of a message there or back until it is answered, with its connection and its meeting
+
+FORGET_S = 180.0  # after which a node that nothing is heard of is forgotten: longer than any ring is sought
 
 logger = logging.getLogger("mdi")
 
@@ -45,41 +45,20 @@ class Swarm:
         found: Callable[[], Sequence[NodeConfig]] = lambda: (),
     ) -> None:  # fmt: skip
         self.keys = keys
-        self._peers, self._found, self._wait_s = list(peers), found, wait_s
-        self._known_peers: dict[Peer, NodeConfig] = {}
+        self._wait_s = wait_s
         self._table = SwarmTable()
-        self._unheard = Unheard()
+        self._exchanges = Exchanges(self._table, peers, keys, found)
         self._delays: dict[str, float] = {}  # by label, of a frame's way there
 
-    def look(self) -> None:
-        """Ask some nodes what has changed."""
-        known = [one.config() for one in self._table.nodes if not one.is_leaving]
-        given = [*self._found(), *resolved(self._peers, self._known_peers, self.keys)]
-        asked = {one.name: one for one in (*random.sample(known, min(3, len(known))), *given[:3])}
-        self._ask_all([one for one in asked.values() if not self._unheard.is_avoided(one.name)])
-
-    def _ask_all(self, nodes: Sequence[NodeConfig]) -> dict[str, float]:
-        """Seconds of a frame's way to each that answers, by its name."""
-        calls = FanOut({one.name: partial(self._ask, one) for one in nodes})
-        calls.join(2 * ASK_S)
-        found = dict(calls.results)
-        for one in nodes:
-            (self._unheard.remove if one.name in found else self._unheard.add)(one.name)
-        return found
-
-    def _ask(self, config: NodeConfig) -> float:
-        """Seconds of a frame's way there. Raises ControlError."""
-        begin = time.monotonic()
-        told = ControlClient(config, self.keys).swarm(SwarmRequest(known=self._table.versions), ASK_S)
-        taken_s = time.monotonic() - begin
-        self._table.add(told)
-        return taken_s / N_TRIPS
+    def look(self, cancel: Cancel | None = None) -> None:
+        """Ask some nodes what has changed; `cancel` ends the waiting for answers."""
+        self._exchanges.look(N_ASKED, N_ASKED, cancel=cancel)
 
     def first(self, cancel: Cancel) -> NodeConfig:
         """Any node that holds blocks. Raises ControlError: there is none in time."""
         end = time.monotonic() + self._wait_s
         while True:
-            self.look()
+            self.look(cancel)
             if there := self.usable:
                 return there[0].config()
             if time.monotonic() > end:
@@ -102,15 +81,15 @@ class Swarm:
         """
         end = time.monotonic() + self._wait_s
         while True:
-            nodes = [one for one in self.usable if (one.weights, one.form) == (weights, form)]
+            nodes = [one for one in self.usable if (one.weights, one.form, one.n_layer) == (weights, form, n_layer)]
             for kind in sorted({one.kind for one in nodes}, key=lambda kind: (kind[2] != numerics, kind)):
-                able = self._answering([one for one in nodes if one.kind == kind])
+                able = self._answering([one for one in nodes if one.kind == kind], cancel)
                 if (chain := choose_chain([self.holder(one) for one in able], n_layer)) is not None:
                     return SwarmPart(self, kind, chain, [one.config() for one in able])
             if time.monotonic() > end:
                 raise PlacementError(self._lacking(nodes, weights, form, n_layer, model))
             cancel.wait(POLL_S)
-            self.look()
+            self.look(cancel)
 
     @property
     def usable(self) -> list[Announced]:
@@ -122,6 +101,11 @@ class Swarm:
         """Nodes that hold blocks, or will."""
         return [one for one in self._table.nodes if not one.is_leaving]
 
+    @property
+    def known(self) -> set[str]:
+        """Labels of all nodes that something was heard of lately."""
+        return {one.label for one in self._table.nodes}
+
     def _lacking(self, nodes: Sequence[Announced], weights: str, form: str, n_layer: int, model: str) -> str:
         held = {block for one in nodes for block in range(one.start, one.stop)}
         lacking = [block for block in range(n_layer) if block not in held]
@@ -131,11 +115,12 @@ class Swarm:
         more = f"run `mdi join --model {model}` on more machines"
         return f"no standing node that answers holds {which} of {model} in {form}{has}: {more}"
 
-    def _answering(self, nodes: Sequence[Announced]) -> list[Announced]:
+    def _answering(self, nodes: Sequence[Announced], cancel: Cancel) -> list[Announced]:
         """Of these, some fast ones for each block that answer; their delays are known then."""
-        few = fastest([one for one in nodes if not self._unheard.is_avoided(one.label)])
-        found = self._ask_all([one.config() for one in few])
-        self._delays |= found
+        few = fastest([one for one in nodes if not self._exchanges.is_avoided(one.config())])
+        found = self._exchanges.ask([one.config() for one in few], cancel=cancel)
+        self._delays = {label: delay_s for label, delay_s in self._delays.items() if label in self.known}
+        self._delays |= {label: taken_s / N_TRIPS for label, taken_s in found.items()}
         return [one for one in few if one.label in found]
 
     def holder(self, one: Announced) -> Holder:
@@ -154,18 +139,23 @@ class SwarmPart:
         nodes: that answered then, in the chain and outside of it.
     """
 
-    def __init__(self, swarm: Swarm, kind: tuple[str, str, str], chain: Chain, nodes: Sequence[NodeConfig]) -> None:
+    def __init__(self, swarm: Swarm, kind: Kind, chain: Chain, nodes: Sequence[NodeConfig]) -> None:
         self.chain, self.nodes = chain, list(nodes)
         self._swarm, self._kind = swarm, kind
 
-    def look(self) -> None:
+    def look(self, cancel: Cancel) -> None:
         """Ask some nodes what has changed."""
-        self._swarm.look()
+        self._swarm.look(cancel)
 
     @property
     def present(self) -> dict[str, Announced]:
         """Nodes that the run can use, by their names in its rings."""
         return {one.label: one for one in fastest([one for one in self._swarm.usable if one.kind == self._kind])}
+
+    @property
+    def known(self) -> set[str]:
+        """Names of all nodes that something was heard of lately."""
+        return self._swarm.known
 
     def replacing(self, ring: Sequence[Stage], present: frozenset[str], others: Sequence[str]) -> Form | None:
         """A ring of nodes that hold their blocks already; None if there is none.
@@ -219,24 +209,44 @@ class Admitting(Protocol):
 
     def admit(self, node: NodeConfig) -> ControlClient: ...
 
+    def forget(self, name: str) -> None: ...
+
 
 class SwarmLook:
-    """Keeps the nodes that may replace lost ones known to a run. Not for several threads."""
+    """Keeps the nodes that may replace lost ones known to a run. Not for several threads.
 
-    def __init__(self, nodes: Admitting, swarm: SwarmPart) -> None:
-        self._nodes, self._swarm = nodes, swarm
+    Args:
+        cancel: of the run.
+    """
+
+    def __init__(
+        self, nodes: Admitting, swarm: SwarmPart, cancel: Cancel, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        self._nodes, self._swarm, self._cancel, self._clock = nodes, swarm, cancel, clock
+        self._missed: dict[str, float] = {}  # names of nodes that nothing is heard of, and since when
 
     def best(self, ring: Sequence[Stage], processes: Mapping[str, str]) -> Form | None:
-        """Admits nodes that have come. No better ring: one that goes on is left alone."""
+        """Admits nodes that have come, and forgets those that have gone. No better ring: one that goes on is left alone."""
         self.while_sought()
+        self._forget({stage.name for stage in ring})
         return None
 
     def while_sought(self) -> None:
         """Blocks move while a ring is sought, and what is known of nodes expires."""
-        self._swarm.look()
+        self._swarm.look(self._cancel)
         for name, one in self._swarm.present.items():
             if name not in self._nodes.clients:
                 self._nodes.admit(one.config())
+
+    def _forget(self, used: set[str]) -> None:
+        """A node that was started again is another one: in a long run there would be ever more."""
+        now, known = self._clock(), self._swarm.known | used
+        self._missed = {
+            name: self._missed.get(name, now) for name in self._nodes.clients if name not in known
+        }  # fmt: skip
+        for name, since in self._missed.items():
+            if now - since > FORGET_S:
+                self._nodes.forget(name)
 
 
 def with_chain(cluster: ClusterConfig, part: SwarmPart) -> ClusterConfig:
