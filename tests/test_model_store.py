@@ -140,6 +140,24 @@ def test_a_gguf_file_has_one_name(store: ModelStore, gguf: Path, tmp_path: Path)
         store.find("tiny.f32")  # which one?
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_an_earlier_version_read_from_a_gguf_file_is_read_again(
+    store: ModelStore, gguf: Path, by_name: bool
+) -> None:
+    """Its tokenizer may have been read otherwise, as that of Phi 3 was."""
+    folder = gguf_directory(gguf, store.folder)
+    right = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    assert gguf_directory(gguf, store.folder) == folder and (folder / "tokenizer.json").read_bytes() == b"{}"
+    (folder / "gguf.json").write_text(json.dumps({"file": str(gguf)}))
+    if by_name:
+        (model,) = store.models()
+        assert store.folder_of(model) == folder
+    else:
+        assert gguf_directory(gguf, store.folder) == folder
+    assert (folder / "tokenizer.json").read_bytes() == right and gguf_file(folder) == gguf
+
+
 def test_what_was_probably_meant_is_named(store: ModelStore, gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of GGUF files is no model, and a name with a letter too few is none of the hub's."""
     for wrong in (gguf.parent, gguf.with_name("tiny.f23.gguf"), Path("made") / "tiny.f3.gguf"):

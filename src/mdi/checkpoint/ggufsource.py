@@ -43,6 +43,7 @@ from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
 from mdi.kernels.weight_formats import PACKED_ROWS
 from mdi.spec.cluster import what_is_there
 from mdi.spec.model import ModelConfig
+from mdi.spec.settings_file import parse_json
 
 _TOP = {
     "transformer.wte": "token_embd",
@@ -271,8 +272,13 @@ class GgufSource(WeightSource):
         return np.arange(n_rows).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)[at]
 
 
+WRITER = 2  # raised when config or tokenizer of a file are read otherwise than before
+
+
 def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> Path:
     """The directory for a GGUF file, made below `folder` at the first call; another one if the file has changed.
+
+    What an earlier version of this project wrote there is written again.
 
     Args:
         directory: the one in which the file lies, if it is to be that.
@@ -281,17 +287,33 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
         UsageError: there is no such file.
         CheckpointError: it cannot be used; or the disk refuses.
     """
-    import yaml
-
     path = path.absolute()
     try:
         stat = path.stat()
     except OSError as e:
         raise UsageError(f"{path} cannot be opened: {e.strerror or e} ({what_is_there(path)})") from None
     stamp = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()[:8]
-    is_inside, directory = directory is not None, directory or folder / GGUF_FOLDERS / f"{path.stem}-{stamp}"
-    if (directory / GGUF_NOTE).is_file():
-        return directory
+    directory = directory or folder / GGUF_FOLDERS / f"{path.stem}-{stamp}"
+    return directory if _is_current(directory) else _written(path, directory)
+
+
+def current(directory: Path) -> Path:
+    """The directory of a GGUF file, written again if an earlier version wrote it. Raises CheckpointError."""
+    path = None if _is_current(directory) else gguf_file(directory)
+    return directory if path is None or not path.is_file() else _written(path, directory)
+
+
+def _is_current(directory: Path) -> bool:
+    try:
+        return bool(parse_json((directory / GGUF_NOTE).read_bytes()).get("written_by") == WRITER)
+    except (OSError, ValueError, AttributeError, CheckpointError):
+        return False
+
+
+def _written(path: Path, directory: Path) -> Path:
+    """The directory, with config, tokenizer and note of a file."""
+    import yaml
+
     header = read_gguf(path)
     source = GgufSource(path)
     try:
@@ -302,7 +324,8 @@ def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> P
     with replacing(directory / CONFIG_FILE) as file:
         file.write(yaml.safe_dump(source.config.plain()).encode())
     with replacing(directory / GGUF_NOTE) as file:  # last, because it says that the others exist
-        file.write(json.dumps({"file": str(path.relative_to(directory.absolute()) if is_inside else path)}).encode())
+        inside = path.relative_to(directory.absolute()) if path.is_relative_to(directory.absolute()) else path
+        file.write(json.dumps({"file": str(inside), "written_by": WRITER}).encode())
     return directory
 
 

@@ -230,10 +230,12 @@ class ModelStore:
 
     def folder_of(self, model: StoredModel) -> Path:
         """A folder that a node can be given. Raises CheckpointError."""
-        if model.gguf is None or (model.folder / GGUF_NOTE).is_file():
+        if model.gguf is None:
             return model.folder
-        from mdi.checkpoint.ggufsource import gguf_directory
+        from mdi.checkpoint.ggufsource import current, gguf_directory
 
+        if (model.folder / GGUF_NOTE).is_file():
+            return current(model.folder)
         return gguf_directory(model.gguf, self.folder)
 
     def describe_missing(self, name: str) -> str:
