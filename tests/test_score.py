@@ -38,6 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the test's own, which remembers the model that was used last: other tests expect that there was none."""
+    monkeypatch.setenv("MDI_STORE", str(tmp_path / "store"))
+
+
 def expected(ids: list[int]) -> np.ndarray:
     """By litgpt's model without a cache: of all tokens but the first."""
     with torch.no_grad():
