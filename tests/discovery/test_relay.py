@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import secrets
 import socket
 import sys
@@ -107,17 +108,39 @@ def test_a_node_that_says_unclearly_where_it_is_is_not_taken(
 def test_a_node_ends_when_its_starter_does_not_come_back(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "GONE_S", 0.0)
     monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
-    relay, gone = Relay("127.0.0.1", 0, keys), threading.Event()
+    relay, gone = Relay("127.0.0.1", 0, keys), queue.Queue[str]()
     ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
-    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, True, gone.set)
+    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, True, gone.put)
     try:
         until(lambda: bool(relay.nodes()))
-        assert not gone.is_set()
+        assert gone.empty()
         relay.close()
-        assert gone.wait(DEADLINE_S)
+        assert f"127.0.0.1:{relay.port}" in gone.get(timeout=DEADLINE_S)
     finally:
         relay.close()
         node.close()
+
+
+def test_a_node_ends_when_its_starter_never_comes(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
+    gone, nobody = queue.Queue[str](), ("127.0.0.1", 1)
+    node = DialOut(nobody, keys, "board", "ab" * 8, {"control": nobody, "ring": nobody}, True, gone.put, first_s=0.05)
+    try:
+        assert "127.0.0.1:1" in gone.get(timeout=DEADLINE_S)
+    finally:
+        node.close()
+
+
+def test_nodes_dial_any_address_of_the_starter(keys: KeyFile) -> None:
+    """Its own name is another address for a process of its machine, often 127.0.1.1, than for those elsewhere."""
+    relay = Relay("192.0.2.1", 0, keys)
+    ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
+    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, is_reached=True)
+    try:
+        until(lambda: bool(relay.nodes()))
+    finally:
+        node.close()
+        relay.close()
 
 
 @contextlib.contextmanager

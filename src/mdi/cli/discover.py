@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 
 CONTROL_PORT, RING_PORT = 8088, 5088
 INVITED_WAIT_S = 900.0  # as long as a code is good
+HEAD_S = 300.0  # besides --wait: an engine may start process 0 of a job later than the others
 
 logger = logging.getLogger("mdi")
 
@@ -39,6 +37,16 @@ class Discovery:
         self.cancel = Cancel(parent=cancel)  # its end ends a search
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
         self._guests: Guests | None = None
+        self._open_dial_port()
+
+    def _open_dial_port(self) -> None:
+        """At once: nodes may dial while a model is still fetched, and wait for this starter then. Raises UsageError."""
+        from mdi.cli.access import open_keys, own_address
+
+        port = self._options.dial_port
+        keys = None if port is None else open_keys(self._options)
+        if port is not None and keys is not None:
+            self._relay(self._options.addr or own_address(), port, keys)
 
     def cluster(self) -> ClusterConfig:
         """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
@@ -153,11 +161,24 @@ class Discovery:
 
 @contextmanager
 def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
-    """While this node waits and works, the starters of its cluster can find it. Raises UsageError."""
+    """While this node waits and works, the starters of its cluster can find it.
+
+    Raises:
+        UsageError: it cannot be found so. ControlError: it is a process of a job, whose process 0 does not come, or not again.
+    """
     from mdi.cli.access import own_address, split_address
-    from mdi.errors import UsageError
+    from mdi.errors import ControlError, UsageError
 
     config, process = node.config, node.process
+    lost: list[str] = []
+
+    def gone(why: str) -> None:
+        lost.append(why)
+        if node.may_hand_over:
+            node.leave()
+        else:
+            node.turns.close()
+
     with ExitStack() as stack:
         if keys is None:
             if options.dial is not None:
@@ -170,11 +191,15 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
             relay, is_job = split_address(options.dial, 0), options.job != ()  # all processes of a job reach each other
-            gone = partial(os.kill, os.getpid(), signal.SIGTERM) if is_job else None
-            stack.callback(DialOut(relay, keys, config.name, process, ports, is_job, gone).close)
+            first_s = options.wait_s + HEAD_S
+            stack.callback(
+                DialOut(relay, keys, config.name, process, ports, is_job, gone if is_job else None, first_s).close
+            )
         elif not options.no_announce:
             stack.callback(_announced(node, keys))
         yield
+    if lost:
+        raise ControlError(f"process 0 of this job is not there: {lost[0]}; what it printed says why")
 
 
 @contextmanager

@@ -173,6 +173,7 @@ N_PER_ADDRESS = 16  # connections to one node from one address elsewhere: the no
 N_FROM_ELSEWHERE = 32  # in all: a node has N_STREAMS, and its starter, on this machine, needs some
 ACCEPT_AGAIN_S = 0.5  # after an error, such as too many open files
 PORTS = ("control", "ring")
+ANYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 logger = logging.getLogger("mdi")
 
@@ -181,7 +182,9 @@ class Relay:
     """Takes nodes that dial in, until `close`.
 
     Args:
-        addr, port: where they do; 0 is any free port.
+        addr: where ports are opened for them. They dial on all addresses of this machine, because not all reach the same one;
+            if this is a loopback address, only there.
+        port: that they dial; 0 is any free one.
 
     Raises:
         UsageError: the port cannot be opened.
@@ -192,7 +195,7 @@ class Relay:
         self._lock = threading.Lock()
         self._nodes: dict[str, _DialledNode] = {}  # by process
         self._meeting: dict[socket.socket, None] = {}  # the oldest first
-        self._listener = open_socket(addr, port, "the port that nodes dial")
+        self._listener = open_socket(addr if is_here(addr) else ANYWHERE, port, "the port that nodes dial")
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
@@ -418,14 +421,15 @@ class DialOut:
         relay: address and port.
         own: address and ports of this node, by the names in mdi.control.relay.PORTS.
         is_reached: whether it can be reached there. Then the relay only learns of it.
-        gone: called once if the relay was there, and does not come back within GONE_S.
+        gone: called once, with a line for people, if the relay does not come within `first_s`, or does not come back within
+            GONE_S.
     """
 
     def __init__(
         self, relay: tuple[str, int], keys: KeyFile, name: str, process: str, own: dict[str, tuple[str, int]],
-        is_reached: bool = False, gone: Callable[[], None] | None = None,
+        is_reached: bool = False, gone: Callable[[str], None] | None = None, first_s: float = math.inf,
     ) -> None:  # fmt: skip
-        self._gone = gone
+        self._gone, self._first_s = gone, first_s
         self._first = {"name": name, "process": process}
         if is_reached:
             self._first |= {"addr": own["control"][0], **{which: str(port) for which, (_, port) in own.items()}}
@@ -445,7 +449,8 @@ class DialOut:
     def _run(self) -> None:
         (addr, port), due = self._relay, Periodic()
         where = f"{addr}:{port}"
-        is_reported, met_at = False, math.inf
+        is_reported, left_at = False, None
+        begin = time.monotonic()
         while not self._closed.is_set():
             try:
                 self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys)
@@ -457,7 +462,7 @@ class DialOut:
                 try:
                     self._serve(tunnel)
                 finally:
-                    met_at = time.monotonic()
+                    left_at = time.monotonic()
             except (OSError, MdiError) as e:
                 if not self._closed.is_set() and not is_reported and due.is_due():
                     is_reported = True
@@ -465,9 +470,10 @@ class DialOut:
             finally:
                 if self._tunnel is not None:
                     self._tunnel.close()
-            if self._gone is not None and time.monotonic() - met_at >= GONE_S:
-                logger.info("%s has not come back for %s", where, duration(GONE_S))
-                self._gone()
+            since, limit_s = (begin, self._first_s) if left_at is None else (left_at, GONE_S)
+            if self._gone is not None and time.monotonic() - since >= limit_s:
+                what = "nobody has opened" if left_at is None else "nobody has opened again"
+                self._gone(f"{what} {where} within {duration(limit_s)}")
                 return
             self._closed.wait(AGAIN_S)
 

@@ -86,6 +86,8 @@ def open_socket(addr: str, port: int, what: str) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere the option lets two processes share a port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and socket.has_dualstack_ipv6():  # "::" is all addresses, those of IPv4 too
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(address)
         sock.listen(128)  # a crowd of strangers must not fill the queue that the neighbour waits in
     except OSError as e:
