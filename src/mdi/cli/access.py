@@ -14,12 +14,15 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
+    from mdi.cancel import Cancel
     from mdi.net.keys import KeyFile
     from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 KEY_VARIABLE = "MDI_KEY_FILE"
 N_PORTS_TRIED = 32
 DIAL_PORT = 8089
+ANYBODY, ANYBODY_6 = "192.0.2.1", "2001:db8::1"  # reserved (RFC 5737, RFC 3849): nobody is there
+NETWORK_S = 1.0  # between two looks for a network
 
 logger = logging.getLogger("mdi")
 
@@ -99,16 +102,32 @@ def default_key_file() -> Path:
 
 
 def own_address(towards: str | None = None) -> str:
-    """This machine's address on the route to `towards`, or on the default route. Sends nothing."""
-    for target in (towards, "192.0.2.1", "127.0.0.1"):  # the second is reserved (RFC 5737)
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                if target is not None:
-                    sock.connect((target, 9))
-                    return str(sock.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"
+    """This machine's address on the route to `towards`, or on the default route; 127.0.0.1 without one. Sends nothing."""
+    return (towards and route_address(towards)) or route_address(ANYBODY) or "127.0.0.1"
+
+
+def network_address(towards: str | None, cancel: Cancel) -> str:
+    """The same, of IPv6 if there is no other network; without any, waits for one. Raises the error of `cancel`."""
+    is_told = False
+    while True:
+        addr = (towards and route_address(towards)) or route_address(ANYBODY) or route_address(ANYBODY_6)
+        if addr is not None:
+            return addr
+        if not is_told:
+            is_told = True
+            logger.info("this machine is in no network yet: waiting for one (--addr ADDR does not wait)")
+        cancel.wait(NETWORK_S)
+
+
+def route_address(target: str) -> str | None:
+    """This machine's address on the route to an address or a name; None if there is no route. Sends nothing."""
+    family = socket.AF_INET6 if target == ANYBODY_6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((target, 9))
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
 
 
 def ip_address(addr: str) -> str:

@@ -233,6 +233,11 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
     from mdi.errors import UsageError
 
     config = node.config
+    if ":" in config.addr:
+        logger.warning(
+            "%s is not announced in this network, which has no IPv4: see --dial, or write a nodes file", config.name
+        )
+        return lambda: None
     addr = ip_address(config.addr)
     announcement = Announcement.of(config.name, addr, node.control_port, node.ring_port, node.process, keys.first)
     try:

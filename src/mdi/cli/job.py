@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mdi.control.web_pages import is_here
-from mdi.errors import UsageError
+from mdi.errors import ControlError, UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.cli import launch
+    from mdi.cli import Obeyed, launch, show_failure
     from mdi.cli.secondary import serve
     from mdi.spec.cluster import NodeConfig
 
@@ -98,7 +98,11 @@ def run(options: Options) -> int:
     addr = options.addr or ("127.0.0.1" if place.is_local else address_towards(place.head))
     name = f"{socket.gethostname()[:40]}-{place.rank}"
     dial = f"{_bracketed(place.head)}:{place.port}"
-    return serve(replace(options, dial=dial, wait_s=wait_of(command)), NodeConfig(name, addr, 0, 0))
+    try:
+        return serve(replace(options, dial=dial, wait_s=wait_of(command)), NodeConfig(name, addr, 0, 0))
+    except ControlError as e:  # process 0 is not there
+        show_failure(e)
+        return Obeyed(1)  # the job ends at once, and not when the kernels have been compiled
 
 
 def wait_of(command: Sequence[str]) -> float:
