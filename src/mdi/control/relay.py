@@ -116,9 +116,12 @@ def join(one: socket.socket, other: socket.socket) -> None:
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     back = threading.Thread(target=_carry, args=(other, one, is_ending), name="tunnel", daemon=True)
-    back.start()
-    _carry(one, other, is_ending)
-    back.join()
+    try:
+        back.start()
+        _carry(one, other, is_ending)
+        back.join()
+    except RuntimeError as e:  # no thread can be had at the moment
+        logger.debug("a connection through the relay: %s", e)
     close(one)
     close(other)
 
@@ -224,7 +227,13 @@ class Relay:
                     del self._meeting[oldest]
                     wake(oldest)
                 self._meeting[sock] = None
-            threading.Thread(target=self._meet, args=(sock,), name="relay", daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(sock,), name="relay", daemon=True).start()
+            except RuntimeError as e:  # no thread can be had at the moment
+                logger.debug("relay: %s", e)
+                with self._lock:
+                    self._meeting.pop(sock, None)
+                close(sock)
 
     def _meet(self, sock: DeadlineSocket) -> None:
         try:
@@ -483,9 +492,13 @@ class DialOut:
             if "open" not in message:
                 tunnel.send(message)
             elif message.get("port") in self._own and self._streams.acquire(blocking=False):
-                threading.Thread(
-                    target=self._stream, args=(message["open"], message["port"]), name="dial-out", daemon=True
-                ).start()
+                try:
+                    threading.Thread(
+                        target=self._stream, args=(message["open"], message["port"]), name="dial-out", daemon=True
+                    ).start()
+                except RuntimeError as e:  # no thread can be had at the moment
+                    logger.debug("a connection through the relay: %s", e)
+                    self._streams.release()
 
     def _stream(self, number: str, port: str) -> None:
         try:

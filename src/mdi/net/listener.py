@@ -325,6 +325,9 @@ class RingListener:
             self._refuse(pending, 0, e)
         except (OSError, WireError) as e:
             self._drop(pending, str(e))
+        except Exception as e:  # no thread or no memory is left, say: the port stays open for the others
+            logger.debug("%s cannot take a connection", self._name, exc_info=True)
+            self._drop(pending, f"{type(e).__name__}: {e}")
 
     def _hear(self, pending: _Pending, frame: Frame) -> None:
         """A challenge first, where this node has a key; then the HELLO."""
