@@ -187,6 +187,39 @@ def test_a_node_that_dials_again_takes_its_own_place(relay: Relay, keys: KeyFile
             assert len(relay.nodes()) == 1
 
 
+def test_a_node_whose_connection_broke_has_the_same_ports_again(
+    relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
+    with dialled(relay, keys):
+        until(relay.nodes)
+        before = relay.nodes()
+        with dialled(relay, keys):  # the same process: the relay ends the earlier connection
+            until(lambda: exchange_works(relay))
+            assert relay.nodes() == before
+        until(lambda: exchange_works(relay))
+        assert relay.nodes() == before
+
+
+def test_the_ports_of_a_node_that_stays_away_are_given_back(
+    relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "PING_S", 0.01)
+    monkeypatch.setattr(relay_module, "KEPT_S", 0.02)
+    with dialled(relay, keys):
+        until(relay.nodes)
+        (node,) = relay.nodes()
+    until(lambda: not exchange_is_taken(node.port))
+
+
+def exchange_is_taken(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), DEADLINE_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def exchange_works(relay: Relay) -> bool:
     try:
         return exchange(relay.nodes()[0].port, b"x") == b"xcontrol"
