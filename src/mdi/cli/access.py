@@ -141,16 +141,26 @@ def ip_address(addr: str) -> str:
 
 def free_port(addr: str, first: int) -> int:
     """The first free port from `first` on. UsageError if there is none, or if the address is not this machine's."""
+    with held_port(addr, first) as held:
+        return port_of(held)
+
+
+def held_port(addr: str, first: int) -> socket.socket:
+    """The same port, which nobody else finds free until the socket is closed."""
     for port in range(first, min(first + N_PORTS_TRIED, 65536)):
         try:
             family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][0]
-            with socket.create_server((addr, port), family=family):
-                return port
+            return socket.create_server((addr, port), family=family)
         except OSError:
             continue
     raise UsageError(
         f"no port from {first} on is free on {addr}, or this machine does not have that address: see --addr, --port"
     )
+
+
+def port_of(sock: socket.socket) -> int:
+    port: int = sock.getsockname()[1]
+    return port
 
 
 def split_address(text: str, default_port: int) -> tuple[str, int]:

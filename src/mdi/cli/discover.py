@@ -13,6 +13,7 @@ from mdi.spec.options import Options
 from mdi.terminal import show
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from mdi.control.discovery import Arrivals, FoundNode, Guests, Source
@@ -67,7 +68,7 @@ class Discovery:
 
     def present_nodes(self) -> ClusterConfig:
         """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
-        from mdi.cli.access import free_port, open_keys, own_address
+        from mdi.cli.access import held_port, open_keys, own_address, port_of
         from mdi.control.discovery import Gathering, cluster_of
         from mdi.errors import UsageError
         from mdi.spec.cluster import NodeConfig
@@ -77,14 +78,17 @@ class Discovery:
         if keys is None:
             raise UsageError("nodes are found by their key: make one with `mdi key FILE`, and give it with --key FILE")
         addr = options.addr or own_address()
-        starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         wanted = None if options.nodes is None else options.nodes - 1
         wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
         guests = self.guests(keys)
         with (
+            held_port(addr, RING_PORT) as ring,  # other starters may wait for their nodes at the same time
+            held_port(addr, CONTROL_PORT) as control,
             self.sources(keys, addr) as found,
-            inviting(starter, keys, 0 if options.no_invite else wanted, guests) as renew,
+            ExitStack() as stack,
         ):
+            starter = NodeConfig("starter", addr, port_of(control), port_of(ring))
+            renew = stack.enter_context(inviting(starter, keys, 0 if options.no_invite else wanted, guests, control))
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
             nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
@@ -248,11 +252,12 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
 
 
 @contextmanager
-def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) -> Iterator[Any]:
+def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests, held: socket.socket) -> Iterator[Any]:
     """A code for the machines that are to join, as long as some are waited for; gives what renews one that is too old.
 
     Args:
         guests: gets those that have joined, and is asked for them where there is no multicast.
+        held: has the starter's control port, which is given to who invites.
     """
     if not n_wanted:
         yield lambda: None
@@ -274,6 +279,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
         logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
         guests.add(node, addr)
 
+    held.close()
     invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted, on_guest=welcome)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
     try:
