@@ -356,7 +356,8 @@ class _DialledNode:
             for which in PORTS if place is None else ():
                 self._listeners[which] = open_socket(addr, 0, f"a port for {name}")
             ports = {which: sock.getsockname()[1] for which, sock in self._listeners.items()}
-            self.announcement = Announcement(name, *(place or (addr, ports["control"], ports["ring"])), process, "", "")
+            addr, control, ring = place or (addr, ports["control"], ports["ring"])
+            self.announcement = Announcement(name, addr, control, ring, process, "", "")
             for which, sock in self._listeners.items():
                 threading.Thread(target=self._accept, args=(which, sock), name="relay", daemon=True).start()
             threading.Thread(target=self._tend, name="relay", daemon=True).start()
