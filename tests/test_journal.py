@@ -281,3 +281,10 @@ def test_no_more_than_some_runs_are_kept_and_none_that_goes_on_is_removed(tmp_pa
     assert len(runs_in(tmp_path)) == N_KEPT and running.path.exists()
     assert time.time() - running.path.stat().st_mtime > KEPT_S
     running.close()
+
+
+def test_a_run_of_a_board_whose_clock_was_not_set_is_kept(tmp_path: Path) -> None:
+    path = written(new_run(tmp_path))
+    os.utime(path, (3600, 3600))
+    new_run(tmp_path)
+    assert [run.path for run in runs_in(tmp_path)] == [path]

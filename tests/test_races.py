@@ -21,7 +21,7 @@ import mdi.serve.models
 from loopback import DEADLINE_S
 from mdi.cancel import Cancel, CancelledError
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, UsageError
+from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, NoMemoryError, RingError, UsageError
 from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
 from mdi.node.worker import RingWorker
@@ -64,6 +64,16 @@ def test_a_ring_that_is_closed_while_it_is_asked_who_leaves(error: EngineError |
     cancel.cancel(error)
     lookout.join()
     assert seen.get_nowait() == Leaving("a", 3) and seen.empty()
+
+
+def test_a_loss_between_two_attempts_ends_the_next_one_and_only_that() -> None:
+    losses, loss = Losses(Cancel()), NodeLostError("a", "it has ended")
+    losses.add(loss)
+    with pytest.raises(NodeLostError) as found, losses.attempt() as attempt:
+        attempt.check()
+    assert found.value is loss
+    with losses.attempt() as attempt:
+        attempt.check()
 
 
 # Events at an unlucky moment

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from loopback import DEADLINE_S
+from mdi.cancel import Cancel
 from mdi.errors import ControlError, NodeLostError, RingEndedError
+from mdi.node import round_robin
 from mdi.node.round_robin import MainThreadTask, RoundRobin, Turn
 from mdi.node.worker import AbandonedError
 
@@ -167,3 +169,22 @@ def test_an_interrupt_goes_through_and_ends_what_takes_part(turns: RoundRobin) -
         turns.run()
     with pytest.raises(AbandonedError):
         part.wait()
+
+
+def test_work_ends_when_nobody_waits_for_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_robin, "SIGN_S", 0.01)
+
+    def measure(cancel: Cancel) -> dict[str, Any]:
+        cancel.wait(DEADLINE_S)
+        raise AssertionError("it went on")
+
+    def note() -> None:
+        raise BrokenPipeError("the caller is gone")
+
+    task = MainThreadTask(measure)
+    working = threading.Thread(target=task.run)
+    working.start()
+    with pytest.raises(BrokenPipeError):
+        task.result(DEADLINE_S, note)
+    working.join(DEADLINE_S / 2)
+    assert not working.is_alive()

@@ -89,9 +89,11 @@ def test_a_node_that_loads_for_ever_is_given_up(hurried: None, says: dict[str, A
     assert isinstance(error, NodeLostError) and error.node == "secondary0"
 
 
-def test_a_part_that_is_named_twice_is_not_sent_twice(hurried: None) -> None:
-    entry = {"sha256": PARTS[0].sha256, "have_bytes": 0}
-    assert isinstance(outcome(Loading(missing=[entry, entry])), MdiError)
+@pytest.mark.parametrize("have_bytes", [(0, 0), (-1,), (PARTS[0].n_bytes + 1,), ("x",)])
+def test_a_list_of_missing_parts_that_makes_no_sense_is_refused(hurried: None, have_bytes: tuple[Any, ...]) -> None:
+    """Twice the same part, or more bytes of one than there are: nothing is sent."""
+    missing = [{"sha256": PARTS[0].sha256, "have_bytes": n} for n in have_bytes]
+    assert "missing parts that cannot be read" in str(outcome(Loading(missing=missing)))
 
 
 class Counting(Loading):

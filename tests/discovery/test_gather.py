@@ -122,6 +122,18 @@ def test_a_node_that_has_joined_and_is_announced_is_one_node(
         assert len(gathering.nodes) == len(come) == 1
 
 
+def test_a_node_that_is_somewhere_else_is_found_there(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address has changed, or that of the relay that it dials."""
+    monkeypatch.setattr(gather, "AGAIN_S", 0.0)
+    there: list[Announcement] = []
+    with node("a", keys) as first, node("a", keys) as second:
+        gathering = Gathering([lambda: there], keys)
+        for place in (first, second):
+            there[:] = [place]
+            gathering.look()
+            assert [one.announcement.where for one in gathering.nodes] == [place.where]
+
+
 def test_a_node_that_compiles_counts_and_is_told_again_when_it_is_done(
     keys: KeyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

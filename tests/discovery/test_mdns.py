@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from networks import network
 
 from cluster_keys import key_file
+from mdi.control import mdns
 from mdi.control.discovery import Announcement
 from mdi.control.mdns import N_RESOLVED, SERVICE, Announcer, Browser
 from waiting import until
@@ -44,23 +48,56 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SRC), "MDI_KEY_FILE": str(folder / "none.key")}
 
 
-def nameless(names: list[bytes]) -> bytes:
-    """An announcement of names, with no address for any of them."""
+def nameless(names: list[bytes], ttl_s: int = 4500) -> bytes:
+    """An announcement of names, with no address for any of them; a goodbye if it is valid for 0 s."""
     service = b"".join(bytes([len(part)]) + part for part in SERVICE.encode().split(b".") if part) + b"\0"
     packet = struct.pack(">HHHHHH", 0, 0x8400, 0, len(names), 0, 0)
     for name in names:
         instance = bytes([len(name)]) + name + service
-        packet += service + struct.pack(">HHIH", 12, 1, 4500, len(instance)) + instance
+        packet += service + struct.pack(">HHIH", 12, 1, ttl_s, len(instance)) + instance
     return packet
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
-def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path) -> None:
-    keys, addr = key_file(tmp_path / "cluster.key"), "127.0.0.1"
+@contextlib.contextmanager
+def stranger_at(addr: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         stranger.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(addr))
         stranger.bind((addr, 5353))
+        yield stranger
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
+def test_a_goodbye_in_the_name_of_a_node_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdns, "GONE_S", 2.0)
+    keys, addr = key_file(tmp_path / "cluster.key"), "127.0.0.1"
+    with contextlib.ExitStack() as stack:
+        stranger, browser = stack.enter_context(stranger_at(addr)), Browser(keys, [addr])
+        stack.callback(browser.close)
+        first, second = (
+            Announcer(Announcement.of(name, addr, 8088, 5088, name * 4, keys.first), [addr])
+            for name in ("aaaa", "bbbb")
+        )
+        stack.callback(first.close)
+        until(lambda: len(browser.nodes()) == 2)
+        stranger.sendto(nameless([b"aaaa" * 4], ttl_s=0), ("224.0.0.251", 5353))
+        closing = threading.Thread(target=second.close)  # its goodbye is the later one
+        closing.start()
+        stack.callback(closing.join)
+
+        def is_only_one_left() -> bool:
+            found = [node.name for node in browser.nodes()]
+            assert "aaaa" in found
+            return len(found) == 1
+
+        until(is_only_one_left)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
+def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdns, "GONE_S", 0.1)
+    keys, addr = key_file(tmp_path / "cluster.key"), "127.0.0.1"
+    with stranger_at(addr) as stranger:
         browser = Browser(keys, [addr])
         try:
             first = Announcer(Announcement.of("first", addr, 8088, 5088, "aaaa" * 4, keys.first), [addr])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import secrets
 import socket
 import sys
@@ -123,17 +124,39 @@ def test_the_end_does_not_wait_for_a_relay_that_is_silent(keys: KeyFile, monkeyp
 def test_a_node_ends_when_its_starter_does_not_come_back(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "GONE_S", 0.0)
     monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
-    relay, gone = Relay("127.0.0.1", 0, keys), threading.Event()
+    relay, gone = Relay("127.0.0.1", 0, keys), queue.Queue[str]()
     ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
-    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, True, gone.set)
+    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, True, gone.put)
     try:
         until(lambda: bool(relay.nodes()))
-        assert not gone.is_set()
+        assert gone.empty()
         relay.close()
-        assert gone.wait(DEADLINE_S)
+        assert f"127.0.0.1:{relay.port}" in gone.get(timeout=DEADLINE_S)
     finally:
         relay.close()
         node.close()
+
+
+def test_a_node_ends_when_its_starter_never_comes(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
+    gone, nobody = queue.Queue[str](), ("127.0.0.1", 1)
+    node = DialOut(nobody, keys, "board", "ab" * 8, {"control": nobody, "ring": nobody}, True, gone.put, first_s=0.05)
+    try:
+        assert "127.0.0.1:1" in gone.get(timeout=DEADLINE_S)
+    finally:
+        node.close()
+
+
+def test_nodes_dial_any_address_of_the_starter(keys: KeyFile) -> None:
+    """Its own name is another address for a process of its machine, often 127.0.1.1, than for those elsewhere."""
+    relay = Relay("192.0.2.1", 0, keys)
+    ports = {"control": ("127.0.0.1", 7001), "ring": ("127.0.0.1", 7002)}
+    node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, ports, is_reached=True)
+    try:
+        until(lambda: bool(relay.nodes()))
+    finally:
+        node.close()
+        relay.close()
 
 
 @contextlib.contextmanager
@@ -178,6 +201,39 @@ def test_a_node_that_dials_again_takes_its_own_place(relay: Relay, keys: KeyFile
         with dialled(relay, keys):
             until(lambda: bool(relay.nodes()) and exchange_works(relay))
             assert len(relay.nodes()) == 1
+
+
+def test_a_node_whose_connection_broke_has_the_same_ports_again(
+    relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "AGAIN_S", 0.01)
+    with dialled(relay, keys):
+        until(relay.nodes)
+        before = relay.nodes()
+        with dialled(relay, keys):  # the same process: the relay ends the earlier connection
+            until(lambda: exchange_works(relay))
+            assert relay.nodes() == before
+        until(lambda: exchange_works(relay))
+        assert relay.nodes() == before
+
+
+def test_the_ports_of_a_node_that_stays_away_are_given_back(
+    relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "PING_S", 0.01)
+    monkeypatch.setattr(relay_module, "KEPT_S", 0.02)
+    with dialled(relay, keys):
+        until(relay.nodes)
+        (node,) = relay.nodes()
+    until(lambda: not exchange_is_taken(node.port))
+
+
+def exchange_is_taken(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), DEADLINE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def exchange_works(relay: Relay) -> bool:

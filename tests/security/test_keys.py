@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,13 @@ def test_codes_tell_keys_labels_and_the_cut_between_parts_apart() -> None:
     found = mac(B, "one", b"ab")
     assert key_of(found, (A, B), "one", b"ab") == B
     assert key_of(found, (A, new_secret()), "one", b"ab") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root changes files of others")
+def test_a_key_that_root_changes_keeps_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "k"
+    write_keys(path, (A,))
+    os.chown(path, 65534, 65533)
+    write_keys(path, (A, B))
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65534, 65533, 0o600)

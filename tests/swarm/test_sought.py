@@ -22,6 +22,8 @@ class Asking:
 
     def while_sought(self) -> None:
         self.n_asked += 1
+        if self.n_asked == 1:
+            raise OSError("no network for a moment")
 
 
 def test_nodes_are_asked_while_there_is_no_ring() -> None:

@@ -85,7 +85,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class Obeyed(int):
-    """The exit status of a command that a signal has ended, and whose own status says nothing of that."""
+    """The exit status of a process that others have ended, which 130 and 143 do not say: it goes at once."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,7 +152,7 @@ def launch(
                     status: int = module.run(options_of(parser, args), **waits)
                 return status
             except Exception as e:
-                return _status_of(e, bool(getattr(args, "debug", False)), show or _show_failure)
+                return _status_of(e, bool(getattr(args, "debug", False)), show or show_failure)
     except KeyboardInterrupt as e:  # also one that came while the handlers were set, or after the command
         return TERMINATED if isinstance(e, Terminated) else INTERRUPTED
 
@@ -213,7 +213,7 @@ def _signals(is_ended_at_once: bool) -> Iterator[None]:
             _on_signal(number, handler)
 
 
-def _show_failure(message: MdiError | str) -> None:
+def show_failure(message: MdiError | str) -> None:
     """Print the one line that says why the command failed, as its log lines look."""
     if os.environ.get(VARIABLE) == JSON:
         logger.error("%s", message)

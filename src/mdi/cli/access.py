@@ -14,12 +14,15 @@ from mdi.errors import UsageError
 from mdi.spec.options import Options
 
 if TYPE_CHECKING:
+    from mdi.cancel import Cancel
     from mdi.net.keys import KeyFile
     from mdi.spec.cluster import ClusterConfig, NodeConfig
 
 KEY_VARIABLE = "MDI_KEY_FILE"
 N_PORTS_TRIED = 32
 DIAL_PORT = 8089
+ANYBODY, ANYBODY_6 = "192.0.2.1", "2001:db8::1"  # reserved (RFC 5737, RFC 3849): nobody is there
+NETWORK_S = 1.0  # between two looks for a network
 
 logger = logging.getLogger("mdi")
 
@@ -107,16 +110,32 @@ def default_key_file() -> Path:
 
 
 def own_address(towards: str | None = None) -> str:
-    """This machine's address on the route to `towards`, or on the default route. Sends nothing."""
-    for target in (towards, "192.0.2.1", "127.0.0.1"):  # the second is reserved (RFC 5737)
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                if target is not None:
-                    sock.connect((target, 9))
-                    return str(sock.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"
+    """This machine's address on the route to `towards`, or on the default route; 127.0.0.1 without one. Sends nothing."""
+    return (towards and route_address(towards)) or route_address(ANYBODY) or "127.0.0.1"
+
+
+def network_address(towards: str | None, cancel: Cancel) -> str:
+    """The same, of IPv6 if there is no other network; without any, waits for one. Raises the error of `cancel`."""
+    is_told = False
+    while True:
+        addr = (towards and route_address(towards)) or route_address(ANYBODY) or route_address(ANYBODY_6)
+        if addr is not None:
+            return addr
+        if not is_told:
+            is_told = True
+            logger.info("this machine is in no network yet: waiting for one (--addr ADDR does not wait)")
+        cancel.wait(NETWORK_S)
+
+
+def route_address(target: str) -> str | None:
+    """This machine's address on the route to an address or a name; None if there is no route. Sends nothing."""
+    family = socket.AF_INET6 if target == ANYBODY_6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((target, 9))
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
 
 
 def ip_address(addr: str) -> str:
@@ -130,16 +149,26 @@ def ip_address(addr: str) -> str:
 
 def free_port(addr: str, first: int) -> int:
     """The first free port from `first` on. UsageError if there is none, or if the address is not this machine's."""
+    with held_port(addr, first) as held:
+        return port_of(held)
+
+
+def held_port(addr: str, first: int) -> socket.socket:
+    """The same port, which nobody else finds free until the socket is closed."""
     for port in range(first, min(first + N_PORTS_TRIED, 65536)):
         try:
             family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][0]
-            with socket.create_server((addr, port), family=family):
-                return port
+            return socket.create_server((addr, port), family=family)
         except OSError:
             continue
     raise UsageError(
         f"no port from {first} on is free on {addr}, or this machine does not have that address: see --addr, --port"
     )
+
+
+def port_of(sock: socket.socket) -> int:
+    port: int = sock.getsockname()[1]
+    return port
 
 
 def split_address(text: str, default_port: int) -> tuple[str, int]:

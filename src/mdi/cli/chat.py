@@ -87,7 +87,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         logger.info("loading %s ...", (options.ckpt or options.chunk or Path()).name)
         return cluster
 
-    options = with_model(with_machines(options), cancel)
+    options = with_machines(options)
     if len(options.named_adapters) > 1:
         raise UsageError("--adapter: a chat takes one adapter")
     options = with_seed(options)
@@ -95,6 +95,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
     limit = options.sequence_length or CONTEXT_LIMIT
     with ExitStack() as stack:
         discovery = stack.enter_context(Discovery(options, cancel))
+        options = with_model(options, cancel)
         nodes = stack.enter_context(nodes_of(options, find, discovery))
         session = stack.enter_context(
             Run(

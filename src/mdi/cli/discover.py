@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
@@ -16,6 +13,7 @@ from mdi.spec.options import Options
 from mdi.terminal import reporting, show
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from mdi.control.discovery import Arrivals, FoundNode, Guests, Source
@@ -29,6 +27,7 @@ CONTROL_PORT, RING_PORT = 8088, 5088
 REPEAT_S = 60.0  # after which the line for other machines is shown again
 LISTEN_S = 3.0  # announcements come within a second, and an answer of a busy board within two
 INVITED_WAIT_S = 900.0  # as long as a code is good
+HEAD_S = 300.0  # besides --wait: an engine may start process 0 of a job later than the others
 
 logger = logging.getLogger("mdi")
 
@@ -41,6 +40,16 @@ class Discovery:
         self.cancel = Cancel(parent=cancel)  # its end ends a search
         self._relays: dict[tuple[str, int], Relay] = {}  # nodes behind one are reached through it
         self._guests: Guests | None = None
+        self._open_dial_port()
+
+    def _open_dial_port(self) -> None:
+        """At once: nodes may dial while a model is still fetched, and wait for this starter then. Raises UsageError."""
+        from mdi.cli.access import open_keys, own_address
+
+        port = self._options.dial_port
+        keys = None if port is None else open_keys(self._options)
+        if port is not None and keys is not None:
+            self._relay(self._options.addr or own_address(), port, keys)
 
     def cluster(self) -> ClusterConfig:
         """The nodes: those of a given file, else the nodes with the given key, else the file of the checkout.
@@ -61,7 +70,7 @@ class Discovery:
 
     def present_nodes(self) -> ClusterConfig:
         """The present nodes, printed as they come. Raises UsageError, ControlError: there are too few."""
-        from mdi.cli.access import free_port, open_keys, own_address
+        from mdi.cli.access import held_port, open_keys, own_address, port_of
         from mdi.control.discovery import Gathering, cluster_of
         from mdi.errors import UsageError
         from mdi.spec.cluster import NodeConfig
@@ -71,14 +80,17 @@ class Discovery:
         if keys is None:
             raise UsageError("nodes are found by their key: make one with `mdi key FILE`, and give it with --key FILE")
         addr = options.addr or own_address()
-        starter = NodeConfig("starter", addr, free_port(addr, CONTROL_PORT), free_port(addr, RING_PORT))
         wanted = None if options.nodes is None else options.nodes - 1
         wait_s = options.wait_s if wanted is None else max(options.wait_s, INVITED_WAIT_S)
         guests = self.guests(keys)
         with (
+            held_port(addr, RING_PORT) as ring,  # other starters may wait for their nodes at the same time
+            held_port(addr, CONTROL_PORT) as control,
             self.sources(keys, addr) as found,
-            inviting(starter, keys, 0 if options.no_invite else wanted, guests) as renew,
+            ExitStack() as stack,
         ):
+            starter = NodeConfig("starter", addr, port_of(control), port_of(ring))
+            renew = stack.enter_context(inviting(starter, keys, 0 if options.no_invite else wanted, guests, control))
             logger.info("looking for nodes of this key on %s ...", addr)
             gathering = Gathering([*found, guests.nodes], keys, lambda node: logger.info("%s", describe(node)))
             nodes = gathering.wait(wanted, wait_s, renew, lambda line: logger.info("%s", line), self.cancel)
@@ -184,11 +196,24 @@ class Discovery:
 
 @contextmanager
 def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> Iterator[None]:
-    """While this node waits and works, the starters of its cluster can find it. Raises UsageError."""
+    """While this node waits and works, the starters of its cluster can find it.
+
+    Raises:
+        UsageError: it cannot be found so. ControlError: it is a process of a job, whose process 0 does not come, or not again.
+    """
     from mdi.cli.access import own_address, split_address
-    from mdi.errors import UsageError
+    from mdi.errors import ControlError, UsageError
 
     config, process = node.config, node.process
+    lost: list[str] = []
+
+    def gone(why: str) -> None:
+        lost.append(why)
+        if node.may_hand_over:
+            node.leave()
+        else:
+            node.turns.close()
+
     with ExitStack() as stack:
         if keys is None:
             if options.dial is not None:
@@ -201,11 +226,15 @@ def reachable(options: Options, node: SecondaryNode, keys: KeyFile | None) -> It
             own = own_address() if config.listen_addr in ("0.0.0.0", "::") else config.listen_addr
             ports = {"control": (own, node.control_port), "ring": (own, node.ring_port)}
             relay, is_job = split_address(options.dial, 0), options.job != ()  # all processes of a job reach each other
-            gone = partial(os.kill, os.getpid(), signal.SIGTERM) if is_job else None
-            stack.callback(DialOut(relay, keys, config.name, process, ports, is_job, gone).close)
+            first_s = options.wait_s + HEAD_S
+            stack.callback(
+                DialOut(relay, keys, config.name, process, ports, is_job, gone if is_job else None, first_s).close
+            )
         elif not options.no_announce:
             stack.callback(_announced(node, keys))
         yield
+    if lost:
+        raise ControlError(f"process 0 of this job is not there: {lost[0]}; what it printed says why")
 
 
 @contextmanager
@@ -239,6 +268,11 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
     from mdi.errors import UsageError
 
     config = node.config
+    if ":" in config.addr:
+        logger.warning(
+            "%s is not announced in this network, which has no IPv4: see --dial, or write a nodes file", config.name
+        )
+        return lambda: None
     addr = ip_address(config.addr)
     announcement = Announcement.of(config.name, addr, node.control_port, node.ring_port, node.process, keys.first)
     try:
@@ -249,11 +283,12 @@ def _announced(node: SecondaryNode, keys: KeyFile) -> Callable[[], None]:
 
 
 @contextmanager
-def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) -> Iterator[Any]:
+def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests, held: socket.socket) -> Iterator[Any]:
     """A code for the machines that are to join, as long as some are waited for; gives what renews one that is too old.
 
     Args:
         guests: gets those that have joined, and is asked for them where there is no multicast.
+        held: has the starter's control port, which is given to who invites.
     """
     if not n_wanted:
         yield lambda: None
@@ -279,6 +314,7 @@ def inviting(starter: Any, keys: KeyFile, n_wanted: int | None, guests: Guests) 
         logger.info("%s at %s:%d has fetched the key", node.name, node.addr, node.port)
         guests.add(node, addr)
 
+    held.close()
     invitations = Invitations(text_of(keys.keys).encode(), tell, n_wanted, on_guest=welcome)
     server = ControlServer(Waiting(), starter.addr, starter.port, starter.name, keys, invitations)
     try:

@@ -20,19 +20,27 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdi.cancel import Cancel, CancelledError
+from mdi.control.web_pages import is_here as is_loopback
 from mdi.errors import UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mdi.net.invitation import GuestNode
+    from mdi.node.secondary import SecondaryNode
+    from mdi.spec.cluster import NodeConfig
 
 LOOK_S, POLL_S = 10.0, 0.5  # for nodes that have a model, before it is fetched
+ADDRESS_S = 10.0  # between two looks at this machine's address
 
 logger = logging.getLogger("mdi")
 
@@ -55,8 +63,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
-    from mdi.cli.access import default_key_file, free_port, ip_address, own_address, split_address
-    from mdi.cli.secondary import serve
+    from mdi.cli.access import default_key_file, free_port, ip_address, network_address, split_address
     from mdi.cli.service import arguments_of, find_service
     from mdi.cli.session import is_here, with_model
     from mdi.net.invitation import GuestNode
@@ -70,12 +77,18 @@ def run(options: Options, cancel: Cancel) -> int:
     if (options.where is None) != (options.code is None):
         raise UsageError("give the address and the code that `mdi key FILE --invite` printed, or nothing at all")
     host, where = (None, 0) if options.where is None else split_address(options.where, 0)
-    addr = options.addr or own_address(host)
+    addr = options.addr or network_address(host, cancel)
     port, port_in = free_port(addr, options.port), free_port(addr, options.port_in)
     name = socket.gethostname()[:40] or "secondary"
     if host is not None and options.code is not None:
         is_reached = not options.no_start and options.dial is None
-        fetch(host, where, options.code, key, GuestNode(name, ip_address(addr), port, port_in) if is_reached else None)
+        fetch(
+            host,
+            where,
+            options.code,
+            key,
+            GuestNode(name, addr if ":" in addr else ip_address(addr), port, port_in) if is_reached else None,
+        )
     elif not key.exists():
         raise UsageError(
             f"{key} has no key yet: `mdi key {key}` makes a new one; `mdi key FILE --invite`, on a node that has one, shares it"
@@ -98,7 +111,55 @@ def run(options: Options, cancel: Cancel) -> int:
         raise UsageError("--max-blocks, --peer and --spare-memory belong to --model NAME")
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
     logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
-    return serve(replace(options, key=key), NodeConfig(name, addr, port, port_in))
+    return serve_here(replace(options, key=key), NodeConfig(name, addr, port, port_in), host, cancel)
+
+
+def serve_here(options: Options, config: NodeConfig, towards: str | None, cancel: Cancel) -> int:
+    """Run this node until it is asked to end; without --addr, anew whenever this machine gets another address."""
+    from mdi.cli import heed_interrupts
+    from mdi.cli.access import free_port, network_address
+    from mdi.cli.secondary import serve
+
+    if options.addr is not None:
+        return serve(options, config)
+    while True:
+        moved = threading.Event()
+        status = serve(options, config, during=partial(followed, towards=towards, moved=moved))
+        if not moved.is_set():
+            return status
+        heed_interrupts()
+        addr = network_address(towards, cancel)
+        logger.info("this machine's address is %s now", addr)
+        config = replace(config, addr=addr, port=free_port(addr, config.port), port_in=free_port(addr, config.port_in))
+
+
+@contextlib.contextmanager
+def followed(node: SecondaryNode, towards: str | None, moved: threading.Event) -> Iterator[None]:
+    """Within: `moved` is set, and `node.run` returns, once this machine has another address and no run needs the node.
+
+    An address that comes back counts, too: what announces the node does not outlive an interface.
+    """
+    from mdi.cli.access import own_address
+
+    has_ended, was_away = threading.Event(), False
+
+    def look() -> None:
+        nonlocal was_away
+        while not has_ended.wait(ADDRESS_S):
+            addr = own_address(towards)
+            if is_loopback(addr) and not is_loopback(node.config.addr):
+                was_away = True
+            elif (was_away or addr != node.config.addr) and not node.runs.active and not node.is_leaving:
+                moved.set()
+                return node.turns.close()
+
+    thread = threading.Thread(target=look, name="address", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def others_have(options: Options, name: str, addr: str) -> bool:

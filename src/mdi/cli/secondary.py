@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -75,10 +76,12 @@ def serve(
     config: NodeConfig,
     family: Callable[[], ModelFamily] | None = None,
     nodes: Sequence[NodeConfig] = (),
+    during: Callable[[SecondaryNode], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> int:
     """Run this node until it is asked to end.
 
     Args:
+        during: entered while it runs.
         family: makes that of the models that it runs; None is litgpt's.
         nodes: of the ring, as far as they are known: some may be on this machine.
     """
@@ -97,7 +100,7 @@ def serve(
         _hand_over_when_terminated(node)
         if options.until_stdin_closes:
             threading.Thread(target=leave_with_stdin, name="stdin", daemon=True).start()
-        with reachable(options, node, keys), _swarm_member(options, node, keys):
+        with reachable(options, node, keys), _swarm_member(options, node, keys), during(node):
             node.run()
     finally:
         ignore_interrupts()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mdi.run.run import Run
     from mdi.serve.catalog import Catalog
     from mdi.serve.machines import Machines
-    from mdi.serve.process import ApiProcess
+    from mdi.serve.process import ApiProcess, ServeSettings
     from mdi.spec.cluster import ClusterConfig
 
 logger = logging.getLogger("mdi")
@@ -53,17 +53,26 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
-    from mdi.checkpoint.model_store import default_store
-    from mdi.cli import Obeyed, ignore_interrupts
     from mdi.cli.access import with_machines
+    from mdi.cli.discover import Discovery
     from mdi.cli.serve_settings import serve_settings
-    from mdi.cli.session import check_cut, on_processes, run_options, with_model
     from mdi.errors import UsageError
 
     if options.nodes is not None and options.nodes_config is not None:
         raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
-    options = replace(options, key=with_machines(options).key)
+    found = with_machines(options)
+    options = replace(options, key=found.key)
     settings = serve_settings(options)
+    with Discovery(found, cancel) as discovery:
+        return _run_api(options, settings, discovery, cancel)
+
+
+def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, cancel: Cancel) -> int:
+    """Raises MdiError."""
+    from mdi.checkpoint.model_store import default_store
+    from mdi.cli import Obeyed, ignore_interrupts
+    from mdi.cli.session import check_cut, on_processes, run_options, with_model
+
     options = with_model(options, cancel)
     check_cut(options, 1 if options.nodes is None else options.nodes)
     options = run_options(options if options.nodes is None else on_processes(options))
@@ -79,7 +88,7 @@ def run(options: Options, cancel: Cancel) -> int:
     api = ApiProcess(settings, models, ckpt, adapters)
     try:
         logger.info("loading %s; %s answers then", ckpt.name, api.url)
-        _serve(options, api, catalog, cancel)
+        _serve(options, api, catalog, discovery, cancel)
     except KeyboardInterrupt:
         pass
     finally:
@@ -89,11 +98,9 @@ def run(options: Options, cancel: Cancel) -> int:
     return Obeyed(0)
 
 
-def _serve(options: Options, api: ApiProcess, catalog: Catalog, cancel: Cancel) -> None:
+def _serve(options: Options, api: ApiProcess, catalog: Catalog, discovery: Discovery, cancel: Cancel) -> None:
     """Until the API process ends, or an interrupt that has been obeyed."""
     from mdi.cli import ignore_interrupts
-    from mdi.cli.access import with_machines
-    from mdi.cli.discover import Discovery
     from mdi.cli.session import CONTEXT_LIMIT
     from mdi.engine.recorder import SERVE_SPANS
     from mdi.errors import MdiError
@@ -105,7 +112,6 @@ def _serve(options: Options, api: ApiProcess, catalog: Catalog, cancel: Cancel) 
         is_first = name == catalog.first_name
         logger.info("ready: %s (Ctrl-C ends)" if is_first else "%s is ready, too", api.url if is_first else name)
 
-    discovery = Discovery(with_machines(options), cancel)
     nodes = _nodes(options, discovery)
     if not options.n_spans:  # the page shows how long frames take on each link
         options = replace(options, n_spans=SERVE_SPANS)

@@ -62,6 +62,11 @@ class Announcement:
     def where(self) -> str:
         return f"{self.addr}:{self.port}"
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Where both of its ports are."""
+        return self.addr, self.port, self.ring_port
+
     @classmethod
     def of(cls, name: str, addr: str, port: int, ring_port: int, process: str, secret: bytes) -> Announcement:
         """Signed with a cluster's key."""
@@ -191,7 +196,7 @@ class Gathering:
     """Asks the nodes that the sources name, and keeps those that answer with the key.
 
     Args:
-        on_come: called once for each node, and again when it has compiled its kernels.
+        on_come: called once for each node, and again when it has compiled its kernels, or is somewhere else.
     """
 
     def __init__(
@@ -219,7 +224,7 @@ class Gathering:
         new = {
             key: found
             for key, found in there.items()
-            if self._is_asked(key) and now - self._asked_at.get(key, -AGAIN_S) >= AGAIN_S
+            if self._is_asked(key, found) and now - self._asked_at.get(key, -AGAIN_S) >= AGAIN_S
         }
         self._asked_at.update(dict.fromkeys(new, now))
         asked = FanOut({key: partial(self._status_of, key, found) for key, found in new.items()})
@@ -230,9 +235,12 @@ class Gathering:
                 self._take(key, FoundNode(replace(new[key], process=str(status["process"])), status))
         return len(self._found) > before
 
-    def _is_asked(self, key: str) -> bool:
-        """Not those that are known; but a node that compiles its kernels will be done with that."""
-        return self._found[key].is_compiling if key in self._found else key not in self._doubles
+    def _is_asked(self, key: str, found: Announcement) -> bool:
+        """Not those that are known where they are; but a node that compiles its kernels will be done with that."""
+        if key not in self._found:
+            return key not in self._doubles
+        known = self._found[key]
+        return known.is_compiling or known.announcement.place != found.place
 
     def _take(self, key: str, node: FoundNode) -> None:
         self._unheard.pop(key, None)

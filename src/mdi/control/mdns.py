@@ -8,9 +8,19 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 
-from zeroconf import InterfaceChoice, IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
+from zeroconf import (
+    DNSOutgoing,
+    DNSQuestion,
+    InterfaceChoice,
+    IPVersion,
+    ServiceBrowser,
+    ServiceInfo,
+    ServiceStateChange,
+    Zeroconf,
+)
 
 from mdi.control.discovery import Announcement
 from mdi.errors import UsageError
@@ -21,6 +31,8 @@ N_KEPT = 1024  # announcements that are remembered: strangers must not fill a no
 N_RESOLVED = 64  # names at the same time that came without an address: nearly all announcements have one
 RESOLVE_MS = 3000
 CLOSE_S = 5.0
+GONE_S = 3.0  # after a goodbye, for an answer: others may have asked just before, and answers wait a second then
+QUERY, POINTER, INTERNET = 0, 12, 1  # of multicast DNS: flags, type and class
 
 logger = logging.getLogger("mdi")
 
@@ -62,13 +74,18 @@ class Browser:
         self._keys = keys
         self._lock = threading.Lock()
         self._found: dict[str, Announcement] = {}
+        self._doubted: dict[str, float] = {}  # of those, who has said goodbye: until when it may answer
         self._zeroconf = _open(interfaces)
         self._asked: dict[str, asyncio.Task[None]] = {}  # the oldest first; only for zeroconf's thread
         self._browser = ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._on_change])
 
     def nodes(self) -> list[Announcement]:
         """The present nodes, in the order of their names."""
+        now = time.monotonic()
         with self._lock:
+            for name in [name for name, end in self._doubted.items() if end <= now]:
+                del self._doubted[name]
+                self._found.pop(name, None)
             return sorted(self._found.values(), key=lambda node: (node.name, node.addr, node.port))
 
     def close(self) -> None:
@@ -80,9 +97,9 @@ class Browser:
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is ServiceStateChange.Removed:
-            with self._lock:
-                self._found.pop(name, None)
-            return
+            return self._doubt(name)
+        with self._lock:
+            self._doubted.pop(name, None)
         try:
             info = ServiceInfo(SERVICE, name)
             if info.load_from_cache(zeroconf):
@@ -91,6 +108,16 @@ class Browser:
                 zeroconf.loop.call_soon_threadsafe(self._ask, name, info)
         except Exception as e:  # an error of the library, or closed meanwhile: one announcement less
             logger.debug("an announcement that cannot be read: %s", e)
+
+    def _doubt(self, name: str) -> None:
+        """A goodbye is not signed: whoever is there answers to a question, and stays."""
+        question = DNSOutgoing(QUERY)
+        question.add_question(DNSQuestion(SERVICE, POINTER, INTERNET))
+        with self._lock:
+            if name not in self._found:
+                return
+            self._doubted[name] = time.monotonic() + GONE_S
+        self._zeroconf.send(question)
 
     def _ask(self, name: str, info: ServiceInfo) -> None:
         if name in self._asked:

@@ -201,13 +201,14 @@ class MessageServer:
         asked = Asked(sock, codec, opening.epoch, peer)
         thread = threading.Thread(target=self._serve, args=(asked, bytes(opening.payload)), name="message", daemon=True)
         with self._lock:
-            has_place = not self._is_closed and len(self._open) < N_MESSAGES
-            if has_place:
-                self._open[asked] = thread
-        if has_place:
-            thread.start()
-        else:
-            asked.sock.close()
+            try:
+                if not self._is_closed and len(self._open) < N_MESSAGES:
+                    thread.start()  # it waits for the lock before it ends
+                    self._open[asked] = thread
+                    return
+            except RuntimeError as e:  # no thread can be had at the moment
+                logger.debug("a message from %s cannot be answered: %s", peer, e)
+        asked.sock.close()
 
     def _serve(self, asked: Asked, opening: bytes) -> None:
         try:

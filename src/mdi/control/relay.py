@@ -118,9 +118,12 @@ def join(one: socket.socket, other: socket.socket) -> None:
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     back = threading.Thread(target=_carry, args=(other, one, is_ending), name="tunnel", daemon=True)
-    back.start()
-    _carry(one, other, is_ending)
-    back.join()
+    try:
+        back.start()
+        _carry(one, other, is_ending)
+        back.join()
+    except RuntimeError as e:  # no thread can be had at the moment
+        logger.debug("a connection through the relay: %s", e)
     close(one)
     close(other)
 
@@ -174,7 +177,9 @@ N_NODES, N_WAITING, N_MEETING = 256, 64, 64
 N_PER_ADDRESS = 16  # connections to one node from one address elsewhere: the node cannot tell them apart
 N_FROM_ELSEWHERE = 32  # in all: a node has N_STREAMS, and its starter, on this machine, needs some
 ACCEPT_AGAIN_S = 0.5  # after an error, such as too many open files
+KEPT_S = 15.0  # a node that is away has its ports: it dials again after AGAIN_S
 PORTS = ("control", "ring")
+ANYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 logger = logging.getLogger("mdi")
 
@@ -183,7 +188,9 @@ class Relay:
     """Takes nodes that dial in, until `close`.
 
     Args:
-        addr, port: where they do; 0 is any free port.
+        addr: where ports are opened for them. They dial on all addresses of this machine, because not all reach the same one;
+            if this is a loopback address, only there.
+        port: that they dial; 0 is any free one.
 
     Raises:
         UsageError: the port cannot be opened.
@@ -194,7 +201,7 @@ class Relay:
         self._lock = threading.Lock()
         self._nodes: dict[str, _DialledNode] = {}  # by process
         self._meeting: dict[socket.socket, None] = {}  # the oldest first
-        self._listener = open_socket(addr, port, "the port that nodes dial")
+        self._listener = open_socket(addr if is_here(addr) else ANYWHERE, port, "the port that nodes dial")
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
@@ -202,7 +209,7 @@ class Relay:
     def nodes(self) -> list[Announcement]:
         """The nodes that have connected, as if each were at ports of this machine."""
         with self._lock:
-            return [node.announcement for node in self._nodes.values()]
+            return [node.announcement for node in self._nodes.values() if node.is_there]
 
     def close(self) -> None:
         self._closed.set()
@@ -223,7 +230,13 @@ class Relay:
                     del self._meeting[oldest]
                     wake(oldest)
                 self._meeting[sock] = None
-            threading.Thread(target=self._meet, args=(sock,), name="relay", daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(sock,), name="relay", daemon=True).start()
+            except RuntimeError as e:  # no thread can be had at the moment
+                logger.debug("relay: %s", e)
+                with self._lock:
+                    self._meeting.pop(sock, None)
+                close(sock)
 
     def _meet(self, sock: DeadlineSocket) -> None:
         try:
@@ -255,29 +268,35 @@ class Relay:
     def _serve(self, message: dict[str, str], tunnel: Tunnel) -> None:
         name, process = message.get("name", "")[:NAME_LIMIT], message.get("process", "")[:NAME_LIMIT]
         try:
-            node = _DialledNode(self._addr, name, process, tunnel, _place_of(message))
-        except MdiError as e:
+            node = self._node_of(name, process, _place_of(message))
+        except (MdiError, RuntimeError) as e:  # the second: no thread can be had at the moment
             logger.warning("%s has connected to --dial-port, but %s", name, e)
+            node = None
+        if node is None or not node.attach(tunnel):
             tunnel.close()
             return
-        with self._lock:
-            is_taken = len(self._nodes) < N_NODES and not self._closed.is_set()
-            old = self._nodes.pop(process, None)
-            if is_taken:
-                self._nodes[process] = node
-        if old is not None:
-            old.close()
         try:
-            while is_taken:
+            while True:
                 tunnel.receive()
                 node.sweep()
         except (OSError, WireError) as e:
             logger.debug("%s is gone: %s", name, e)
         finally:
-            node.close()
-            with self._lock:
-                if self._nodes.get(process) is node:
-                    del self._nodes[process]
+            node.detach(tunnel)
+
+    def _node_of(self, name: str, process: str, place: tuple[str, int, int] | None) -> _DialledNode | None:
+        """A process that dials again within KEPT_S has the ports that it had; None if there are too many. Raises MdiError."""
+        with self._lock:
+            self._nodes = {one: node for one, node in self._nodes.items() if not node.is_closed}
+            before = self._nodes.get(process)
+            if before is not None and before.place == place:
+                return before
+            if self._closed.is_set() or len(self._nodes) >= N_NODES:
+                return None
+            node = self._nodes[process] = _DialledNode(self._addr, name, process, place)
+        if before is not None:
+            before.close()
+        return node
 
 
 def _place_of(message: dict[str, str]) -> tuple[str, int, int] | None:
@@ -318,31 +337,61 @@ class _Client:
 
 
 class _DialledNode:
-    """A node that has dialled.
+    """A node that has dialled, until it has been away for KEPT_S: others connect to its ports again and again meanwhile.
 
     Args:
         addr: where ports are opened for it.
-        where: its own address, control port and ring port, if it can be reached there.
+        place: its own address, control port and ring port, if it can be reached there.
     """
 
-    def __init__(
-        self, addr: str, name: str, process: str, tunnel: Tunnel, where: tuple[str, int, int] | None = None
-    ) -> None:
-        self._tunnel = tunnel
+    def __init__(self, addr: str, name: str, process: str, place: tuple[str, int, int] | None = None) -> None:
+        self.place = place
+        self._tunnel: Tunnel | None = None
+        self._left_at = time.monotonic()
         self._lock = threading.Lock()
         self._addr = addr
         self._waiting: dict[str, _Client] = {}
         self._from_elsewhere: list[_Client] = []  # waiting or served
         self._closed = threading.Event()
         self._listeners: dict[str, socket.socket] = {}
-        if where is None:
-            self._listeners = {which: open_socket(addr, 0, f"a port for {name}") for which in PORTS}
-            ports = [sock.getsockname()[1] for sock in self._listeners.values()]
-            where = (addr, ports[0], ports[1])
-        self.announcement = Announcement(name, *where, process, "", "")
-        for which, sock in self._listeners.items():
-            threading.Thread(target=self._accept, args=(which, sock), name="relay", daemon=True).start()
-        threading.Thread(target=self._ping, name="relay", daemon=True).start()
+        try:
+            for which in PORTS if place is None else ():
+                self._listeners[which] = open_socket(addr, 0, f"a port for {name}")
+            ports = {which: sock.getsockname()[1] for which, sock in self._listeners.items()}
+            addr, control, ring = place or (addr, ports["control"], ports["ring"])
+            self.announcement = Announcement(name, addr, control, ring, process, "", "")
+            for which, sock in self._listeners.items():
+                threading.Thread(target=self._accept, args=(which, sock), name="relay", daemon=True).start()
+            threading.Thread(target=self._tend, name="relay", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_there(self) -> bool:
+        return self._tunnel is not None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def attach(self, tunnel: Tunnel) -> bool:
+        """It has dialled, perhaps again; False if this is closed."""
+        with self._lock:
+            before, self._tunnel = self._tunnel, tunnel
+            is_open = not self.is_closed
+        if before is not None:
+            wake(before.sock)
+        return is_open
+
+    def detach(self, tunnel: Tunnel) -> None:
+        """The connection is over: called by the thread that has read from it. Harmless if the node has dialled again."""
+        tunnel.close()
+        with self._lock:
+            if self._tunnel is not tunnel:
+                return
+            self._tunnel, self._left_at = None, time.monotonic()
+        self._drop_waiting()
 
     def take(self, number: str) -> _Client | None:
         """The connection for which the node was asked to dial; None if it has been given up."""
@@ -366,29 +415,37 @@ class _DialledNode:
             self.forget(client)
 
     def close(self) -> None:
-        self._closed.set()
-        self._tunnel.close()
+        with self._lock:
+            self._closed.set()
+            tunnel = self._tunnel
+        if tunnel is not None:
+            wake(tunnel.sock)
         for sock in self._listeners.values():
             close(sock)
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
         with self._lock:
-            for client in self._waiting.values():
-                close(client.sock)
+            dropped = list(self._waiting.values())
             self._waiting.clear()
+        for client in dropped:
+            close(client.sock)
+            self.forget(client)
 
     def _accept(self, which: str, listener: socket.socket) -> None:
         for sock, addr in accepted(listener, self._closed):
             client, number = _Client(sock, addr), secrets.token_hex(8)
             with self._lock:
-                is_welcome = self._has_place(client)
-                if is_welcome:
+                tunnel = self._tunnel
+                if tunnel is not None and self._has_place(client):
                     self._waiting[number] = client
-            if not is_welcome:
+                else:
+                    tunnel = None
+            if tunnel is None:
                 close(sock)
                 continue
-            try:
-                self._tunnel.send({"open": number, "port": which})
-            except OSError:  # the node is gone; so is this, in a moment
-                return
+            with contextlib.suppress(OSError):  # the node is gone; so are those who wait for it, in a moment
+                tunnel.send({"open": number, "port": which})
 
     def _has_place(self, client: _Client) -> bool:
         """At the node all have the node's own address, so its limits for strangers have to be kept here."""
@@ -402,10 +459,15 @@ class _DialledNode:
         self._from_elsewhere.append(client)
         return True
 
-    def _ping(self) -> None:
-        with contextlib.suppress(OSError):
-            while not self._closed.wait(PING_S):
-                self._tunnel.send({"ping": ""})
+    def _tend(self) -> None:
+        while not self._closed.wait(PING_S):
+            with self._lock:
+                tunnel, left_at = self._tunnel, self._left_at
+            if tunnel is None and time.monotonic() - left_at >= KEPT_S:
+                return self.close()
+            if tunnel is not None:
+                with contextlib.suppress(OSError):
+                    tunnel.send({"ping": ""})
 
 
 AGAIN_S = 3.0
@@ -421,14 +483,15 @@ class DialOut:
         relay: address and port.
         own: address and ports of this node, by the names in mdi.control.relay.PORTS.
         is_reached: whether it can be reached there. Then the relay only learns of it.
-        gone: called once if the relay was there, and does not come back within GONE_S.
+        gone: called once, with a line for people, if the relay does not come within `first_s`, or does not come back within
+            GONE_S.
     """
 
     def __init__(
         self, relay: tuple[str, int], keys: KeyFile, name: str, process: str, own: dict[str, tuple[str, int]],
-        is_reached: bool = False, gone: Callable[[], None] | None = None,
+        is_reached: bool = False, gone: Callable[[str], None] | None = None, first_s: float = math.inf,
     ) -> None:  # fmt: skip
-        self._gone = gone
+        self._gone, self._first_s = gone, first_s
         self._first = {"name": name, "process": process}
         if is_reached:
             self._first |= {"addr": own["control"][0], **{which: str(port) for which, (_, port) in own.items()}}
@@ -450,7 +513,8 @@ class DialOut:
     def _run(self) -> None:
         (addr, port), due = self._relay, Periodic()
         where = f"{addr}:{port}"
-        is_reported, met_at = False, math.inf
+        is_reported, left_at = False, None
+        begin = time.monotonic()
         while not self._closed.is_set():
             try:
                 self._tunnel = tunnel = Tunnel.dial(*self._relay, self._keys.keys, self._dialling)
@@ -462,7 +526,7 @@ class DialOut:
                 try:
                     self._serve(tunnel)
                 finally:
-                    met_at = time.monotonic()
+                    left_at = time.monotonic()
             except (OSError, MdiError) as e:
                 if not self._closed.is_set() and not is_reported and due.is_due():
                     is_reported = True
@@ -470,9 +534,10 @@ class DialOut:
             finally:
                 if self._tunnel is not None:
                     self._tunnel.close()
-            if self._gone is not None and time.monotonic() - met_at >= GONE_S:
-                logger.info("%s has not come back for %s", where, duration(GONE_S))
-                self._gone()
+            since, limit_s = (begin, self._first_s) if left_at is None else (left_at, GONE_S)
+            if self._gone is not None and time.monotonic() - since >= limit_s:
+                what = "nobody has opened" if left_at is None else "nobody has opened again"
+                self._gone(f"{what} {where} within {duration(limit_s)}")
                 return
             self._closed.wait(AGAIN_S)
 
@@ -482,9 +547,13 @@ class DialOut:
             if "open" not in message:
                 tunnel.send(message)
             elif message.get("port") in self._own and self._streams.acquire(blocking=False):
-                threading.Thread(
-                    target=self._stream, args=(message["open"], message["port"]), name="dial-out", daemon=True
-                ).start()
+                try:
+                    threading.Thread(
+                        target=self._stream, args=(message["open"], message["port"]), name="dial-out", daemon=True
+                    ).start()
+                except RuntimeError as e:  # no thread can be had at the moment
+                    logger.debug("a connection through the relay: %s", e)
+                    self._streams.release()
 
     def _stream(self, number: str, port: str) -> None:
         try:

@@ -97,7 +97,12 @@ class ConnectionWorkers:
             return
         if dropped is not None:
             dropped.drop()
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as e:  # no thread can be had at the moment
+            logger.debug("a request from %s cannot be answered: %s", worker.addr, e)
+            self.leave(worker)
+            connection.close()
 
     def own(self, addr: str) -> None:
         """The starter of the node's run is at this address: strangers do not take its places."""

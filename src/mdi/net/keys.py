@@ -75,7 +75,10 @@ def parse_keys(text: str, where: str) -> tuple[bytes, ...]:
 
 
 def write_keys(path: Path, keys: tuple[bytes, ...]) -> None:
-    """Write a key file that only its owner can read; it appears whole or not at all. UsageError says why not."""
+    """Write a key file that only its owner can read; it appears whole or not at all. UsageError says why not.
+
+    One that is there keeps its owner: a service may read it, and root change it.
+    """
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,6 +86,10 @@ def write_keys(path: Path, keys: tuple[bytes, ...]) -> None:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(text_of(keys).encode())
+                if path.exists() and hasattr(os, "chown"):
+                    before, made = path.stat(), os.fstat(file.fileno())
+                    if (before.st_uid, before.st_gid) != (made.st_uid, made.st_gid):
+                        os.chown(file.fileno(), before.st_uid, before.st_gid)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, path)

@@ -86,6 +86,8 @@ def open_socket(addr: str, port: int, what: str) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere the option lets two processes share a port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and socket.has_dualstack_ipv6():  # "::" is all addresses, those of IPv4 too
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(address)
         sock.listen(128)  # a crowd of strangers must not fill the queue that the neighbour waits in
     except OSError as e:
@@ -323,6 +325,9 @@ class RingListener:
             self._refuse(pending, 0, e)
         except (OSError, WireError) as e:
             self._drop(pending, str(e))
+        except Exception as e:  # no thread or no memory is left, say: the port stays open for the others
+            logger.debug("%s cannot take a connection", self._name, exc_info=True)
+            self._drop(pending, f"{type(e).__name__}: {e}")
 
     def _hear(self, pending: _Pending, frame: Frame) -> None:
         """A challenge first, where this node has a key; then the HELLO."""

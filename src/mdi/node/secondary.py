@@ -336,7 +336,13 @@ class SecondaryNode:
         )  # fmt: skip
         self.runs.add(worker)
         self.workers = [*(one for one in self.workers if one.is_alive), worker]
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as e:  # no thread can be had at the moment
+            error = ControlError(f"{self.config.name} cannot begin a ring now: {e}", 503, code="busy")
+            self.stages.release(held, request.epoch)
+            worker.finish(error)
+            raise error from None
         return worker
 
     def watch(self, run: str, epoch: str | None) -> RingWatch:

@@ -32,8 +32,12 @@ class InTime:
             thread, found = self._asked.get(what, (None, []))
             if thread is None:
                 thread = threading.Thread(target=self._find, args=(what, find, found), name="status-disk", daemon=True)
+                try:
+                    thread.start()  # it waits for the lock before it ends
+                except RuntimeError as e:  # no thread can be had at the moment
+                    logger.debug("the disk cannot be asked: %s", e)
+                    return None
                 self._asked[what] = thread, found
-                thread.start()
         thread.join(PATIENCE_S)
         return found[0] if found else None
 

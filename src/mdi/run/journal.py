@@ -36,6 +36,7 @@ JOURNAL = "journal"
 LAST = "last"
 N_KEPT = 20
 KEPT_S = 30 * 86400.0
+BEFORE_S = 978307200.0  # 2001: what was written earlier is of a board whose clock had not been set yet
 
 logger = logging.getLogger("mdi")
 
@@ -373,7 +374,7 @@ def new_run(folder: Path) -> Path:
     for run in sorted(runs_in(folder), key=lambda run: -run.changed_s)[N_KEPT - 1 :]:
         remove_run(run.path)
     for run in runs_in(folder):
-        if time.time() - run.changed_s > KEPT_S:
+        if BEFORE_S <= run.changed_s < time.time() - KEPT_S:
             remove_run(run.path)
     return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}" / JOURNAL
 

@@ -247,7 +247,10 @@ class Lookout:
             if ring is None:
                 if self._joins is not None and time.monotonic() > next_look:
                     next_look = time.monotonic() + SOUGHT_S
-                    self._joins.while_sought()
+                    try:
+                        self._joins.while_sought()
+                    except Exception:  # a ring is sought all the same, and it asks again
+                        logger.warning("warning: asking for nodes failed", exc_info=True)
                 continue
             link = ring.link  # read once: another thread may close it meanwhile
             for node in getattr(link, "leaving", ()):
