@@ -156,7 +156,7 @@ def test_the_line_for_other_machines_stays_in_sight(
     caplog.set_level("INFO", "mdi")
     starter = NodeConfig("starter", "127.0.0.1", 0, 0)
     looking = reporting(lambda: "looking for the nodes", 0.001, 0.001)
-    with looking, inviting(starter, keys, 2, Guests(tmp_path / "nodes")):
+    with looking, inviting(starter, keys, 2, Guests(tmp_path / "nodes"), socket.socket()):
         until(lambda: sum("mdi join 127.0.0.1:" in line for line in caplog.messages) >= 2)
         told = list(caplog.messages)
     first = next(i for i, line in enumerate(told) if "mdi join" in line)
