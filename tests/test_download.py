@@ -143,7 +143,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_what_to_do(
     monkeypatch.setattr("huggingface_hub.hf_api.get_session", Session)
     assert launch("run", ["org/absent", "Hello", "--store", str(tmp_path)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and "cannot be reached" in error and "mdi import" in error
+    assert error.startswith("error: ") and "the connection to" in error and "mdi import" in error
     assert "has no model yet" in error, "what is here"
 
 

@@ -25,7 +25,8 @@ the class and the `code`, which also travels (docs/protocol.md, "Error codes"); 
 
 from __future__ import annotations
 
-INSTALL_ALL = "pip install '.[all]' in the project's folder, or pip install litgpt"  # which brings torch
+# With torch, which litgpt brings.
+INSTALL_ALL = "pip install -r requirements.txt or '.[all]' in the project's folder, or pip install litgpt"
 
 # Closer codes of errors that commands raise, and that do not travel to other nodes; those that do are `control.messages.CODES`.
 REASONS = {

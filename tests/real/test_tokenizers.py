@@ -23,14 +23,13 @@ from real.published import FILES, TEXT
 
 BETWEEN = "\n__ggml_vocab_test__\n"  # of llama.cpp's texts
 UNREAD = ("falcon", "gemma-4")  # a cut of Falcon 1's own; another kind of tokenizer
-UNKNOWN = pytest.mark.xfail(strict=True, reason="this way of cutting texts is not known")
 VOCABULARIES = [
-    pytest.param(name, marks=UNKNOWN if name in ("deepseek-coder", "deepseek-llm", "qwen35") else ())
+    name
     for name in (Path(file).stem.removeprefix("ggml-vocab-") for file in FILES if file.endswith(".gguf"))
     if f"vocabularies/ggml-vocab-{name}.gguf" in FILES and name not in UNREAD
 ]
 # Files give these names to cuts that are those of the vocabulary.
-OTHER_NAMES = {"deepseek-r1-qwen": "qwen2", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "smaug-bpe": "llama-bpe"}
+OTHER_NAMES = {"deepseek-r1-qwen": "qwen2", "falcon3": "llama-bpe", "pixtral": "llama-bpe"}
 
 
 def vocabulary(name: str, folder: Path, **fields: Any) -> Tokenizer:
@@ -58,14 +57,12 @@ def test_vocabularies_give_the_ids_of_llama_cpp(name: str, tmp_path: Path) -> No
     check_as_llama_cpp(name, vocabulary(name, tmp_path))
 
 
-@UNKNOWN
 @pytest.mark.parametrize("cut", OTHER_NAMES)
 def test_other_names_of_the_same_cut(cut: str, tmp_path: Path) -> None:
     name = OTHER_NAMES[cut]
     check_as_llama_cpp(name, vocabulary(name, tmp_path, **{"tokenizer.ggml.pre": cut}))
 
 
-@pytest.mark.xfail(strict=True, reason="its special tokens take no space behind them")
 def test_a_chat_of_phi_3(tmp_path: Path) -> None:
     """llama.cpp and the model's own tokenizer take the line break behind a special token into that token."""
     found = vocabulary("phi-3", tmp_path, **{"general.name": "Phi3"})
@@ -119,9 +116,7 @@ def test_published_tokenizers_give_the_ids_of_transformers(name: str, tmp_path: 
     assert len(ids) > 5
 
 
-@pytest.mark.parametrize(
-    ("vocabulary_name", "name"), [("qwen2", "qwen"), pytest.param("qwen35", "qwen3_6", marks=UNKNOWN)]
-)
+@pytest.mark.parametrize(("vocabulary_name", "name"), [("qwen2", "qwen"), ("qwen35", "qwen3_6")])
 def test_vocabularies_of_qwen_give_the_ids_of_tiktoken(vocabulary_name: str, name: str, tmp_path: Path) -> None:
     right = expected("tiktoken")[name]
     found = vocabulary(vocabulary_name, tmp_path)
@@ -129,22 +124,16 @@ def test_vocabularies_of_qwen_give_the_ids_of_tiktoken(vocabulary_name: str, nam
     assert [found.encode(text, add_special_tokens=False).ids for text in texts] == right
 
 
-WITH_GENERATION = ("LFM2.5-8B", "poolside-Laguna")
-UNREADABLE = pytest.mark.xfail(strict=True, reason="the statement {% generation %} is not known")
 TEMPLATES = sorted(Path(name).stem for name in FILES if name.startswith("templates/"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=UNREADABLE if name.startswith(WITH_GENERATION) else ()) for name in TEMPLATES],
-)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_write_the_chats_of_transformers(name: str) -> None:
     right = expected("templates")[name]
     source = published(f"templates/{name}.jinja").read_text(encoding="utf-8")
     assert chats_in(ChatTemplate(source, SPECIALS)) == right
 
 
-@pytest.mark.xfail(strict=True, reason="of named templates the one for tools is taken for chats without tools, too")
 def test_of_named_templates_the_one_for_tools_is_for_chats_with_tools(tmp_path: Path) -> None:
     names = {"default": "Qwen-QwQ-32B", "tool_use": "NousResearch-Hermes-3-Llama-3.1-8B-tool_use"}
     named = [

@@ -203,9 +203,11 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
         raise DownloadError(f"{hub} answered {status} for {repo_id}: {reason}", code="hub") from None
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
+        is_model = what == NOUNS["model"]
+        elsewhere = "; or bring it from a machine that has it, with `mdi export` and `mdi import`" if is_model else ""
         raise DownloadError(
-            f"{hub} cannot be reached for {repo_id} ({reason}): check the network and HF_ENDPOINT, and run the command "
-            "again, which continues; or bring the model from a machine that has it, with `mdi export` and `mdi import`",
+            f"{repo_id}: the connection to {hub} failed ({reason}): check the network and HF_ENDPOINT, and run the command "
+            f"again to continue{elsewhere}",
             code="connection",
         ) from None
 

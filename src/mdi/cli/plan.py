@@ -191,10 +191,11 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
     from mdi.files import default_cache_dir
     from mdi.spec.cluster import load_cluster, standalone
 
+    named = None if options.nodes_config is None else with_keys(options, load_cluster(options.nodes_config))
     if options.ckpt is None and options.config is None:
         raise UsageError("give the model: its NAME, a folder or a GGUF file, as for `mdi run`")
-    if options.nodes_config is not None:
-        cluster = with_keys(options, load_cluster(options.nodes_config))
+    if named is not None:
+        cluster = named
     elif (keys := open_keys(options)) is not None:
         with Discovery(options, cancel) as discovery:
             cluster = discovery.cluster_now(keys)
