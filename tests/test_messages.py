@@ -33,6 +33,7 @@ from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, read_frame,
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.model import ModelConfig
 from node_ports import BareNode, Pushing, opened, ring_port_of
+from waiting import until
 
 DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
@@ -532,6 +533,30 @@ def test_what_anybody_may_ask_has_few_places(
         client.send_part(PART, RUN, 0, iter([DATA]))
         assert next(client.watch(RUN, None, Cancel()))["state"] == "LOADING"
     assert node.parts[PART.sha256] == DATA
+
+
+def test_places_of_strangers_who_send_nothing_more_are_free_again(
+    node: Node, entry: NodeConfig, keys: KeyFile | None, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes of such a message have one deadline, whatever the wait for a piece is."""
+    monkeypatch.setattr(message_module, "PIECE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(asked_module, "REQUEST_S", 0.1)
+    with contextlib.ExitStack() as stack:
+        messages = [stack.enter_context(opened(entry, "echo", 1000, keys)) for _ in range(N_OF_ANYBODY)]
+        for message in messages:
+            assert message.read(DEADLINE_S) == {"go": True}
+        for message in messages:
+            assert "error" in message.read(DEADLINE_S)
+        monkeypatch.undo()
+        until(lambda: is_served(client))
+
+
+def is_served(client: ControlClient) -> bool:
+    try:
+        return is_well(client)
+    except ControlError as e:
+        assert e.code == "busy"  # the last place is given back after its answer
+        return False
 
 
 def test_messages_have_a_number_of_places(

@@ -1,13 +1,19 @@
-"""One ring of a run on a secondary: what becomes of it when it is ended before it has begun."""
+"""One ring of a run on a secondary: what becomes of it, and of its caches, when it is ended or breaks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+import mdi.node.worker
+from mdi.errors import NodeLostError
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.node.worker import RingWorker
+from waiting import DEADLINE_S
 
 
 class Ring:
@@ -46,3 +52,53 @@ def test_a_run_that_was_ended_before_it_began_ends_in_good_order() -> None:
     one.end()
     assert begun(one) == ["stop"]
     assert begun(job()) == []
+
+
+class BreaksRing:
+    """In the place of the stages' store: the ring of a run with caches breaks because of another node.
+
+    Attributes:
+        kept: whether the caches were kept, each time they were given back.
+        before: called before the ring breaks.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[bool] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def complete(self, *args: Any) -> None:
+        self.before()
+        raise NodeLostError("secondary1", "its connection broke")
+
+    def release(self, held: Any, owner: str, is_kept: bool = False, is_failed: bool = False) -> None:
+        self.kept.append(is_kept)
+
+
+def with_caches(store: BreaksRing) -> RingWorker:
+    unused: Any = None
+    request: Any = SimpleNamespace(run="a" * 16, epoch="b" * 16, index=1, names=("starter", "secondary0", "secondary1"))
+    computing = SimpleNamespace(threads=None)
+    held: Any = SimpleNamespace(stage=object(), has_caches=True, spec=SimpleNamespace(computing=computing))
+    return RingWorker("secondary0", "", request, held, unused, cast(Any, store), unused, unused, 10.0)
+
+
+def test_caches_of_a_broken_ring_are_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdi.node.worker, "KEPT_S", 0.05)
+    store = BreaksRing()
+    one = with_caches(store)
+    one.start()
+    one.join(DEADLINE_S)
+    kept = list(store.kept)
+    one.end()  # a thread that still waits ends, too
+    one.join(DEADLINE_S)
+    assert kept == [True, False]
+
+
+def test_a_run_that_was_ended_keeps_no_caches() -> None:
+    """Even where another node is lost at the same moment."""
+    store = BreaksRing()
+    one = with_caches(store)
+    store.before = lambda: one.abort(Fault("", "the run was stopped", "secondary0", "run"))
+    one.start()
+    one.join(DEADLINE_S)
+    assert store.kept == [False]

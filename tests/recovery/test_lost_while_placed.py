@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import mdi.control.client
+import mdi.run.form
 from mdi.control.client import ControlClient
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import NodeLostError
+from mdi.errors import NodeLostError, RingError
 from mdi.net.message import ExchangeError, Message
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.profiler import Profiler
@@ -150,3 +151,20 @@ def test_a_node_that_never_was_there_ends_the_run_where_no_spare_is(
         with pytest.raises(NodeLostError) as lost:
             generate(nodes, tmp_path, placement=placement)
         assert lost.value.node == "secondary1"
+
+
+def test_a_ring_port_that_cannot_be_reached_is_tried_twice(
+    cluster: ClusterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node lives and answers what it is asked, so it is not lost: nothing is different the third time."""
+    n_tried = 0
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        nonlocal n_tried
+        n_tried += 1
+        raise NodeLostError("secondary0", "its ring port refuses connections")
+
+    monkeypatch.setattr(mdi.run.form, "close_starter_ring", refuse)
+    with pytest.raises(RingError, match="its ring port refuses connections") as caught:
+        generate(replace(cluster, spares=()), tmp_path, layers="1,2,2")
+    assert type(caught.value) is RingError and n_tried == 2
