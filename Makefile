@@ -97,7 +97,7 @@ references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(R
 real: $(VENV)/.installed-dev $(REFERENCES)/.installed
 	@PYTHONPATH=src:tests $(PY) -m real.fetch
 	@PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python -m real.write_expected
-	$(PY) -m pytest -n 2 --dist loadgroup tests/real
+	$(PY) -m pytest -n 2 --dist loadfile tests/real
 
 numerical: $(VENV)/.installed-dev
 	sets=$$(PYTHONPATH=src:tests/kernels $(PY) -c \

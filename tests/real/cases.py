@@ -90,3 +90,8 @@ CHATS: Chats = {
     "letters": ([user("日本\u2028語 \U0001f468\u200d\U0001f469 {{ x }} {% y %}")], None, {}),
 }
 SPECIALS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "pad_token": "", "unk_token": ""}
+
+
+def date_mark(form: str) -> str:
+    """What transformers' texts have in the place of today's date, as templates ask for it."""
+    return f"[date {form}]"

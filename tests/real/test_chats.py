@@ -22,8 +22,6 @@ from real.cases import QUESTION, TOOLS, user
 from real.published import SMOLLM
 from waiting import until
 
-pytestmark = pytest.mark.xdist_group("chats")  # one server for all
-
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0
 SCHEMA = {

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("nodes")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS])
+@pytest.fixture(scope="module", params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -25,9 +25,7 @@ pytestmark = [
 FLOAT32, INT8 = 0.002, 0.003  # of transformers', and of float32's
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"text {name}")) for name in MODELS]
-)
+@pytest.fixture(scope="module", params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

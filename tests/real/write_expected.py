@@ -17,6 +17,7 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mdi.files import replacing
@@ -117,6 +118,14 @@ def of_model(name: str) -> dict[str, Any]:
         }
 
 
+def mark_dates() -> None:
+    """Templates that ask transformers for today's date get a mark, since they are compared on another day."""
+    import transformers.utils.chat_template_utils
+
+    moment = SimpleNamespace(strftime=cases.date_mark)
+    transformers.utils.chat_template_utils.datetime = SimpleNamespace(now=lambda: moment)
+
+
 def rendered(source: str) -> dict[str, str | None]:
     """Each chat in a template; None where it is refused."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -165,6 +174,7 @@ def made(kind: str) -> Any:
     if kind in MODELS:
         return of_model(kind)
     there = fetched()
+    mark_dates()
     if kind == "templates":
         names = sorted(name for name in there if name.startswith("templates/"))
         return {Path(name).stem: rendered(path_of(name).read_text(encoding="utf-8")) for name in names}
