@@ -227,7 +227,8 @@ def test_texts_are_the_same_whatever_else_a_run_has(case: str, made: Tuned, expe
             found, told = [list(sample.token_ids) for sample in samples], run.metrics().recoveries
             if (verifier := run.verifier) is not None:
                 assert [one.nodes for one, _ in verifier.found] == [("secondary1",)] * beside.has_liar
-                assert verifier.n_checked > 500 and not verifier.n_void
+                # A ring that ends because of a liar leaves rows that were not compared: they do not count.
+                assert verifier.n_checked > 500 and (beside.has_liar or not verifier.n_void)
                 assert bool(verifier.n_by_others) is bool(beside.n_spares)
         if "wire_dtype" in beside.options:
             assert len({tuple(ids) for ids in found}) == len(EACH)

@@ -173,8 +173,13 @@ def is_over(sock: socket.socket) -> bool:
 
 
 def exchange(port: int, data: bytes) -> bytes:
+    def send() -> None:
+        with contextlib.suppress(OSError):  # where nobody is behind the port, it is closed meanwhile
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
-        sender = threading.Thread(target=lambda: (sock.sendall(data), sock.shutdown(socket.SHUT_WR)))
+        sender = threading.Thread(target=send)
         sender.start()
         got = bytearray()
         while piece := sock.recv(65536):

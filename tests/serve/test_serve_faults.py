@@ -50,7 +50,7 @@ def test_any_json_is_understood_or_refused(body: Any, is_chat: bool) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", "hot"), ("temperature", 3), ("n", 0), ("max_tokens", -1), ("prompt", {}), ("prompt", [-1]), ("stop", [""]),
-     ("logit_bias", {"x": 1}), ("top_p", 0), ("seed", 1.5), ("stream", "yes"), ("response_format", {"type": "xml"}),
+     ("logit_bias", {"x": 1}), ("top_p", -0.5), ("seed", 1.5), ("stream", "yes"), ("response_format", {"type": "xml"}),
      ("prompt", "\ud800"), ("prompt", [10**6])],
 )  # fmt: skip
 def test_a_wrong_field_is_named(server: Server, field: str, value: Any) -> None:

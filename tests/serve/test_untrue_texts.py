@@ -24,6 +24,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.completions import Completion
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.host import Outlet
+from mdi.text.drawing import OWN
 
 
 @pytest.mark.skipif(library.load() is None, reason="needs the kernels")
@@ -167,7 +168,7 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
         def stream(self, model: Any, stop: Any) -> Any:
             return Letters()
 
-    codec = SimpleNamespace(token_bytes=lambda i: bytes([97 + i]))
+    codec = SimpleNamespace(token_bytes=lambda i: bytes([97 + i]), drawing=OWN)
     model = SimpleNamespace(codec=codec, context=99, name="one", asked_name="one", adapter="")
     api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[])
     exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
