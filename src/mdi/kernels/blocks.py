@@ -25,7 +25,8 @@ from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import n_tables, rope_tables, score_bias, score_factor
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import FINAL_NORM, LAYOUTS, PLAIN_MLPS
+from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
+from mdi.model.tensors import FINAL_NORM
 from mdi.spec.model import ModelConfig
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}

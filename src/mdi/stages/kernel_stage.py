@@ -24,7 +24,7 @@ from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import n_tables, score_bias_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
-from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
 from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
