@@ -99,7 +99,7 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
         )
     positions: Rotary | Alibi | None = None
     if config.alibi:
-        positions = Alibi(is_rounded=config.alibi == "falcon")
+        positions = Alibi(config.n_head, is_rounded=config.alibi == "falcon")
     elif not config.learned_positions:
         positions = _rotary(config, index)
     return Attention(
