@@ -16,16 +16,16 @@ import mdi
 import mdi.cancel
 import mdi.host.resources
 import mdi.node.secondary_status
-import mdi.node.setup
 import mdi.node.worker
+import mdi.run.setup
 import mdi.stages.torch_stage
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
-from mdi.node.local import free_ports
 from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
+from mdi.run.local import free_ports
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
 from mdi.stages.starter_weights import StarterSupply

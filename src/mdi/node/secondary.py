@@ -55,8 +55,8 @@ from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.link import STUCK
 from mdi.net.listener import RingListener, open_socket
+from mdi.node.forwards import Forwards
 from mdi.node.node_weights import NodeWeights
-from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status

@@ -39,11 +39,11 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import REFUSED_S
-from mdi.node.part_sending import Holders
 from mdi.node.runs import ahead_extension
-from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.run.identity import IN_KERNELS, numbers_of
+from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
+from mdi.run.setup import SecondarySetup, with_true_port
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.model import ModelConfig
