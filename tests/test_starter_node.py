@@ -27,8 +27,8 @@ from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
 from mdi.run.local import free_ports
 from mdi.run.run import Run
+from mdi.run.supply import StarterSupply
 from mdi.run.texts import SampleReader
-from mdi.stages.starter_weights import StarterSupply
 from mdi.stages.torch_stage import Stage
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference

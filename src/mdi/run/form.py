@@ -44,14 +44,15 @@ from mdi.run.identity import IN_KERNELS, numbers_of
 from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
 from mdi.run.setup import SecondarySetup, with_true_port
+from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
-from mdi.stages.building import StageSpec, check_gradients
 from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.starter_weights import StarterSupply, StarterWeights
+from mdi.stages.spec import StageSpec, check_gradients
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
 from mdi.stages.window_budget import extensions_of as window_extensions
 from mdi.tensor.group import SharingOut
@@ -850,7 +851,7 @@ class Preparation:
         for index in range(1, len(weights.blocks)):
             parts.append([])
             source = weights.of_node(index)
-            for name in weights.parts_of(index, self.basis.family):
+            for name in self.basis.family.parts_of(weights, index):
                 cancel.check()
                 parts[-1].append(source.spec(name))
                 if report.is_due():

@@ -43,7 +43,7 @@ from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.policy import Stage
 from mdi.run.recomputing import OthersBlocks, OwnBlocks, Recomputed
-from mdi.stages.starter_weights import StarterSupply
+from mdi.run.supply import StarterSupply
 from mdi.stages.store import Claim
 
 WINDOW = 32
