@@ -243,8 +243,8 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class RingBeside:
-    """A ring of this node and one other, which computes blocks beside the present ring; see `Former.beside`.
+class VerifyRing:
+    """A ring of this node and one other, which computes blocks of the present ring again; see `Former.form_verify_ring`.
 
     Attributes:
         run_id: as the other node knows it: a run of its own.
@@ -260,7 +260,7 @@ class RingBeside:
 
 class Former:
     """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured`, `admit`, `forget` and
-    `beside`.
+    `form_verify_ring`.
 
     Args:
         nodes: all secondaries that may take part.
@@ -351,8 +351,8 @@ class Former:
         )  # fmt: skip
         return LoadAhead(replace(plan, stages=work.stages), work, cancel.child(timeout_s), put)
 
-    def beside(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> RingBeside:
-        """From any thread, while no ring is formed: have another node compute blocks of the model. Raises MdiError."""
+    def form_verify_ring(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> VerifyRing:
+        """From any thread, while no ring is formed: have another node compute blocks again. Raises MdiError."""
         basis, node = self.basis, self._nodes[name]
         weights, starter = copy.copy(basis.weights), self.cluster.starter
         weights.take_blocks([(0, 0), blocks])
@@ -373,7 +373,7 @@ class Former:
         except MdiError:
             FanOut({name: partial(client.stop, alone.run_id, timeout_s=REACH_S)}).join(DROP_S)
             raise
-        return RingBeside(client, alone.run_id, link, numbers, caches)
+        return VerifyRing(client, alone.run_id, link, numbers, caches)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""
