@@ -18,7 +18,7 @@ from mdi.host.computing import Computing
 from mdi.host.device import choose_kv_dtype
 from mdi.host.threads import pin_to_cores
 from mdi.kernels.page_sizes import CacheClass, cache_type_named
-from mdi.node.local import cores_of_node
+from mdi.run.local import cores_of_node
 from mdi.stages.store import CacheReport, report_caches, share_out
 from mdi.stages.torch_stage import TorchStage
 

@@ -18,7 +18,7 @@ from mdi.host.computing import Computing
 from mdi.kernels.page_sizes import CacheClass
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.spec.model import ModelConfig
-from mdi.stages.building import StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore
 from waiting import DEADLINE_S, until
 

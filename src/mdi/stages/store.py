@@ -30,9 +30,10 @@ from mdi.kernels.blocks import Weights
 from mdi.kernels.page_sizes import CacheClass
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
-from mdi.stages.building import NO_GRADIENTS, StageSpec, build_stage
+from mdi.stages.building import build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import NO_GRADIENTS, StageSpec
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class Claim(NamedTuple):
 
 
 class Supply(Protocol):
-    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or starter_weights.StarterSupply."""
+    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or mdi.run.supply.StarterSupply."""
 
     family: ModelFamily
     memory: WeightMemory  # how weights in files are read
