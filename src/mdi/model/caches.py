@@ -1,8 +1,8 @@
 """Kinds of cache, as numbers, for all code that counts cache memory or asks how far back a text can go: stages, admission,
 recovery, prefixes, nodes, plans.
 
-A block's kind follows from its spec (`kind_of`). Blocks of a stage that have the same kind form a class, whose memory is counted,
-copied and cut together (`classes_of`). The engine knows classes alone, and asks them two things: `n_bytes` and `cut_to`.
+A block's kind follows from its spec (`kind_of`). Blocks of a stage that have the same kind form a class, whose memory is
+counted, copied and cut together. The engine knows classes alone, and asks them two things: `n_bytes` and `cut_to`.
 """
 
 from __future__ import annotations
