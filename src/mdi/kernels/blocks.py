@@ -462,7 +462,7 @@ class Blocks:
         spec: of the whole model, or of a node's share of its blocks (tensor.shares).
         tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
             norms and biases as float32 arrays. Their memory is used without copying.
-        cache_type: what caches hold, one of CACHE_TYPES.
+        cache_type: what caches hold, one of model.caches.CACHE_TYPES.
         adapters: what adapters add to the layers of block i, for the rows of their sequences.
 
     Raises:

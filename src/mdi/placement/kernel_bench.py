@@ -69,7 +69,7 @@ class KernelBench(Bench):
 
     def head(self) -> Callable[[np.ndarray], object]:
         config = self._subject.config
-        return Head(config, self._weights("head"), config.padded_vocab_size, Context(n_threads()))
+        return Head(spec_of(config), self._weights("head"), config.padded_vocab_size, Context(n_threads()))
 
     def rows(self, n: int) -> np.ndarray:
         return self._random.standard_normal((n, self._subject.config.n_embd), dtype=np.float32)
