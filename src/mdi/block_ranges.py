@@ -115,8 +115,8 @@ def _block_weights(config: ModelConfig) -> int:
     """Weights that one token meets in the last block; of experts, those that it is sent to. The router is left out."""
     spec = spec_of(config)
     block, found = spec.blocks[-1], 0.0
+    used = block.mlp.n_used / block.mlp.n if isinstance(block.mlp, Experts) else 1.0
     for name, shape in block_tensors(block, spec.width).items():
         if len(shape) == 2 and name != "mlp.gate.weight":
-            is_expert = isinstance(block.mlp, Experts) and name.startswith("mlp.experts.")
-            found += math.prod(shape) * (block.mlp.n_used / block.mlp.n if is_expert else 1)
+            found += math.prod(shape) * (used if name.startswith("mlp.experts.") else 1)
     return round(found)

@@ -525,8 +525,7 @@ class Blocks:
                 cos, sin = rotary(mixer.positions)
                 attention.cos, attention.sin = cos.ctypes.data, sin.ctypes.data
                 self._tables += [cos, sin]
-            elif mixer.positions is not None:
-                bias = biases(mixer)
+            elif (bias := biases(mixer)) is not None:
                 attention.score_bias, attention.score_bias_floats = bias.ctypes.data, bias.shape[1]
                 self._tables.append(bias)
 

@@ -78,8 +78,9 @@ def _norm(config: ModelConfig) -> Norm:
 
 
 def _mixer(config: ModelConfig, index: int) -> Mixer:
-    windows = config.sliding_window_indices
-    window = config.sliding_window_size if windows and windows[index] else None
+    window = config.sliding_window_size
+    if window is not None and config.sliding_window_indices is not None and not config.sliding_window_indices[index]:
+        window = None
     softcap, norm = config.attention_logit_softcapping, _norm(config)
     if latent := config.latent_attention:
         return LatentAttention(

@@ -12,6 +12,7 @@ from mdi.engine.rows import ArrayRows
 from mdi.errors import UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
+from mdi.model.plain import spec_of
 from mdi.run.choice import Choice, starter_computing
 from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
@@ -38,7 +39,7 @@ def draft_memory(model: Choice, max_length: int) -> int:
         length = min(max_length, family.max_length(weights.config))
         spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, length), window=None)
         caches = model.n_sequences * spec.run_bytes(family)
-        return spec.weight_bytes({}) + caches + work_bytes(weights.config, LEARN_ROWS, 1)
+        return spec.weight_bytes({}) + caches + work_bytes(spec_of(weights.config), LEARN_ROWS, 1)
     finally:
         weights.close()
 

@@ -15,6 +15,8 @@ from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import held_bytes
+from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import run_bytes
 from mdi.stages.model_family import ModelFamily

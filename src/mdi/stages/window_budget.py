@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import psutil
 
 from mdi.errors import ControlError, EngineError, LimitError, MdiError, UsageError
+from mdi.model.spec import Attention, BlockSpec, Experts, ModelSpec
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta, decode
 from mdi.spec.options import Units
