@@ -45,7 +45,7 @@ def share_metrics(stage: object) -> ShareMetrics | None:
     first, last = share.shares.columns[share.rank : share.rank + 2]
     heads, groups = share.of(0).heads, share.of(0).groups
     return ShareMetrics(
-        stage.group.name, heads, groups if heads[0] < heads[1] else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
+        stage.group.name, heads, groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
         tally.bytes_sent, tally.median_s,
     )  # fmt: skip
 

@@ -78,6 +78,12 @@ class Share:
         return BlockShare(self, self.whole.blocks[block])
 
     @property
+    def n_heads(self) -> int:
+        """Of the first block."""
+        first, end = self.of(0).heads
+        return end - first
+
+    @property
     def vocabulary(self) -> Range | None:
         """Rows of the head; None where the first node has all."""
         bounds = self.shares.vocabulary
