@@ -1,4 +1,4 @@
-// What Python tells the kernels of a model: plain structures, the same for all instruction sets (library.py has their twins).
+// What Python tells the kernels of a model: plain structures, the same for all instruction sets (kernels/blocks.py has their twins).
 #pragma once
 #include <cstdint>
 
