@@ -13,8 +13,8 @@ from functools import partial
 from mdi.cancel import Cancel
 from mdi.control.client import FanOut
 from mdi.errors import EngineError, RingEndedError, RingError
-from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.slices import Slice, SliceTable
+from mdi.model.caches import PAGE
 from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
 from mdi.run.form import VerifyRing

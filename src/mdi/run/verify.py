@@ -36,8 +36,8 @@ from mdi.control.messages import ROWS_BYTES, RowsRequest, ToldRows
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, WireError
 from mdi.host.threads import computing_threads
-from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.slices import Slice
+from mdi.model.caches import CHUNK_ROWS
 from mdi.net.ring import TcpRing
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType
 from mdi.run.form import Basis, Former, Ring

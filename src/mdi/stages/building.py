@@ -30,7 +30,7 @@ from mdi.host.threads import n_threads
 from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
-from mdi.kernels.page_sizes import CHUNK_ROWS
+from mdi.model.caches import CHUNK_ROWS
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident

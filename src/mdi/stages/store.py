@@ -27,7 +27,7 @@ from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels import library
 from mdi.kernels.blocks import Weights
-from mdi.kernels.page_sizes import CacheClass
+from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.stages.building import build_stage
@@ -62,7 +62,7 @@ class CacheReport:
 
     limit_bytes: int
     is_by_hand: bool
-    classes: tuple[CacheClass, ...]
+    classes: tuple[PageClass, ...]
     device: str
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class CacheReport:
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
         told = decode(_Told, data, f"{where}, of its caches", ControlError)
-        return cls(told.limit_bytes, told.is_by_hand, tuple(CacheClass(*one) for one in told.classes), told.device)
+        return cls(told.limit_bytes, told.is_by_hand, tuple(PageClass(*one) for one in told.classes), told.device)
 
 
 @dataclass(frozen=True)
