@@ -647,7 +647,7 @@ class Blocks:
         return y
 
     def _piece(self, block: int, piece: int, frame: MdiFrame, y: np.ndarray) -> None:
-        """Compute one piece of a block (structures.PIECES) for a frame that `_frame` made."""
+        """Compute one piece of a block (PIECES) for a frame that `_frame` made."""
         done = self.context.library.mdi_half(
             self.context.handle, ctypes.byref(self._stage), block - self.start, piece, ctypes.byref(frame),
             ctypes.c_void_p(y.ctypes.data),

@@ -93,7 +93,7 @@ def _names(text: str, flag: str) -> tuple[str, ...]:
 class Requested:
     """One value everywhere: from flags of the same names to the starter's options, requests, and a node's own choices.
 
-    None and "auto" leave the choice to the node. What has been decided is a `machine.computing.Computing`.
+    None and "auto" leave the choice to the node. What has been decided is a host.computing.Computing.
     """
 
     device: Annotated[Text | None, Option(
@@ -192,7 +192,7 @@ class StarterOptions(Requested):
     Attributes:
         placement: None is the default one, unless chunks that lie there have been cut already.
         cache_dir: where this node keeps what it measured of itself.
-        n_spans: how much every node records of what it does (mdi.tracing); 0 is nothing.
+        n_spans: how much every node records of what it does (engine.recorder.Recorder); 0 is nothing.
         cache_share: the part of each node's free memory that caches may take.
         weight_memory: how the starter's own weights are read.
     """

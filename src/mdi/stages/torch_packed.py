@@ -147,7 +147,7 @@ class DeviceEmbedding(nn.Module):
 
 
 def unpacked(numbers: torch.Tensor, scales: torch.Tensor, form: str, dtype: torch.dtype, n_in: int) -> torch.Tensor:
-    """The weight (n_out, n_in) from numbers and scales (kernels.codes), rounded to `dtype` once."""
+    """The weight (n_out, n_in) from numbers and scales (kernels.layout.Codes), rounded to `dtype` once."""
     n_out, group = len(numbers), LAYOUTS[form].group
     if form in HALVES:
         grouped = numbers.view(n_out, -1, group // 2)

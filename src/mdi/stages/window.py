@@ -552,7 +552,7 @@ class Windowed:
 
 
 class PiecedHead:
-    """Rows that went through all blocks -> logits, as kernels.head.Head, from pieces that are in memory while they are used.
+    """Rows that went through all blocks -> logits, as kernels.blocks.Head, from pieces that are in memory while they are used.
 
     Args:
         config: of the model.

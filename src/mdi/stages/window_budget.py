@@ -28,7 +28,7 @@ class WindowOptions:
 
     Attributes:
         units: halves of blocks, or pieces of the head, that are in memory at a time; None: chosen from `memory`, or 2.
-        retain: every so-manieth block stays in memory for good; None: chosen from `memory`, or none does.
+        retain: every n-th block stays in memory; None: chosen from `memory`, or none does.
         memory: limit of the process in bytes; None is no limit.
     """
 
@@ -91,10 +91,10 @@ class WindowPlan:
     """Units that stay in memory, and units that share slots.
 
     Attributes:
-        units: of one pass, in order; None is a position of the window that holds nothing, see window.unit_reader.
+        units: of one pass, in order; None is a position of the window that holds nothing.
         kept: indices of those that stay.
         n_slots: units in memory at a time, besides those that stay.
-        retain: every so-manieth block stays; None: none does.
+        retain: every n-th block stays; None: none does.
     """
 
     units: tuple[Unit, ...]
