@@ -108,9 +108,9 @@ def test_a_run_is_placed_by_what_its_caches_hold() -> None:
     weights: Any = SimpleNamespace(model="tiny", config=CONFIG, config_hash=SHAPE.config_hash, dtype="float32")
 
     def place(kv_dtype: str) -> Any:
-        computing = choose_computing(CONFIG, Requested(device="cpu", kv_dtype=kv_dtype), "float32")
+        computing = choose_computing(CONFIG, Requested(device="cpu"), "float32")
         work = Workload(16, CONFIG.block_size)
-        return planned_ring(tight(), weights, StarterOptions(ckpt=Path()), computing, work).placement
+        return planned_ring(tight(), weights, StarterOptions(ckpt=Path(), kv_dtype=kv_dtype), computing, work).placement
 
     assert place("int8").counts == (5,)
     with pytest.raises(PlacementError):

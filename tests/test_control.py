@@ -30,6 +30,7 @@ from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, R
 from mdi.kernels import LAYOUT_VERSION
 from mdi.node.local import free_ports
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
 from waiting import until_gone
@@ -52,7 +53,7 @@ REQUEST = InitRequest(
     stored_dtype="float32",
     blocks=(1, 3),
     parts=(PART, PartSpec("block.2", "b" * 64, 7)),
-    max_length=100,
+    extent=Extent(100),
 )
 
 
@@ -326,10 +327,8 @@ OPTIONAL = {
     "quantize",
     "quantize_head",
     "stored_format",
-    "n_frames",
     "device",
     "threads",
-    "n_sequences",
     "silence_s",
     "refused_s",
 }
@@ -371,6 +370,12 @@ FIELDS_OF_VERSION[9] = (
     " ".join(sorted([*FIELDS_OF_VERSION[8][0].split(), "is_hot", "refused_s"])), FIELDS_OF_VERSION[8][1]
 )  # fmt: skip
 FIELDS_OF_VERSION[10] = FIELDS_OF_VERSION[9]  # tensors that are trained have a message of their own
+FIELDS_OF_VERSION[11] = (
+    "allow_clipping blocks compile config config_hash control_version device dtype epoch exclusive extensions extent "
+    "hand_over index is_hot keep_caches layout_version model names next_addr next_port parts placement quantize "
+    "quantize_head refused_s replay replay_bytes run silence_s stored_dtype stored_format threads wire_dtype",
+    "allow_clipping compile config config_hash device dtype fresh quantize quantize_head run stored_dtype threads wire_dtype",
+)
 
 
 def test_other_fields_are_another_version() -> None:

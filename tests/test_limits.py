@@ -22,6 +22,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.kernels.page_sizes import windows_of
+from mdi.spec.extent import Extent
 from mdi.spec.limits import LIMITS, excess
 from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
@@ -57,7 +58,7 @@ def init_request(config: Any, stop: int) -> InitRequest:
     return InitRequest(
         run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
         model="m", config=config, config_hash=config_hash(config) if isinstance(config, ModelConfig) else "c",
-        stored_dtype="float32", blocks=(1, stop), parts=parts, max_length=10,
+        stored_dtype="float32", blocks=(1, stop), parts=parts, extent=Extent(10),
     )  # fmt: skip
 
 
@@ -199,12 +200,10 @@ def test_modules_count_as_memory(built: list[int]) -> None:
     """Where torch computes, many experts take memory even without weights: on a small board more than there is."""
     config = config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512)
     request = init_request(ModelConfig.from_litgpt(config), 64)
-    caches = run_bytes(config, 1, 64, request.max_length, torch.float32)
-    assert (
-        ModelFamily().stage_bytes(ModelConfig.from_litgpt(config), (1, 64), request.max_length, "float32") - caches
-        == module_bytes(config, 1, 64)
-        > 300e6
-    )
+    caches = run_bytes(config, 1, 64, request.extent.max_length, torch.float32)
+    extent = replace(request.extent, kv_dtype="float32")
+    needed = ModelFamily().stage_bytes(ModelConfig.from_litgpt(config), (1, 64), extent)
+    assert needed - caches == module_bytes(config, 1, 64) > 300e6
     assert built == []
 
 

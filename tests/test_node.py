@@ -35,6 +35,7 @@ from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
@@ -197,8 +198,8 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
-    computing = Computing("cpu", "float32", "float32", None)
-    stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
+    computing = Computing("cpu", "float32")
+    stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32", "float32")
     with pytest.raises(UsageError) as e:
         check_capacity("secondary4", stage, 64, "cpu")
     assert "blocks 1-2 on secondary4" in str(e.value) and e.value.code == "memory"
@@ -433,7 +434,7 @@ def request(**changes: Any) -> InitRequest:
         "run": "0" * 16, "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p",
         "next_addr": "127.0.0.1", "next_port": 1, "model": "m", "config": ModelConfig(n_layer=1), "config_hash": "h",
         "stored_dtype": "float32",
-        "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "max_length": 10,
+        "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "extent": Extent(10),
     }  # fmt: skip
     return InitRequest(**{**fields, **changes})
 

@@ -26,6 +26,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import FILE, Profiler, bench_of
 from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from secondaries import entry_of, secondary
 from tiny_checkpoint import tiny_config
@@ -160,7 +161,7 @@ REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
 def init_request(**changes: Any) -> InitRequest:
     return InitRequest(
         "0" * 16, "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", ModelConfig(n_layer=1), "h", "float32",
-        (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10, **changes,
+        (0, 1), (PartSpec("block.0", "a" * 64, 100),), Extent(10), **changes,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from mdi.run.nodes import Losses
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
 from mdi.serve.host import ModelHost
 from mdi.serve.models import Models
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from waiting import until
 
@@ -345,7 +346,7 @@ def request(number: int) -> InitRequest:
     return InitRequest(
         run="a" * 16, epoch=f"{int('a' * 16, 16) + number:016x}", index=1, names=("starter", "secondary0"), placement="p",
         next_addr="127.0.0.1", next_port=1, model="m", config=ModelConfig(n_layer=1), config_hash="c", stored_dtype="float32",
-        blocks=(0, 1), parts=(PartSpec("block.0", "a" * 64, 300),), max_length=10,
+        blocks=(0, 1), parts=(PartSpec("block.0", "a" * 64, 300),), extent=Extent(10),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
@@ -239,5 +240,5 @@ def any_request() -> InitRequest:
         run="b" * 16, epoch="b" * 16, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1",
         next_port=1, model="m", config=ModelConfig(n_layer=1, n_embd=8, n_head=1), config_hash="c",
         stored_dtype="float32", blocks=(0, 1),
-        parts=(PartSpec("block.0", "a" * 64, 300),), max_length=10,
+        parts=(PartSpec("block.0", "a" * 64, 300),), extent=Extent(10),
     )  # fmt: skip

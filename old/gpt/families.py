@@ -15,6 +15,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError, UsageError
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_cache import TORCH_TYPES
@@ -64,9 +65,9 @@ class WholeTextFamily(ModelFamily):
         """Of a secondary's stage."""
         return WholeTextStage
 
-    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         no_blocks = WholeTextStage(self.torch_config(config), 0, 0)
-        return no_blocks.run_bytes(max_length, TORCH_TYPES[kv_dtype])
+        return no_blocks.run_bytes(extent.max_length, TORCH_TYPES[extent.kv_dtype])
 
     def check(self, request: InitRequest) -> None:
         if request.config.qkv_bias is None:

@@ -210,9 +210,7 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
     config = _config(options, None)
     model = Model(config.name, config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
     choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
-    asked = Requested(
-        dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize, kv_dtype=options.kv_dtype
-    )
+    asked = Requested(dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize)
     return measure_live(cluster, model, asked, default_cache_dir(), options.wait_s, options.fresh, cancel)
 
 

@@ -26,13 +26,14 @@ from mdi.spec.decode import (
     shown,
     spans_rise,
 )
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig, decode_with_config
-from mdi.spec.options import Frames, Length, Requested, Silence
+from mdi.spec.options import Length, Requested, Silence
 
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 10
+CONTROL_VERSION = 11
 # Values of "code" in a node's error; a peer of another version may have others.
 CODES = {
     "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
@@ -66,7 +67,6 @@ MOST_ROWS = 1 << 20  # in a question about rows
 ROWS_BYTES = 2 << 20  # of rows in an answer
 KEEPS_RECEIVED = "received"  # extension of `/init`: rows that come are kept, as those that are sent
 GRADIENTS = "gradients"  # extension of `/init`: refused where blocks have no gradients
-N_TEXTS = 8  # at the same time, of a run that does not say how many
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,10 @@ class InitRequest(Requested):
         next_addr, next_port: ring port of the next node.
         config: of the model, its plain form in JSON; `config_hash` is its hash.
         blocks: (start, stop) of the receiver.
-        max_length: tokens that a sequence may reach.
+        extent: of the run.
         stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
-        n_frames: frames in flight at most; None is as many as nodes.
         silence_s: a neighbour that is silent for so long is lost.
-        n_sequences: of the run at the same time, at most: the receiver's caches need hold no more.
         exclusive: no other run may be on the node.
         replay: the receiver's part in replays, see engine.worker; replay_bytes: for rows that it has sent.
         keep_caches: use the caches of the run's last ring, if they still exist.
@@ -117,11 +115,9 @@ class InitRequest(Requested):
     stored_dtype: Text
     blocks: Span
     parts: tuple[PartSpec, ...]
-    max_length: Length
+    extent: Extent
     stored_format: Text | None = None
-    n_frames: Frames | None = None
     silence_s: Silence = SILENCE_S
-    n_sequences: Length = N_TEXTS
     exclusive: bool = False
     keep_caches: bool = False
     replay: Annotated[str, one_of((COMPUTE, FILL, PASS))] = COMPUTE
@@ -134,15 +130,15 @@ class InitRequest(Requested):
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "config": self.config.plain(), "parts": [vars(part) for part in self.parts]}
+        config, parts = self.config.plain(), [vars(part) for part in self.parts]
+        return {**vars(self), "config": config, "parts": parts, "extent": vars(self.extent)}
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
         _check_versions(data)
-        missing = [f.name for f in fields(cls) if f.default is not None and f.name not in data]
-        if missing:  # a default is for who makes a request, not for who reads one
-            raise _refused(f"request: the field {missing[0]!r} is missing")
+        _check_complete("request", cls, data)
+        _check_complete("request.extent", Extent, data["extent"])
         request = decode_with_config(cls, data, "request", _refused)
         if request.index >= len(request.names):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
@@ -405,6 +401,13 @@ class WatchRequest:
 
 def _decoded(cls: type[T], data: Any) -> T:
     return decode(cls, data, "request", _refused)
+
+
+def _check_complete(where: str, cls: type[Any], data: Any) -> None:
+    """A default is for who makes a request, not for who reads one."""
+    missing = [f.name for f in fields(cls) if f.default is not None and isinstance(data, dict) and f.name not in data]
+    if missing:
+        raise _refused(f"{where}: the field {missing[0]!r} is missing")
 
 
 def _check_versions(data: Any) -> None:

@@ -103,11 +103,12 @@ class NodeWeights:
 
     def spec(self, request: InitRequest) -> StageSpec:
         """The stage that a run asks for. Raises ControlError, UsageError."""
+        computing = self.computing(request)
         spec = StageSpec(
             self._name, request.model, request.config_hash, request.config, request.blocks, request.parts,
-            self.computing(request), request.stored_dtype, request.stored_format,
+            computing, request.stored_dtype, request.stored_format,
             window_of(self.memory, request.extensions), group_of(request.extensions, request.config),
-            len(request.names), request.max_length, request.n_sequences,
+            len(request.names), computing.extent(request.extent),
         )  # fmt: skip
         if spec.adapter_parts:  # before they are sent
             check_spec(spec)

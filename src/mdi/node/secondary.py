@@ -65,7 +65,6 @@ from mdi.node.swarm_model import SwarmModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
-from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.building import StageSpec
 from mdi.stages.model_family import ModelFamily
@@ -309,8 +308,7 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        row_bytes = request.config.n_embd * ROW_VALUE_BYTES
-        rows = most_bytes(request.replay_bytes, request.n_sequences, request.max_length, row_bytes)
+        rows = request.extent.row_bytes(request.config.n_embd, request.replay_bytes)
         claim = Claim(
             request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions),
             request.extensions.get(KEEPS_RECEIVED) is True,
@@ -422,7 +420,7 @@ class SecondaryNode:
         start, stop = request.blocks
         shape = request.n_texts, request.n_tokens, worker.request.config.n_embd
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
-        if request.n_tokens > worker.request.max_length or n_bytes != n_rows:
+        if request.n_tokens > worker.request.extent.max_length or n_bytes != n_rows:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
         blocks, trained = blocks_of_stage(stage, sign), NONE
         if request.tensors is not None:

@@ -34,6 +34,7 @@ from mdi.placement.balance import Served, plan, speeds, weakest_span
 from mdi.placement.cost import time_of
 from mdi.placement.profile import NodeProfile
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.extent import Extent
 from mdi.stages.building import StageSpec
 from mdi.stages.store import Claim, HeldStage
 
@@ -263,7 +264,7 @@ class SwarmMember:
         return InitRequest(
             run="0" * 16, epoch="0" * 16, index=1, names=("starter", name), placement="", next_addr="", next_port=1,
             model=facts.model, config=facts.config, config_hash=facts.config_hash, stored_dtype=facts.stored_dtype,
-            blocks=(start, stop), parts=parts, max_length=1, stored_format=facts.stored_format, n_sequences=1,
+            blocks=(start, stop), parts=parts, extent=Extent(n_sequences=1), stored_format=facts.stored_format,
         )  # fmt: skip
 
     # A model that is not here

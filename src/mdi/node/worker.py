@@ -376,7 +376,7 @@ class RingWorker:
         )
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(
-            sock, seat, request.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,
+            sock, seat, request.extent.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,
             codec_in=expectation.codec, arrivals=self._turns.changed, listener=self._listener,
             caller=expectation.caller, cancel=self.cancel,
         )  # fmt: skip

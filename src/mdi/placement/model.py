@@ -20,7 +20,6 @@ from mdi.kernels.page_sizes import PAGE, cache_shape, n_pages, windows_of
 from mdi.kernels.weight_formats import WeightFormat, weight_format
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-from mdi.spec.limits import most_bytes
 from mdi.spec.model import ModelConfig
 
 
@@ -135,7 +134,7 @@ class Workload:
         """Bytes of sent rows that a node keeps."""
         if n_nodes < 2:
             return 0
-        return most_bytes(self.replay_bytes, self.n_sequences, self.sequence_length, row_bytes)
+        return min(self.replay_bytes, self.n_sequences * self.sequence_length * row_bytes)
 
     def rows_per_frame(self, n_nodes: int) -> int:
         """A frame goes round for each node, or more, each with an even share of the sequences (engine/scheduler.py)."""

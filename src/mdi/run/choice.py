@@ -15,7 +15,6 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
-from mdi.control.messages import N_TEXTS
 from mdi.control.swarm import model_id
 from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
@@ -35,6 +34,7 @@ from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.stages.model_family import ModelFamily
@@ -67,7 +67,7 @@ class Choice:
         profile: what the nodes have measured; None if they were not asked.
         held: the nodes that hold the blocks already; None: they get them.
         sharing: gives nodes shares of blocks; None if each has its blocks whole.
-        n_sequences: at the same time.
+        extent: of the run, from `place` on.
         weights, config, directory, codec: of the model, from `open` on: the weights with the cut, its configuration, the
             folder, the tokenizer.
         computing: of the starter.
@@ -99,7 +99,7 @@ class Choice:
         self.left_out: list[NodeConfig] = []
         self.profile: ClusterProfile | None = None
         self.sharing: SharingOut | None = None
-        self.n_sequences = N_TEXTS
+        self._extent = Extent()
         self.draft_bytes = 0
         self._ports = ports
         self._run = run
@@ -155,6 +155,15 @@ class Choice:
         return context_length(self.config, self.family.max_length(self.config), self.options.sequence_length)
 
     @property
+    def extent(self) -> Extent:
+        return replace(self._extent, n_frames=self.options.n_frames)
+
+    @property
+    def cache_type(self) -> str:
+        """What caches hold on this node."""
+        return self.computing.cache_type(self.options.kv_dtype)
+
+    @property
     def format(self) -> str:
         """The form of the weights on this node."""
         return self.computing.format
@@ -172,6 +181,7 @@ class Choice:
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
+        self.computing.cache_type(self.options.kv_dtype)  # reports a mistake before nodes are asked
 
     def place(self, n_sequences: int, max_length: int, losses: Losses) -> None:
         """Decide which node gets which blocks, as the nodes measure themselves; after `open`.
@@ -187,8 +197,8 @@ class Choice:
         Raises:
             PlacementError: the model does not fit; MdiError: a node was never there or cannot measure itself.
         """
-        self.n_sequences = n_sequences
         length = min(max_length, self.context_length)
+        self._extent = Extent(length, n_sequences, kv_dtype=self.options.kv_dtype)
         self.draft_bytes = draft_bytes(self)
         work = Workload(n_sequences, length, replay_bytes=self.options.replay_bytes, draft_bytes=self.draft_bytes)
         while True:
@@ -245,7 +255,7 @@ class Choice:
         is_measured = options.placement != "even" and options.layers is None
         return chosen_stages(
             options, self.family.kernel_config(weights.config), self.computing, self.cluster, work.n_sequences,
-            (lambda: faster_way(self._profiled(cancel), weights, self.computing, work)) if is_measured else None,
+            (lambda: faster_way(self._profiled(cancel), weights, options, self.computing, work)) if is_measured else None,
         )  # fmt: skip
 
     def _share_out(self, stages: tuple[RingStage, ...], work: Workload, cancel: Cancel) -> None:
@@ -371,14 +381,15 @@ def planned_ring(
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
     method = options.placement or DEFAULT_PLACEMENT
-    return choose(profile, model_of(weights), method, workload, computing.kv_dtype)
+    return choose(profile, model_of(weights), method, workload, computing.cache_type(options.kv_dtype))
 
 
 def faster_way(
-    profile: ClusterProfile, weights: StarterWeights, computing: Computing, workload: Workload
-) -> ParallelChoice:
+    profile: ClusterProfile, weights: StarterWeights, options: StarterOptions, computing: Computing, workload: Workload,
+) -> ParallelChoice:  # fmt: skip
     """A ring of nodes or groups, or all blocks on all nodes. PlacementError if the model fits none."""
-    return choose_measured(profile, model_shape(weights.config, computing.format, computing.kv_dtype), workload)
+    kv_dtype = computing.cache_type(options.kv_dtype)
+    return choose_measured(profile, model_shape(weights.config, computing.format, kv_dtype), workload)
 
 
 def divide(
@@ -400,7 +411,7 @@ def divide(
     if options.parallel.parts is not None or options.placement == "even" or is_cut:
         return division_by_hand(stages, weights.config, weights.blocks, options.parallel, names)
     if len(stages) == 1:
-        shape = model_shape(weights.config, computing.format, computing.kv_dtype)
+        shape = model_shape(weights.config, computing.format, computing.cache_type(options.kv_dtype))
         return _of_all_blocks(CostModel(measured(), shape, workload), stages)
     groups = {name: stage.name for stage in stages if stage.is_group for name in stage.members}
     return _planned_groups(planned_ring(with_groups(measured(), groups), weights, options, computing, workload), stages)

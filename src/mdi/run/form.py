@@ -45,7 +45,7 @@ from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.run.identity import IN_KERNELS, numbers_of
 from mdi.run.policy import Form, Stage, computing
 from mdi.spec.cluster import ClusterConfig, NodeConfig
-from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.building import StageSpec, check_gradients
@@ -78,8 +78,7 @@ class Basis:
         run: its id; ring n of the run has the id `run + n`.
         family, config: of the model; weights: with the cut of the ring that is formed.
         options: the user's choices; `computing` is what follows from them.
-        max_length: tokens that a sequence of the run may reach.
-        n_sequences: at the same time, at most.
+        extent: of the run; its frames are those that the user wants.
         process: a number that the starter's process drew.
         listener: the starter's ring port; None in a ring of one node.
         caches: of all runs of this process.
@@ -96,8 +95,7 @@ class Basis:
     options: StarterOptions
     computing: Computing
     weights: StarterWeights
-    max_length: int
-    n_sequences: int
+    extent: Extent
     process: str
     listener: RingListener | None
     caches: StageStore
@@ -355,8 +353,11 @@ class Former:
         basis, node = self.basis, self._nodes[name]
         weights, starter = copy.copy(basis.weights), self.cluster.starter
         weights.take_blocks([(0, 0), blocks])
-        options = replace(basis.options, replay_memory=0, verify=0.0, n_frames=None)
-        alone = replace(basis, run=secrets.randbits(62), weights=weights, options=options, taps=(), gradients=False)
+        options = replace(basis.options, replay_memory=0, verify=0.0)
+        alone = replace(
+            basis, run=secrets.randbits(62), weights=weights, options=options, taps=(), gradients=False,
+            extent=replace(basis.extent, n_frames=None),
+        )  # fmt: skip
         cluster, client = replace(self.cluster, secondaries=(node,), spares=()), ControlClient(node, self.cluster.keys)
         work = Preparation(alone, cluster, [client], None, 1, REACH_S, frozenset(), Holders(), None)
         (setup,) = work.prepare_others(cancel)
@@ -437,7 +438,7 @@ class Former:
     def _linked(self, ring: Ring, seat: Seat, cancel: Cancel) -> Link:
         basis, cluster = self.basis, ring.cluster
         n_nodes = len(computing(ring.stages))
-        n_frames = ring.n_frames = basis.options.n_frames or n_nodes
+        n_frames = ring.n_frames = basis.extent.n_frames or n_nodes
         if n_frames != n_nodes:
             logger.info(
                 "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)", n_frames, n_nodes
@@ -743,9 +744,7 @@ class Preparation:
             NoMemoryError: weights that will not fit are not loaded in the first place. UsageError: no gradients.
         """
         basis = self.basis
-        spec = self._supply.spec(
-            basis.computing, basis.max_length, basis.n_sequences, self._kv_memory, 0, basis.draft_bytes
-        )
+        spec = self._supply.spec(basis.computing, basis.extent, self._kv_memory, 0, basis.draft_bytes)
         if basis.gradients:
             check_gradients(spec)
         basis.caches.check_memory(spec, self.held)
@@ -818,10 +817,8 @@ class Preparation:
             stored_dtype=weights.dtype,
             blocks=weights.blocks[index],
             parts=parts,
-            max_length=basis.max_length,
-            n_sequences=basis.n_sequences,
+            extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
             stored_format=weights.stored_format,
-            n_frames=options.n_places(options.n_frames or n_nodes, n_nodes),
             silence_s=options.silence_s,
             is_hot=stages[index].is_hot,
             refused_s=refused_s(stages, index),
@@ -860,16 +857,15 @@ class Preparation:
     def _reckon_memory(self, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
         basis, nodes, setups = self.basis, self.cluster.nodes, self.setups
-        row_bytes = basis.weights.config.n_embd * ROW_VALUE_BYTES
-        kept = most_bytes(self._replay_bytes, basis.n_sequences, basis.max_length, row_bytes) if setups else 0
+        kept = basis.extent.row_bytes(basis.weights.config.n_embd, self._replay_bytes) if setups else 0
         assert self.held is not None
         self.held.replay_bytes, self.held.sent = kept, None  # its engine has the rows
         own = basis.caches.grant(self.held)
         is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)
         reports = [own, *(setup.caches(is_asked) for setup in setups)]
         memory = CacheMemory(share_out([(n.name, n.addr, report) for n, report in zip(nodes, reports, strict=True)]))
-        n_sequences = memory.n_sequences(basis.max_length)
-        logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, basis.max_length)
+        length = basis.extent.max_length
+        logger.debug("the caches of all nodes hold %s sequences of %d tokens", memory.n_sequences(length), length)
         return memory
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from mdi.host.computing import Computing
 from mdi.host.device import why_not_kernels
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.stages.side import Base
@@ -17,11 +18,12 @@ from mdi.stages.starter_weights import StarterWeights
 IN_KERNELS = ("fused", "plain")  # classes of library.arithmetic() whose bits depend on no batch, cut or processor
 
 
-def identity_of(weights: StarterWeights, computing: Computing, options: StarterOptions, max_length: int) -> str:
+def identity_of(weights: StarterWeights, computing: Computing, options: StarterOptions, extent: Extent) -> str:
     """Hash of the model and the options. Only one block of the weights is hashed; it identifies the others."""
     known = [
         weights.config_hash, weights.dtype, weights.spec(f"block.{weights.n_layer - 1}").sha256, computing.dtype,
-        computing.kv_dtype, computing.quantize, options.quantize_head, options.wire_dtype, max_length,
+        computing.cache_type(extent.kv_dtype), computing.quantize, options.quantize_head, options.wire_dtype,
+        extent.max_length,
         *(one.sha256 for one in weights.adapters),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()

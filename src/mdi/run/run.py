@@ -22,7 +22,7 @@ import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, MOST_TAPS, N_TEXTS
+from mdi.control.messages import CONTROL_VERSION, MOST_TAPS
 from mdi.control.server import StatusOnly
 from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
@@ -51,6 +51,7 @@ from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace, Trace
 from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
+from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import NO_GRADIENTS, prompt_rows
 from mdi.stages.model_family import ModelFamily
@@ -89,7 +90,7 @@ class Run(StatusOnly):
         model: what it generates with; from `open` on.
         prompt_ids: of `prompts`, once it is open.
         was_open: whether the ring has been closed, now or before.
-        max_length: tokens that a text of the run may have; from `open` on.
+        extent: of the run; from `open` on.
         secondary_metrics: what each secondary measured, once the run has ended.
         verifier: computes rows of other nodes again; None: nobody does.
         trace_of: records frames; None where nothing is recorded.
@@ -129,7 +130,7 @@ class Run(StatusOnly):
         self._in_use: InUse | None = None
         self._has_model = False
         self.prompt_ids: list[list[int]] = []
-        self.max_length = 0
+        self.extent = Extent()
         self.secondary_metrics: list[dict[str, Any]] = []
         self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
 
@@ -222,7 +223,7 @@ class Run(StatusOnly):
                 raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code="kernels")
             if self._taps and model.sharing is not None:
                 raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code="flags")
-            self.max_length = min(length, model.context_length)
+            self.extent = model.extent
             self._state = "LOADING"
             if model.cluster.secondaries:
                 logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
@@ -250,18 +251,21 @@ class Run(StatusOnly):
         """The loop, and how blocks are cut again; None if the first ring is the only one."""
         options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
         basis = Basis(
-            self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
-            self._process, self._ports.listener, self._ports.caches, model.sharing, self._taps,
-            model.held is not None, self._gradients, draft_memory(model, self.max_length),
+            self._id, model.family, model.config, options, computing, weights, self.extent, self._process,
+            self._ports.listener, self._ports.caches, model.sharing, self._taps, model.held is not None, self._gradients,
+            draft_memory(model, self.extent),
         )  # fmt: skip
         nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
         self._former = former = Former(basis, cluster, nodes)
         moving: MovingCut | None = None
         if not options.fixed and cluster.secondaries and model.family.is_placed:
             work = Workload(
-                model.n_sequences, self.max_length, replay_bytes=options.replay_bytes, draft_bytes=model.draft_bytes
+                self.extent.n_sequences,
+                self.max_length,
+                replay_bytes=options.replay_bytes,
+                draft_bytes=model.draft_bytes,
             )
-            shape = model_shape(weights.config, computing.format, computing.kv_dtype)
+            shape = model_shape(weights.config, computing.format, model.cache_type)
             part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
             moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)
         placed = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]
@@ -360,7 +364,7 @@ class Run(StatusOnly):
             raise UsageError(f"--draft {options.draft}: {reason} (--draft-inexact guesses all the same)")
         draft = None
         if options.draft != "auto":
-            draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
+            draft = open_draft(model, Path(options.draft), self.extent, self._cancel)
         has_window = window_of(options.weight_memory) is not None
         most_rows = most_rows_of(bool(model.config.n_expert), has_window)
         return Speculation(most_rows, draft, n_vocabulary=model.config.padded_vocab_size)
@@ -550,6 +554,11 @@ class Run(StatusOnly):
         return self._loop
 
     @property
+    def max_length(self) -> int:
+        """Tokens that a text of the run may have."""
+        return self.extent.max_length
+
+    @property
     def is_shared(self) -> bool:
         """Whether nodes compute blocks together."""
         return self._former is not None and self._former.is_shared
@@ -558,7 +567,7 @@ class Run(StatusOnly):
     def identity(self) -> str:
         """See `identity_of`; once it is open."""
         model = self.model
-        found = identity_of(model.weights, model.computing, model.options, self.max_length)
+        found = identity_of(model.weights, model.computing, model.options, self.extent)
         sides = " ".join(side.sha256 for side in self._sides.values())
         return hashlib.sha256(f"{found} {sides}".encode()).hexdigest() if sides else found
 

@@ -682,7 +682,7 @@ class RowVerifier:
         """This node's. Raises _CannotError."""
         basis: Basis = self._former.basis
         supply = StarterSupply(ring.stages[0].name, basis.weights, basis.family, basis.options)
-        spec = supply.spec(basis.computing, basis.max_length, basis.n_sequences, node=index)
+        spec = supply.spec(basis.computing, basis.extent, node=index)
         claim = Claim(f"verify {basis.run_id}", f"verify {basis.run_id} {ring.number} {index}")
         while True:
             try:

@@ -112,7 +112,7 @@ def plan_now(node: Run | None, ring: dict[str, Any]) -> dict[str, Any]:
             "error": "Nodes of this ring compute blocks together: only where each has blocks of its own is another cut planned."
         }
     running = max(1, ring["texts"]["running"])
-    shape = model_shape(node.model.weights.config, node.model.format, node.model.computing.kv_dtype)
+    shape = model_shape(node.model.weights.config, node.model.format, node.model.cache_type)
     profile = profile_now(node, ring, shape)
     work = Workload(running, node.max_length, replay_bytes=node.replay_bytes)
     try:

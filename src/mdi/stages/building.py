@@ -37,6 +37,7 @@ from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.weight_formats import held_bytes
 from mdi.spec.cluster import WeightMemory
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.window import open_window
@@ -66,7 +67,7 @@ class StageSpec:
         stored_dtype, stored_format: of the weights where they come from; the format is None if they are not packed.
         window: None holds all weights in memory.
         group: in which this node has a share of every block; None computes them alone.
-        n_nodes: of the ring; max_length: of a sequence; n_sequences: at the same time.
+        n_nodes: of the ring; extent: of the run on this node.
         kv_memory: limit for the caches by hand, in bytes.
         n_rows: of a text in a frame, at most: its newest token, and guesses.
         beside: bytes that the process will take besides, for a small model that guesses.
@@ -84,8 +85,7 @@ class StageSpec:
     window: WindowOptions | None
     group: Group | None
     n_nodes: int
-    max_length: int
-    n_sequences: int
+    extent: Extent
     kv_memory: int | None = None
     n_rows: int = 1
     beside: int = 0
@@ -100,8 +100,10 @@ class StageSpec:
         share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
         return (
             self.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.stored_format, share, self.window,
-            None if self.window is None else (self.max_length, self.n_sequences, self.kv_memory, self.n_rows, self.beside),
+            replace(self.computing, threads=None), self.extent.kv_dtype, self.stored_format, share, self.window,
+            None if self.window is None else (
+                self.extent.max_length, self.extent.n_sequences, self.kv_memory, self.n_rows, self.beside
+            ),
         )  # fmt: skip
 
     @property
@@ -137,8 +139,8 @@ class StageSpec:
     def run_bytes(self, family: ModelFamily) -> int:
         """Memory besides the weights, with the caches of one sequence of full length."""
         if self.is_torch:
-            return family.stage_bytes(self.config, self.blocks, self.max_length, self.computing.kv_dtype)
-        return run_bytes(self.own_config, *self.blocks, self.computing.kv_dtype, self.max_length)
+            return family.stage_bytes(self.config, self.blocks, self.extent)
+        return run_bytes(self.own_config, *self.blocks, self.extent)
 
     def weight_bytes(self, without: Mapping[str, Any]) -> int:
         """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory."""
@@ -215,17 +217,17 @@ def build_stage(
         from mdi.stages.torch_stage import TorchStage
 
         inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
-        stage = TorchStage(inner, computing, None if spec.stored_format else spec.stored_dtype)
+        stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.stored_format else spec.stored_dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
             stage.compile()
         return stage
     weights: Resident | Any
     if spec.window is not None:
-        n_rows = spec.n_sequences * spec.n_rows
+        n_rows = spec.extent.n_sequences * spec.n_rows
         work = work_bytes(spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
-            spec.run_bytes(family), spec.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
+            spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
@@ -238,7 +240,7 @@ def build_stage(
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
         group = None if spec.group is None else GroupSum(spec.group.share(spec.config))
-        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), computing.kv_dtype, group, adapters)
+        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
     except BaseException:
         weights.close()
         raise

@@ -25,6 +25,7 @@ from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import n_tables, score_bias_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
@@ -337,7 +338,8 @@ class KernelStage:
 
     def run_bytes(self, max_length: int) -> int:
         """Memory that a run takes besides the weights: position tables, and the caches of one sequence of full length."""
-        return run_bytes(self._blocks.config, self.start, self.stop, self.cache_type, max_length)
+        extent = Extent(max_length, kv_dtype=self.cache_type)
+        return run_bytes(self._blocks.config, self.start, self.stop, extent)
 
     def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
@@ -424,7 +426,8 @@ class KernelStage:
         self.weights.close()
 
 
-def run_bytes(config: ModelConfig, start: int, stop: int, cache_type: str, max_length: int) -> int:
+def run_bytes(config: ModelConfig, start: int, stop: int, extent: Extent) -> int:
     """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
-    tables = 2 * 4 * max_length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, max_length)
-    return tables + sum(c.n_bytes(max_length) for c in cache_classes(config, start, stop, cache_type)[0])
+    length = extent.max_length
+    tables = 2 * 4 * length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, length)
+    return tables + sum(c.n_bytes(length) for c in cache_classes(config, start, stop, extent.kv_dtype)[0])

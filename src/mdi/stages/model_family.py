@@ -17,6 +17,7 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.tensor.group import group_of
 
@@ -86,13 +87,13 @@ class ModelFamily:
         own = self.torch_config(config)
         return StarterStage(own, blocks[1]) if has_ends else Stage(own, *blocks, cancel)
 
-    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
         own = self.torch_config(config)
-        caches = run_bytes(own, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        caches = run_bytes(own, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
         return caches + module_bytes(own, *blocks)
 
     def check(self, request: InitRequest) -> None:
