@@ -159,9 +159,7 @@ def time_until_ready(path: Path, client: Any) -> float:
     parts = tuple(PartSpec(p.name, p.sha256, p.n_bytes) for p in manifest.parts)
     request = InitRequest(
         run=run, epoch=run, index=1, names=("starter", "secondary0"), placement="overheads", next_addr=HOST, next_port=1,
-        model=manifest.model, config=manifest.config, config_hash=manifest.config_hash, stored_dtype=manifest.dtype,
-        stored_format=manifest.format,
-        blocks=manifest.blocks, parts=parts, extent=Extent(manifest.config.block_size),
+        model=chunk.model_id, blocks=manifest.blocks, parts=parts, extent=Extent(manifest.config.block_size),
     )  # fmt: skip
     begin = time.perf_counter()
     client.init(request)

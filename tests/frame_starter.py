@@ -44,8 +44,7 @@ class FrameStarter:
         self._n_layer, self.n_embd = source.config.n_layer, source.config.n_embd
         parts = [(name, source.info(name)) for name in (f"block.{i}" for i in range(self._n_layer))]
         self._fields: dict[str, Any] = {
-            "model": source.model, "config": source.config, "config_hash": source.config_hash,
-            "stored_dtype": source.dtype, "parts": tuple(PartSpec(name, one.sha256, one.n_bytes) for name, one in parts),
+            "model": source.model_id, "parts": tuple(PartSpec(name, one.sha256, one.n_bytes) for name, one in parts),
         }  # fmt: skip
         self.ring: TcpRing | None = None
         self._n_rings = 0

@@ -70,8 +70,8 @@ class WholeTextFamily(ModelFamily):
         return no_blocks.run_bytes(extent.max_length, TORCH_TYPES[extent.kv_dtype])
 
     def check(self, request: InitRequest) -> None:
-        if request.config.qkv_bias is None:
-            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
+        if request.model.config.qkv_bias is None:
+            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model.name}", 409)
         super().check(request)
 
     def max_length(self, config: ModelConfig) -> int:
@@ -130,8 +130,8 @@ class NanoFamily(WholeTextFamily):
             raise ControlError(f"this node was started as {self._role}, but the nodes file has it as {wanted}", 409)
         if wanted == "intermediate":
             super().check(request)
-        elif request.config.qkv_bias is None:
-            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
+        elif request.model.config.qkv_bias is None:
+            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model.name}", 409)
 
     def widest_row(self, config: ModelConfig) -> int:
         return max(config.n_embd, config.padded_vocab_size)

@@ -19,6 +19,7 @@ from mdi.kernels.page_sizes import CacheClass
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.stages.building import StageSpec
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore
 from waiting import DEADLINE_S, until
@@ -91,8 +92,8 @@ def wanted(
     **changes: Any,
 ) -> tuple[StageSpec, Claim]:  # fmt: skip
     spec = StageSpec(
-        "secondary0", model, model, ModelConfig(n_layer=1), (0, 1), (PartSpec("block.0", "a" * 64, n_bytes),), COMPUTING,
-        "float32", None, None, None, 2, EXTENT,
+        "secondary0", ModelId(model, ModelConfig(n_layer=1), model, "float32"), (0, 1),
+        (PartSpec("block.0", "a" * 64, n_bytes),), COMPUTING, None, None, 2, EXTENT,
     )  # fmt: skip
     return replace(spec, **changes), Claim(run, epoch or run, keeps_caches, replay_bytes)
 

@@ -27,7 +27,7 @@ from mdi.spec.decode import (
     spans_rise,
 )
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig, decode_with_config
+from mdi.spec.model_id import ModelId, decode_with_model
 from mdi.spec.options import Length, Requested, Silence
 
 T = TypeVar("T")
@@ -88,10 +88,8 @@ class InitRequest(Requested):
         index: the receiver's place in the ring; names[0] is the starter.
         placement: hash of model, cut and ring.
         next_addr, next_port: ring port of the next node.
-        config: of the model, its plain form in JSON; `config_hash` is its hash.
         blocks: (start, stop) of the receiver.
         extent: of the run.
-        stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
         silence_s: a neighbour that is silent for so long is lost.
         exclusive: no other run may be on the node.
@@ -109,14 +107,10 @@ class InitRequest(Requested):
     placement: Text
     next_addr: Text
     next_port: Port
-    model: Text
-    config: ModelConfig
-    config_hash: Text
-    stored_dtype: Text
+    model: ModelId
     blocks: Span
     parts: tuple[PartSpec, ...]
     extent: Extent
-    stored_format: Text | None = None
     silence_s: Silence = SILENCE_S
     exclusive: bool = False
     keep_caches: bool = False
@@ -130,8 +124,8 @@ class InitRequest(Requested):
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        config, parts = self.config.plain(), [vars(part) for part in self.parts]
-        return {**vars(self), "config": config, "parts": parts, "extent": vars(self.extent)}
+        parts = [vars(part) for part in self.parts]
+        return {**vars(self), "model": self.model.to_json(), "parts": parts, "extent": vars(self.extent)}
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
@@ -139,12 +133,12 @@ class InitRequest(Requested):
         _check_versions(data)
         _check_complete("request", cls, data)
         _check_complete("request.extent", Extent, data["extent"])
-        request = decode_with_config(cls, data, "request", _refused)
+        request = decode_with_model(cls, data, "request", _refused)
         if request.index >= len(request.names):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
         spans_rise("request", _refused, blocks=request.blocks)
         _check_blocks(request)
-        taps_of(request.extensions, request.config.n_layer)
+        taps_of(request.extensions, request.model.config.n_layer)
         return request
 
 
@@ -172,25 +166,21 @@ class ProfileRequest(Requested):
     """Bytes of a message `profile`: which model the node is to measure itself with, computed as it would be in a run.
 
     Attributes:
-        config: of the model, its plain form in JSON; `config_hash` is its hash.
-        stored_dtype: as in `InitRequest`.
         fresh: measure again, whatever is kept.
         run: id of the run to place, if there is one: its starter may end the node's process even if the node gets no blocks.
     """
 
-    config: ModelConfig
-    config_hash: Text
-    stored_dtype: Text
+    model: ModelId
     fresh: bool = False
     run: RunId | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "config": self.config.plain()}
+        return {**vars(self), "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        return decode_with_config(cls, data, "request", _refused)
+        return decode_with_model(cls, data, "request", _refused)
 
 
 @dataclass(frozen=True)
@@ -436,7 +426,7 @@ def version_error(who: str, version: Any) -> ControlError:
 
 
 def _check_blocks(request: InitRequest) -> None:
-    (start, stop), n_layer = request.blocks, request.config.n_layer
+    (start, stop), n_layer = request.blocks, request.model.config.n_layer
     if not 0 <= start < stop <= n_layer:
         raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
     names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer

@@ -17,7 +17,7 @@ from mdi.control.messages import PartSpec
 from mdi.errors import ControlError
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import Meta, Name, Number, Port, RunId, Sha256, Text, Whole, decode, spans_rise
-from mdi.spec.model import ModelConfig, decode_with_config
+from mdi.spec.model_id import ModelId, decode_with_model
 
 EXPIRY_S = 60.0
 N_LIMIT = 4096  # nodes that one node knows
@@ -169,25 +169,19 @@ class ModelFacts:
     """A model as one node tells another of it.
 
     Attributes:
-        config: of the model, its plain form in JSON; `config_hash` is its hash.
-        stored_dtype, stored_format: of its parts, see InitRequest.
         parts: those of the request that the node knows.
     """
 
-    model: Text
-    config: ModelConfig
-    config_hash: Text
-    stored_dtype: Text
-    stored_format: Text | None
+    model: ModelId
     parts: Annotated[tuple[PartSpec, ...], Meta(max_length=N_PARTS)]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "config": self.config.plain()}
+        return {"model": self.model.to_json(), "parts": [vars(part) for part in self.parts]}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> ModelFacts:
         """Raises ControlError."""
-        return decode_with_config(cls, data, where, ControlError)
+        return decode_with_model(cls, data, where, ControlError)
 
 
 class SwarmTable:
@@ -266,9 +260,9 @@ class SwarmTable:
                 del self._former[place]
 
 
-def model_id(config_hash: str, dtype: str, last_block: str) -> str:
-    """Hash of a model, by the hash of its last block, which identifies the others."""
-    return hashlib.sha256(json.dumps([config_hash, dtype, last_block]).encode()).hexdigest()
+def weights_id(model: ModelId, last_block: str) -> str:
+    """Hash of a model's weights, by the hash of its last block, which identifies the others."""
+    return hashlib.sha256(json.dumps([model.config_hash, model.dtype, last_block]).encode()).hexdigest()
 
 
 def message_bytes(content: Any) -> int:

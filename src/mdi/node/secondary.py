@@ -308,7 +308,7 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        rows = request.extent.row_bytes(request.config.n_embd, request.replay_bytes)
+        rows = request.extent.row_bytes(request.model.config.n_embd, request.replay_bytes)
         claim = Claim(
             request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions),
             request.extensions.get(KEEPS_RECEIVED) is True,
@@ -418,7 +418,7 @@ class SecondaryNode:
     ) -> memoryview:
         worker, stage = self._computing(request.run, request.blocks)
         start, stop = request.blocks
-        shape = request.n_texts, request.n_tokens, worker.request.config.n_embd
+        shape = request.n_texts, request.n_tokens, worker.request.model.config.n_embd
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
         if request.n_tokens > worker.request.extent.max_length or n_bytes != n_rows:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
@@ -440,7 +440,7 @@ class SecondaryNode:
         if n_bytes < request.header_bytes:
             raise ControlError(f"{n_bytes} bytes have no header of {request.header_bytes}", 400)
         header = _bytes_of(read, request.header_bytes)
-        shapes = read_shapes(header, worker.request.config, *request.blocks)
+        shapes = read_shapes(header, worker.request.model.config, *request.blocks)
         if n_bytes != request.header_bytes + 4 * sum(map(math.prod, shapes.values())):
             raise ControlError(f"{n_bytes} bytes are not these tensors", 400)
         sha256, trained = hashlib.sha256(header), dict[str, np.ndarray]()

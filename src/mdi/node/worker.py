@@ -154,7 +154,7 @@ class RingWorker:
 
     @property
     def _taps(self) -> tuple[int, ...]:
-        return taps_of(self.request.extensions, self.request.config.n_layer)
+        return taps_of(self.request.extensions, self.request.model.config.n_layer)
 
     @property
     def is_running(self) -> bool:
@@ -362,7 +362,7 @@ class RingWorker:
             with self.changed:
                 self.report_caches, self.state = (lambda: self._store.grant(self.held)), "READY"
                 self._note_change()
-            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
+            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model.name)
             sock = None
             with self.cancel.waking(expectation.wake):
                 while sock is None:
@@ -372,7 +372,7 @@ class RingWorker:
             self.report_caches = None
             self._listener.forget(expectation)
         widest = (
-            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(self.request.config)
+            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(request.model.config)
         )
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(

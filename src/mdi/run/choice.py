@@ -15,7 +15,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
-from mdi.control.swarm import model_id
+from mdi.control.swarm import weights_id
 from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
@@ -27,7 +27,7 @@ from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
-from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
+from mdi.placement.planning import choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.nodes import Losses, StarterPorts, free_nodes
@@ -127,7 +127,7 @@ class Choice:
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
-        warn_of_rounding(weights.model, weights.native, options.quantize)
+        warn_of_rounding(weights.model.name, weights.native, options.quantize)
         self._set_format(options.quantize)
         if weights.adapters and self.computing.packing is None:
             raise UsageError(f"--adapter: this node computes {self.computing.why_torch}, and adapters need the kernels")
@@ -216,9 +216,9 @@ class Choice:
         """The blocks stay where they are. PlacementError if some are nowhere."""
         weights = self.weights
         last = weights.spec(f"block.{weights.n_layer - 1}").sha256
-        identity = model_id(weights.config_hash, weights.dtype, last)
+        identity = weights_id(weights.model, last)
         form, numerics = self.computing.format, library.arithmetic()
-        self.held = part = swarm.choose(identity, form, numerics, weights.n_layer, weights.model, cancel)
+        self.held = part = swarm.choose(identity, form, numerics, weights.n_layer, weights.model.name, cancel)
         weights.cut_anew((0, *(one.stop - one.start for one in part.chain)))
         self.cluster = cluster = with_chain(self.cluster, part)
         self.left_out = [node for node in part.nodes if node not in cluster.secondaries]
@@ -348,7 +348,7 @@ def measured_cluster(
         MdiError: a node is not there or cannot measure itself.
     """
     return profile_cluster(
-        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, cancel, run=run
+        cluster, weights.model, computing, options, options.cache_dir, options.wait_s, cancel, run=run
     )
 
 
@@ -381,7 +381,7 @@ def planned_ring(
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
     method = options.placement or DEFAULT_PLACEMENT
-    return choose(profile, model_of(weights), method, workload, computing.cache_type(options.kv_dtype))
+    return choose(profile, weights.model, method, workload, computing.cache_type(options.kv_dtype))
 
 
 def faster_way(
@@ -433,10 +433,6 @@ def _of_all_blocks(cost: CostModel, stages: tuple[RingStage, ...]) -> Division:
         "/".join(f"{part:.0%}" for part in plan.parts), duration(plan.token_s), duration(plan.sums_s), plan.algorithm,
     )  # fmt: skip
     return Division(stages, (cost.n_layer,), dict(zip(plan.names, plan.parts, strict=True)))
-
-
-def model_of(weights: StarterWeights) -> Model:
-    return Model(weights.model, weights.config, weights.config_hash, weights.dtype)
 
 
 # Ring or shares
@@ -539,7 +535,7 @@ def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Reque
     """Choose how the starter computes. Raises UsageError if the device does not support the user's choice."""
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     config = family.kernel_config(weights.config)
-    computing = choose_computing(config, asked.over(formats), weights.dtype, weights.stored_format)
+    computing = choose_computing(config, asked.over(formats), weights.model.dtype, weights.model.format)
     if computing.packing is None:
         load_torch(computing.why_torch or "this model")
     return computing
@@ -557,7 +553,7 @@ def formats_to_try(weights: StarterWeights) -> list[str | None]:
         return [weights.quantize]
     if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
         return [weights.native]
-    own = LAYOUTS[own_packing(weights.dtype).blocks].bits
+    own = LAYOUTS[own_packing(weights.model.dtype).blocks].bits
     rounded = SMALLER[1:] if weights.native is None else (weights.native,)
     return [None, *(form for form in rounded if LAYOUTS[form].bits < own)]
 
@@ -576,11 +572,11 @@ def first_that_fits(formats: list[str | None], place: Callable[[str | None], Non
 def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
     """Whether the starter's own part of a cut that is given fits into the memory that is free."""
     parts = stage_parts(0, weights.blocks[0][1], starter=True)
-    held = form or weights.stored_format or own_packing(weights.dtype).blocks
-    if held != weights.stored_format:
-        return packed_bytes(weights.config, weights.model, parts, held) <= device_free_bytes(device)
+    held = form or weights.model.format or own_packing(weights.model.dtype).blocks
+    if held != weights.model.format:
+        return packed_bytes(weights.config, weights.model.name, parts, held) <= device_free_bytes(device)
     of_parts = [weights.part_bytes(part) for part in parts]
-    return held_bytes(of_parts, weights.dtype, held, weights.stored_format) <= device_free_bytes(device)
+    return held_bytes(of_parts, weights.model.dtype, held, weights.model.format) <= device_free_bytes(device)
 
 
 def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]:

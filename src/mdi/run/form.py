@@ -776,7 +776,13 @@ class Preparation:
         names = tuple(node.name for node in nodes)
         parts = self._hash_parts(cancel)
         shares = [weights.extensions_of(index) for index in range(1, len(nodes))]
-        identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
+        identity = [
+            weights.model.config_hash,
+            weights.blocks,
+            names,
+            [[p.sha256 for p in node] for node in parts],
+            shares,
+        ]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
         self.has_begun = True
@@ -812,13 +818,9 @@ class Preparation:
             next_addr=following.addr,
             next_port=port_in,
             model=weights.model,
-            config=weights.config,
-            config_hash=weights.config_hash,
-            stored_dtype=weights.dtype,
             blocks=weights.blocks[index],
             parts=parts,
             extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
-            stored_format=weights.stored_format,
             silence_s=options.silence_s,
             is_hot=stages[index].is_hot,
             refused_s=refused_s(stages, index),

@@ -20,8 +20,9 @@ IN_KERNELS = ("fused", "plain")  # classes of library.arithmetic() whose bits de
 
 def identity_of(weights: StarterWeights, computing: Computing, options: StarterOptions, extent: Extent) -> str:
     """Hash of the model and the options. Only one block of the weights is hashed; it identifies the others."""
+    model = weights.model
     known = [
-        weights.config_hash, weights.dtype, weights.spec(f"block.{weights.n_layer - 1}").sha256, computing.dtype,
+        model.config_hash, model.dtype, weights.spec(f"block.{weights.n_layer - 1}").sha256, computing.dtype,
         computing.cache_type(extent.kv_dtype), computing.quantize, options.quantize_head, options.wire_dtype,
         extent.max_length,
         *(one.sha256 for one in weights.adapters),
@@ -32,7 +33,8 @@ def identity_of(weights: StarterWeights, computing: Computing, options: StarterO
 def base_of(weights: StarterWeights) -> Base:
     """The model as what is trained for it knows it."""
     last = weights.spec(f"block.{weights.n_layer - 1}").sha256
-    return Base(weights.model, weights.config_hash, last, weights.stored_format or weights.dtype)
+    model = weights.model
+    return Base(model.name, model.config_hash, last, model.format or model.dtype)
 
 
 def numbers_of(

@@ -36,7 +36,7 @@ from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
-from mdi.run.choice import Choice, check_hot_spares, model_of
+from mdi.run.choice import Choice, check_hot_spares
 from mdi.run.cut import MovingCut
 from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
@@ -226,7 +226,7 @@ class Run(StatusOnly):
             self.extent = model.extent
             self._state = "LOADING"
             if model.cluster.secondaries:
-                logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
+                logger.info("loading %s on %d nodes", model.weights.model.name, model.cluster.n_nodes)
             loop, cut = self._make_loop(model, losses)
             if model.held is not None and not self.options.fixed:
                 # Nodes may leave and come while the first ring is formed. They have their blocks already, which says in which
@@ -372,7 +372,7 @@ class Run(StatusOnly):
     def _measure(self, client: ControlClient) -> NodeProfile:
         """A node that has come, as it measures itself. Raises MdiError."""
         model, node = self.model, client.node
-        request = profile_request(model_of(model.weights), model.computing, model.options, run=self.run_id)
+        request = profile_request(model.weights.model, model.computing, model.options, run=self.run_id)
         answer = client.profile(request)
         profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
         return replace(profile, machine=host_of(node.addr))
@@ -636,7 +636,7 @@ class Run(StatusOnly):
         n_tokens = 0 if self._texts is None else self.engine.n_tokens
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
         weights = self.model.weights
-        return self.run_trace.trace(weights.model, self.cluster.nodes, weights.blocks, measured, n_tokens)
+        return self.run_trace.trace(weights.model.name, self.cluster.nodes, weights.blocks, measured, n_tokens)
 
     def status(self, run: str | None) -> dict[str, Any]:
         return {
@@ -646,7 +646,7 @@ class Run(StatusOnly):
             "process": self._process,
             "state": self.state,
             "clock_s": time.time(),
-            "model": self.model.weights.model if self._has_model else None,
+            "model": self.model.weights.model.name if self._has_model else None,
             "n_nodes": self.cluster.n_nodes,
             "samples": [{"n_tokens": s.n_reached, "finish_reason": s.finish_reason} for s in list(self.samples)],
         }

@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from mdi.kernels.weight_formats import held_bytes
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.window import open_window
 from mdi.stages.window_budget import RunMemory, WindowOptions, window_of, work_bytes
@@ -61,10 +62,8 @@ class StageSpec:
     """A stage. Two specs with the same `key` have the same stage.
 
     Attributes:
-        name, model: of the node and the model, for messages.
-        config: of the model.
+        name: of the node, for messages.
         parts: of its weights, in the order in which they are computed; their hashes say which weights are the same.
-        stored_dtype, stored_format: of the weights where they come from; the format is None if they are not packed.
         window: None holds all weights in memory.
         group: in which this node has a share of every block; None computes them alone.
         n_nodes: of the ring; extent: of the run on this node.
@@ -74,14 +73,10 @@ class StageSpec:
     """
 
     name: str
-    model: str
-    config_hash: str
-    config: ModelConfig = field(compare=False, repr=False)
+    model: ModelId
     blocks: tuple[int, int]
     parts: tuple[Part, ...]
     computing: Computing
-    stored_dtype: str
-    stored_format: str | None
     window: WindowOptions | None
     group: Group | None
     n_nodes: int
@@ -96,11 +91,15 @@ class StageSpec:
         return any(part.name == "embedding" for part in self.parts)
 
     @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
     def key(self) -> tuple[Any, ...]:
         share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
         return (
-            self.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.extent.kv_dtype, self.stored_format, share, self.window,
+            self.model.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
+            replace(self.computing, threads=None), self.extent.kv_dtype, self.model.formats, share, self.window,
             None if self.window is None else (
                 self.extent.max_length, self.extent.n_sequences, self.kv_memory, self.n_rows, self.beside
             ),
@@ -151,12 +150,12 @@ class StageSpec:
             return sum(part.n_bytes for part in new)
         blocks = [part for part in new if part.name.startswith("block.")]
         ends = [part for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
-        computing = self.computing
+        computing, model = self.computing, self.model
 
         def held(parts: list[Part], form: str) -> int:
-            if self.is_torch or form == self.stored_format:
-                return held_bytes([part.n_bytes for part in parts], self.stored_dtype, form, self.stored_format)
-            return packed_bytes(self.config, self.model, [part.name for part in parts], form)
+            if self.is_torch or form == model.format:
+                return held_bytes([part.n_bytes for part in parts], model.dtype, form, model.format)
+            return packed_bytes(model.config, model.name, [part.name for part in parts], form)
 
         return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
 
@@ -217,7 +216,7 @@ def build_stage(
         from mdi.stages.torch_stage import TorchStage
 
         inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
-        stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.stored_format else spec.stored_dtype)
+        stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.model.formats else spec.model.dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
             stage.compile()

@@ -34,6 +34,7 @@ from mdi.host.computing import Computing
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import StageSpec
 from mdi.stages.window_budget import window_of
@@ -96,11 +97,7 @@ class StarterWeights:
     """
 
     directory: Path
-    model: str
-    config: ModelConfig
-    config_hash: str
-    dtype: str
-    stored_format: str | None
+    model: ModelId
     native: str | None
     quantize: str | None
     quantize_head: str | None
@@ -143,9 +140,7 @@ class StarterWeights:
         if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
         first = self.sources[0]
-        self.model, self.config = first.model, first.config
-        self.config_hash, self.dtype = first.config_hash, first.dtype
-        self.stored_format = first.packing.blocks if first.packing else None
+        self.model = first.model_id
         self.native = first.native
         packing = first.packing or own_packing(first.dtype)
         lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
@@ -244,7 +239,7 @@ class StarterWeights:
 
     def _source_of(self, part: str) -> WeightSource:
         for source in self.sources:
-            if source.config_hash == self.config_hash and part in source.part_names():
+            if source.config_hash == self.model.config_hash and part in source.part_names():
                 return source
         raise CheckpointError(
             f"the weights of {part} are in none of the starter's files: give the whole checkpoint with --ckpt, or put all "
@@ -325,6 +320,10 @@ class StarterWeights:
             chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel)
 
     @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
     def n_layer(self) -> int:
         return self.config.n_layer
 
@@ -366,9 +365,8 @@ class StarterSupply:
             for part in weights.parts_of(node, self.family)
         )
         return StageSpec(
-            self._name, weights.model, weights.config_hash, weights.config, weights.blocks[node], parts, computing,
-            weights.dtype, weights.stored_format, window_of(self.memory), group, len(weights.blocks),
-            computing.extent(extent), kv_memory, n_rows, beside,
+            self._name, weights.model, weights.blocks[node], parts, computing, window_of(self.memory), group,
+            len(weights.blocks), computing.extent(extent), kv_memory, n_rows, beside,
         )  # fmt: skip
 
     def _holder_of(self, part: str) -> StarterWeights | ShardWeights:

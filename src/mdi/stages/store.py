@@ -273,7 +273,7 @@ class HeldStage:
 
     @property
     def model(self) -> str:
-        return self.spec.model
+        return self.spec.model.name
 
     @property
     def blocks(self) -> tuple[int, int]:
