@@ -11,6 +11,7 @@ from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.net.wire import REFUSED_S, SILENCE_S
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.decode import (
     Meta,
     Name,
@@ -358,13 +359,12 @@ class ToldRows:
 
     Attributes:
         rows: base64 of the bytes, if they were asked for: all scales, then all values.
-        numerics: see stages.store.HeldStage.
     """
 
     dtype: Name
     n_cols: Whole
     sha256: Sha256
-    numerics: Text
+    arithmetic: Arithmetic
     rows: str | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
 
@@ -58,6 +60,11 @@ class Computing:
     def cache_type(self, asked: str) -> str:
         """What caches hold here, of a type that was asked for. UsageError if it is not for this device, or for torch."""
         return choose_kv_dtype(asked, self.dtype, self.device, self.why_torch)
+
+    def arithmetic(self, kv_dtype: str) -> Arithmetic:
+        """Of whole blocks, with caches that hold this type."""
+        unit = library.arithmetic() if self.packing is not None else "torch"
+        return Arithmetic(unit if self.device == "cpu" else self.device, Formats.one(self.format), kv_dtype)
 
     def extent(self, asked: Extent) -> Extent:
         """Of a stage that is computed so. Raises as `cache_type`."""

@@ -400,7 +400,7 @@ class SecondaryNode:
         if request.is_whole and len(data) > ROWS_BYTES:
             raise ControlError(f"{len(data)} bytes of rows; an answer has at most {ROWS_BYTES}", 413)
         told = base64.b64encode(data).decode() if request.is_whole else None
-        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.numerics, told).to_json()
+        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.spec.arithmetic, told).to_json()
 
     def _note_part(self, sha256: str) -> None:
         """A part has come, for one ring: another one may wait for it, too."""

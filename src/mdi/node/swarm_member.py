@@ -25,7 +25,6 @@ from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileR
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmTable
 from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import free_memory_bytes, memory_bytes
-from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.node.secondary import SecondaryNode
@@ -195,7 +194,7 @@ class SwarmMember:
         self._n_blocks = n_blocks = min(n_layer, self._most_blocks or n_layer, self._fitting())
         self._own = Announced(
             node.config.name[:80], node.process, 0, node.config.addr, node.control_port, node.ring_port, facts.model.name,
-            model.weights, computing.format, library.arithmetic(), n_layer, 0, 0, is_ready=False, speed=0.0,
+            model.weights, computing.arithmetic("auto"), n_layer, 0, 0, is_ready=False, speed=0.0,
             block_s=block_s, is_whole=model.is_whole,
         )  # fmt: skip
         self._ask_others()

@@ -20,7 +20,6 @@ from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
-from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
 from mdi.placement.cost import CostModel
@@ -217,8 +216,8 @@ class Choice:
         weights = self.weights
         last = weights.spec(f"block.{weights.n_layer - 1}").sha256
         identity = weights_id(weights.model, last)
-        form, numerics = self.computing.format, library.arithmetic()
-        self.held = part = swarm.choose(identity, form, numerics, weights.n_layer, weights.model.name, cancel)
+        arithmetic = self.computing.arithmetic("auto")
+        self.held = part = swarm.choose(identity, arithmetic, weights.n_layer, weights.model.name, cancel)
         weights.cut_anew((0, *(one.stop - one.start for one in part.chain)))
         self.cluster = cluster = with_chain(self.cluster, part)
         self.left_out = [node for node in part.nodes if node not in cluster.secondaries]

@@ -40,7 +40,7 @@ from mdi.run.choice import Choice, check_hot_spares
 from mdi.run.cut import MovingCut
 from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
-from mdi.run.identity import base_of, identity_of
+from mdi.run.identity import RingArithmetic, base_of, identity_of
 from mdi.run.loop import Joins, Lookout, RingLoop, SlowLinks
 from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.passes import Passes
@@ -332,7 +332,7 @@ class Run(StatusOnly):
         former, options = self._former, self.model.options
         if not options.verify or former is None or self.cluster.n_nodes == 1:
             return None
-        if former.held is None or not former.held.numerics:
+        if former.held is None or not former.held.spec.arithmetic.is_certain:
             raise UsageError(
                 "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code="flags"
             )
@@ -577,10 +577,10 @@ class Run(StatusOnly):
         return tuple(name for name in self.engine.adapters if name)
 
     @property
-    def numbers(self) -> str:
-        """See `numbers_of`: of the present ring."""
+    def arithmetic(self) -> RingArithmetic:
+        """Of the present ring."""
         assert self.ring is not None
-        return self.ring.numbers
+        return self.ring.arithmetic
 
     @property
     def replay_bytes(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from mdi.errors import MdiError
-from mdi.spec.decode import Name, Text, Whole, decode
+from mdi.spec.decode import Meta, ShortName, Text, Whole, decode
 from mdi.spec.model import ModelConfig, decode_with_config
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class Formats:
             it is one piece.
     """
 
-    of_all: tuple[tuple[Whole | None, Name], ...]
+    of_all: Annotated[tuple[tuple[Whole | None, ShortName], ...], Meta(min_length=1, max_length=64)]
 
     @classmethod
     def one(cls, name: str) -> Formats:

@@ -36,10 +36,11 @@ from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.weight_formats import held_bytes
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
-from mdi.spec.model_id import ModelId
+from mdi.spec.model_id import Formats, ModelId
 from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
 from mdi.stages.window import open_window
 from mdi.stages.window_budget import RunMemory, WindowOptions, window_of, work_bytes
@@ -129,6 +130,14 @@ class StageSpec:
         packing = self.computing.packing if self.group is None else self.group.packing
         assert packing is not None
         return packing
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        found, group = self.computing.arithmetic(self.extent.kv_dtype), self.group
+        if group is None:
+            return found
+        share = group.rank, group.shares.heads, group.shares.columns
+        return replace(found, formats=Formats.one(group.packing.blocks), share=share)
 
     @property
     def own_config(self) -> ModelConfig:

@@ -25,7 +25,6 @@ from mdi.engine.replay import SentRows
 from mdi.engine.worker import Backend
 from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import device_free_bytes
-from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.page_sizes import CacheClass
 from mdi.spec.cluster import WeightMemory
@@ -288,13 +287,6 @@ class HeldStage:
         """Bytes of rows that are still to be kept."""
         kept = sum(rows.n_bytes for rows in (self.sent, self.received) if rows is not None)
         return max(0, self.replay_bytes * (1 + self.keeps_received) - kept)
-
-    @property
-    def numerics(self) -> str:
-        """Stages of the same blocks give the same bits if this is the same; "" if that is not sure of any other stage."""
-        if not isinstance(self.stage, KernelStage) or self.spec.group is not None:
-            return ""
-        return f"{library.arithmetic()} {self.spec.packing.blocks} {self.spec.extent.kv_dtype}"
 
     def reserved_for_others(self, other: HeldStage | None) -> int:
         """Memory that is not free for another stage, whatever the system says: for caches that will grow, and files."""
