@@ -36,15 +36,8 @@ from mdi.kernels.layout import (
     unpacked_rows,
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
-from mdi.kernels.weight_formats import (
-    EMBEDDING,
-    FINAL_NORM,
-    LAYOUTS,
-    PACKED_ROWS,
-    ROUNDED,
-    format_within,
-    is_packable,
-)
+from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
+from mdi.model.tensors import EMBEDDING, FINAL_NORM
 from mdi.spec.model import ModelConfig
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)

@@ -12,7 +12,8 @@ from mdi.checkpoint.parts import part_of
 from mdi.host.threads import n_threads
 from mdi.kernels.blocks import Context, Head
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack
-from mdi.kernels.weight_formats import EMBEDDING, PANEL, weight_format
+from mdi.kernels.weight_formats import PANEL, weight_format
+from mdi.model.tensors import EMBEDDING
 from mdi.placement.profiling import Bench
 from mdi.stages.kernel_stage import KernelStage, Resident
 

@@ -20,11 +20,12 @@ from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.blocks import Blocks, Context, Head, LowRank, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
-from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import n_tables, score_bias_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
-from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.model.caches import PageClass, cache_classes
+from mdi.model.plain import spec_of
+from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
@@ -234,7 +235,7 @@ class KernelStage:
         config: of the whole model.
         weights: of these blocks, and of the ends; in a group, of this node's share.
         n_threads: see kernels.blocks.Context.
-        cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
+        cache_type: what caches hold, one of model.caches.CACHE_TYPES.
         group: the share and the sum, in a group.
         adapters: what adapters add to the blocks, by the names of their parts (checkpoint.adapters); not in a group.
 
@@ -361,7 +362,7 @@ class KernelStage:
         return self._blocks.caches
 
     @property
-    def cache_classes(self) -> list[CacheClass]:
+    def cache_classes(self) -> list[PageClass]:
         return self._blocks.classes
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
@@ -430,4 +431,4 @@ def run_bytes(config: ModelConfig, start: int, stop: int, extent: Extent) -> int
     """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
     length = extent.max_length
     tables = 2 * 4 * length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, length)
-    return tables + sum(c.n_bytes(length) for c in cache_classes(config, start, stop, extent.kv_dtype)[0])
+    return tables + sum(c.n_bytes(length) for c in cache_classes(spec_of(config), start, stop, extent.kv_dtype)[0])

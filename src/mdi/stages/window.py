@@ -30,7 +30,8 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
 from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
-from mdi.kernels.weight_formats import EMBEDDING, weight_format
+from mdi.kernels.weight_formats import weight_format
+from mdi.model.tensors import EMBEDDING
 from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes

@@ -17,7 +17,7 @@ from mdi.control.reach import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
-from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
+from mdi.run.part_sending import STALL_S, Holders, PartSending, PartSource
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.decode import decode
