@@ -635,7 +635,7 @@ def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoin
 def test_a_node_without_kernels_refuses_what_only_they_compute(
     source: LitCheckpoint, tmp_path: Path, in_torch: None
 ) -> None:
-    request = ProfileRequest(source.config, source.config_hash, source.dtype)
+    request = ProfileRequest(source.model_id)
     with secondary(0, tmp_path / "cache") as one, pytest.raises(ControlError) as refused:
         ControlClient(entry_of(one)).profile(request)
     told = str(refused.value)

@@ -154,7 +154,7 @@ class RingWorker:
 
     @property
     def _taps(self) -> tuple[int, ...]:
-        return taps_of(self.request.extensions, self.request.config.n_layer)
+        return taps_of(self.request.extensions, self.request.model.config.n_layer)
 
     @property
     def is_running(self) -> bool:
@@ -362,7 +362,7 @@ class RingWorker:
             with self.changed:
                 self.report_caches, self.state = (lambda: self._store.grant(self.held)), "READY"
                 self._note_change()
-            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
+            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model.name)
             sock = None
             with self.cancel.waking(expectation.wake):
                 while sock is None:
@@ -372,11 +372,11 @@ class RingWorker:
             self.report_caches = None
             self._listener.forget(expectation)
         widest = (
-            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(self.request.config)
+            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(request.model.config)
         )
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(
-            sock, seat, request.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,
+            sock, seat, request.extent.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,
             codec_in=expectation.codec, arrivals=self._turns.changed, listener=self._listener,
             caller=expectation.caller, cancel=self.cancel,
         )  # fmt: skip

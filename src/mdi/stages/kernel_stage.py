@@ -27,6 +27,7 @@ from mdi.model.caches import PageClass, cache_classes
 from mdi.model.plain import spec_of
 from mdi.model.spec import ModelSpec, Norm
 from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
@@ -341,7 +342,8 @@ class KernelStage:
 
     def run_bytes(self, max_length: int) -> int:
         """Memory that a run takes besides the weights: position tables, and the caches of one sequence of full length."""
-        return run_bytes(self._blocks.spec, self.start, self.stop, self.cache_type, max_length)
+        extent = Extent(max_length, kv_dtype=self.cache_type)
+        return run_bytes(self._blocks.spec, self.start, self.stop, extent)
 
     def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
@@ -428,7 +430,8 @@ class KernelStage:
         self.weights.close()
 
 
-def run_bytes(spec: ModelSpec, start: int, stop: int, cache_type: str, max_length: int) -> int:
+def run_bytes(spec: ModelSpec, start: int, stop: int, extent: Extent) -> int:
     """`KernelStage.run_bytes` of blocks that need not be built; in a group, `spec` is that of a share."""
-    tables = table_bytes(spec.blocks[start:stop], max_length)
-    return tables + sum(c.n_bytes(max_length) for c in cache_classes(spec, start, stop, cache_type)[0])
+    length = extent.max_length
+    tables = table_bytes(spec.blocks[start:stop], length)
+    return tables + sum(c.n_bytes(length) for c in cache_classes(spec, start, stop, extent.kv_dtype)[0])

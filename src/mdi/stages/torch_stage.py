@@ -275,14 +275,15 @@ class TorchStage:
 
     Args:
         inner: the stage itself.
+        kv_dtype: what its caches hold.
         stored: type of the weights that it is loaded with; None if they are packed.
     """
 
-    def __init__(self, inner: Stage, computing: Computing, stored: str | None) -> None:
+    def __init__(self, inner: Stage, computing: Computing, kv_dtype: str, stored: str | None) -> None:
         self.inner = inner
         self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
-        self._kv_dtype = TORCH_TYPES[computing.kv_dtype]
+        self._kv_dtype = TORCH_TYPES[kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
         self.rows = TensorRows(self._device, self._dtype)
 
