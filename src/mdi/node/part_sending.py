@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.store import COMING
 from mdi.control.client import PART_ANSWER_S, ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 from mdi.net.keys import KeyFile
 from mdi.spec.cluster import NodeConfig
 
@@ -68,7 +67,7 @@ class _Tries:
             if self._n_broken > N_BROKEN:
                 words = f"{self._name} was lost while {self._part.name} was sent to it: {error}"
                 raise NodeLostError(self._name, words) from None
-        elif error.code != COMING or time.monotonic() > self._deadline:
+        elif not error.code.again or time.monotonic() > self._deadline:
             raise error
 
 
@@ -168,7 +167,7 @@ class Forwards:
     def send(self, request: ForwardRequest) -> None:
         """Send the rest of a part. Raises ControlError: it is not here, others are being sent, or it is not taken in time."""
         if not self._places.acquire(blocking=False):
-            raise ControlError(f"{self._name} sends {N_FORWARDS} parts to other nodes already", 409, code="busy")
+            raise ControlError(f"{self._name} sends {N_FORWARDS} parts to other nodes already", 409, code=Code.BUSY)
         try:
             end = time.monotonic() + PART_ANSWER_S  # the starter does not wait any longer
             pieces = until(end, from_offset(self._pieces(request.part), request.offset))

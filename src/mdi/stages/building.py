@@ -27,7 +27,7 @@ from mdi.checkpoint.parts import Part
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import WeightSource
 from mdi.engine.worker import Backend
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
@@ -188,7 +188,7 @@ def check_gradients(spec: StageSpec) -> None:
         where = "in a group that shares blocks"
     else:
         return load_torch(f"{spec.name}: computing gradients")
-    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
+    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code=Code.KERNELS)
 
 
 def build_stage(
