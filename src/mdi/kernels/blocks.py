@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdi.control_groups import n_cores
-from mdi.errors import EngineError, KernelError
+from mdi.errors import Code, EngineError, KernelError
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
@@ -317,7 +317,7 @@ class Linear:
             self._context.handle, *self.arguments, ctypes.c_void_p(x.ctypes.data), len(x), ctypes.c_void_p(y.ctypes.data),
         )  # fmt: skip
         if done:
-            raise EngineError(f"no memory is left to compute {len(x)} rows", "memory")
+            raise EngineError(f"no memory is left to compute {len(x)} rows", Code.MEMORY)
         return y
 
 
@@ -568,7 +568,7 @@ class Blocks:
             if begin < end and self.context.library.mdi_forward(
                 self.context.handle, ctypes.byref(stage), ctypes.byref(frame)
             ):
-                raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+                raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             if end - 1 in taps and begin < end:
                 take()
             begin = end
@@ -601,7 +601,7 @@ class Blocks:
             self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame), *linear.arguments,
             ctypes.c_void_p(y.ctypes.data),
         ):  # fmt: skip
-            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
         del kept
         return y
 
@@ -628,7 +628,7 @@ class Blocks:
                 with ready(self.start + block, half):
                     done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
                 if done:
-                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             self._n_finished += 1
             if self.start + block in taps:
                 take()
@@ -653,7 +653,7 @@ class Blocks:
             ctypes.c_void_p(y.ctypes.data),
         )  # fmt: skip
         if done:
-            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", "memory")
+            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", Code.MEMORY)
 
     def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
         """The structure of a frame, and the memory that it refers to."""

@@ -9,7 +9,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
 from mdi.engine.guesses import LEARN_ROWS, DraftModel
 from mdi.engine.rows import ArrayRows
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
 from mdi.model.plain import spec_of
@@ -61,14 +61,14 @@ def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> D
     if codec.tokens != model.codec.tokens:
         raise UsageError(
             f"--draft {folder}: its tokenizer has other tokens than that of {model.directory}, so it cannot guess them",
-            code="draft",
+            code=Code.DRAFT,
         )
     weights = family.open_weights(folder, None, 1, None, _format_of(asked), False)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
             raise UsageError(
-                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code="draft"
+                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code=Code.DRAFT
             )
         packing, placer = computing.packing, WeightPlacer(WeightMemory())
         names = stage_parts(0, weights.n_layer, starter=True)

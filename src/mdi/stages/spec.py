@@ -10,7 +10,7 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.shapes import packed_bytes
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
@@ -167,4 +167,4 @@ def check_gradients(spec: StageSpec) -> None:
         where = "in a group that shares blocks"
     else:
         return load_torch(f"{spec.name}: computing gradients")
-    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
+    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code=Code.KERNELS)

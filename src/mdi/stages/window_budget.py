@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import psutil
 
-from mdi.errors import ControlError, EngineError, LimitError, MdiError, UsageError
+from mdi.errors import Code, ControlError, EngineError, LimitError, MdiError, UsageError
 from mdi.model.spec import Attention, BlockSpec, Experts, ModelSpec
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta, decode
@@ -271,7 +271,7 @@ class MemoryLimit:
 def over_limit(taken: int, limit: int) -> MdiError:
     return EngineError(
         f"this process takes {size(taken)} of memory, more than the {size(limit)} of --memory: raise it, or ask for less",
-        "memory",
+        Code.MEMORY,
     )
 
 

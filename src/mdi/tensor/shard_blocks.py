@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.blocks import PIECES, Blocks, Context, MdiFrame, MdiNorm, Tensors
 from mdi.kernels.exchange import MdiMesh
 from mdi.kernels.slices import Slices
@@ -188,7 +188,7 @@ class ShardBlocks(Blocks):
                     ctypes.c_void_p(z.ctypes.data), None if mesh is None else ctypes.byref(mesh), ctypes.byref(at), stop,
                 )  # fmt: skip
             if failed:
-                raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", "memory")
+                raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", Code.MEMORY)
             if at.value < stop:
                 group.end(z if at.value % PHASES == PHASES - 2 else y)
                 at.value += 1
