@@ -313,8 +313,9 @@ def of_written(name: str, family: str, folder: Path) -> dict[str, str]:
     found["hugging face, tied"] = of_source(write_hf(folder / "tied", hf_config(family, shape), without), folder)
     if family in gguf_families():
         found["gguf"] = of_source(write_gguf(folder / f"{name}.gguf", family, shape, state), folder)
+    targets = tuple(target for target in LORA_TARGETS if target != "head")  # PEFT's form has no place for it
     try:
-        model = add_adapters(shape, LoraSettings(2, targets=LORA_TARGETS), 1)
+        model = add_adapters(shape, LoraSettings(2, targets=targets), 1)
     except MdiError as e:
         return {**found, "peft": type(e).__name__}
     tensors = peft_tensors(model)
