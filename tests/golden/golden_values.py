@@ -5,7 +5,6 @@ Each goes through as few functions of the package as it can: where one of these 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
