@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -10,8 +9,10 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import ControlError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.net.wire import REFUSED_S, SILENCE_S
+from mdi.kernels.weight_formats import LAYOUTS
+from mdi.net.wire import REDUCE_DTYPES, REFUSED_S
 from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.cluster import N_NODES_LIMIT, PortOrAny
 from mdi.spec.decode import (
     Meta,
     Name,
@@ -29,7 +30,8 @@ from mdi.spec.decode import (
 )
 from mdi.spec.extent import Extent
 from mdi.spec.model_id import ModelId, decode_with_model
-from mdi.spec.options import Length, Requested, Silence
+from mdi.spec.options import SUM_CHOICES, Length, Requested
+from mdi.spec.window import WindowOptions
 
 T = TypeVar("T")
 
@@ -66,8 +68,8 @@ VERSION_LIMIT = 1 << 30
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 MOST_ROWS = 1 << 20  # in a question about rows
 ROWS_BYTES = 2 << 20  # of rows in an answer
-KEEPS_RECEIVED = "received"  # extension of `/init`: rows that come are kept, as those that are sent
-GRADIENTS = "gradients"  # extension of `/init`: refused where blocks have no gradients
+MOST_TAPS = 64  # blocks of a model whose outputs a run can have
+N_RANKS_LIMIT = 256  # nodes of a group
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,33 @@ class PartSpec:
     name: Name
     sha256: Sha256
     n_bytes: Annotated[int, Meta(ge=1, le=1 << 45)]
+
+
+Bounds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], Meta(min_length=2, max_length=N_RANKS_LIMIT + 1)]
+Layout = Annotated[str, one_of(LAYOUTS)]
+
+
+@dataclass(frozen=True)
+class ToldGroup:
+    """A group as a node is told of it; see tensor.group.Group.
+
+    Attributes:
+        members: name, address and ring port of each, by rank.
+        heads, columns, vocabulary: see tensor.shares.Shares.
+        packing: formats of blocks and head.
+    """
+
+    rank: Whole
+    members: Annotated[tuple[tuple[Text, Text, PortOrAny], ...], Meta(max_length=N_RANKS_LIMIT)]
+    heads: Bounds
+    columns: Bounds
+    vocabulary: Bounds | None
+    packing: tuple[Layout, Layout]
+    algorithm: Annotated[str, one_of(SUM_CHOICES)]
+    reduce_dtype: Annotated[str, one_of(REDUCE_DTYPES)]
+    n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]
+    name: Text
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -96,8 +125,13 @@ class InitRequest(Requested):
         exclusive: no other run may be on the node.
         replay: the receiver's part in replays, see engine.worker; replay_bytes: for rows that it has sent.
         keep_caches: use the caches of the run's last ring, if they still exist.
+        is_ahead: the run's ring before goes on while this one is prepared; else it is ended.
+        taps: blocks, rising, whose outputs come back to the starter.
+        gradients: refused where blocks have none.
+        window: of weights; None: they are in memory. group: None computes blocks alone.
         is_hot: whether the next node has the same blocks, and this one could take its place, see engine.worker.
         refused_s: see net.ring.Seat.
+        keeps_received: rows that come are kept, as those that are sent.
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
 
@@ -112,21 +146,27 @@ class InitRequest(Requested):
     blocks: Span
     parts: tuple[PartSpec, ...]
     extent: Extent
-    silence_s: Silence = SILENCE_S
     exclusive: bool = False
     keep_caches: bool = False
     replay: Annotated[str, one_of((COMPUTE, FILL, PASS))] = COMPUTE
     replay_bytes: Annotated[int, Meta(ge=0, le=1 << 45)] = 0
+    keeps_received: bool = False
     hand_over: bool = False
+    is_ahead: bool = False
+    taps: Annotated[tuple[Whole, ...], Meta(max_length=MOST_TAPS)] = ()
+    gradients: bool = False
+    window: WindowOptions | None = None
+    group: ToldGroup | None = None
     is_hot: bool = False
     refused_s: Annotated[float, Meta(ge=0, le=600)] = REFUSED_S
     layout_version: Annotated[int, Meta(ge=0, le=VERSION_LIMIT)] = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
-    extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         parts = [vars(part) for part in self.parts]
-        return {**vars(self), "model": self.model.to_json(), "parts": parts, "extent": vars(self.extent)}
+        group, window = self.group and vars(self.group), self.window and vars(self.window)
+        own = {"model": self.model.to_json(), "parts": parts, "extent": vars(self.extent)}
+        return {**vars(self), **own, "group": group, "window": window}
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
@@ -139,27 +179,8 @@ class InitRequest(Requested):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
         spans_rise("request", _refused, blocks=request.blocks)
         _check_blocks(request)
-        taps_of(request.extensions, request.model.config.n_layer)
+        _check_taps(request)
         return request
-
-
-MOST_TAPS = 64  # blocks of a model whose outputs a run can have
-_TAPS = "taps"  # of the extensions of a run: the numbers of these blocks
-
-
-def tap_extensions(taps: Sequence[int]) -> dict[str, Any]:
-    """The extension of `/init` with the blocks whose outputs come back to the starter; empty if there are none."""
-    return {_TAPS: list(taps)} if taps else {}
-
-
-def taps_of(extensions: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
-    """The blocks in such an extension. Raises ControlError (400) if they are none of a model of `n_layer` blocks."""
-    taps = extensions.get(_TAPS, [])
-    if not isinstance(taps, list) or len(taps) > MOST_TAPS or any(type(tap) is not int for tap in taps):
-        raise ControlError(f"extensions.{_TAPS}: expected a list of at most {MOST_TAPS} blocks", 400)
-    if taps != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < n_layer):
-        raise ControlError(f"extensions.{_TAPS}: expected rising blocks of a model of {n_layer}", 400)
-    return tuple(taps)
 
 
 @dataclass(frozen=True)
@@ -435,6 +456,12 @@ def _check_blocks(request: InitRequest) -> None:
     blocks = parts[:-1] if parts and parts[-1].name == "head" else parts
     if len(blocks) != stop - start or any(p.name != n for p, n in zip(blocks, names_wanted, strict=True)):
         raise ControlError(f"the listed parts do not match {block_span(start, stop)}", 400)
+
+
+def _check_taps(request: InitRequest) -> None:
+    taps, n_layer = request.taps, request.model.config.n_layer
+    if taps != tuple(sorted(set(taps))) or (taps and taps[-1] >= n_layer):
+        raise _refused(f"request.taps: expected rising blocks of a model of {n_layer}, found {shown(list(taps))}")
 
 
 def _check_adapters(request: InitRequest) -> None:

@@ -22,10 +22,9 @@ from typing import Any
 
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient, FanOut
-from mdi.control.messages import GRADIENTS, KEEPS_RECEIVED, InitRequest, PartSpec, tap_extensions
+from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
-from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend
@@ -37,7 +36,6 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import REFUSED_S
-from mdi.node.runs import ahead_extension
 from mdi.run.identity import RingArithmetic
 from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
@@ -48,12 +46,12 @@ from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_gradients
 from mdi.stages.starter_weights import StarterWeights
-from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
-from mdi.stages.window_budget import extensions_of as window_extensions
+from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_out
 from mdi.tensor.group import SharingOut
 from mdi.units import duration
 
@@ -753,32 +751,25 @@ class Preparation:
         weights, nodes = self.basis.weights, self.cluster.nodes
         names = tuple(node.name for node in nodes)
         parts = self._hash_parts(cancel)
-        shares = [weights.extensions_of(index) for index in range(1, len(nodes))]
-        identity = [
-            weights.model.config_hash,
-            weights.blocks,
-            names,
-            [[p.sha256 for p in node] for node in parts],
-            shares,
-        ]
+        hashes = [[p.sha256 for p in node] for node in parts]
+        groups = [None if group is None else vars(group.told) for group in weights.groups]
+        identity = [weights.model.config_hash, weights.blocks, names, hashes, groups]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
         self.has_begun = True
         for index, client in enumerate(self.clients, 1):
             share = weights.share_of(index)
             if self.kept is None or (Stage(client.node.name, *weights.blocks[index]), share) not in self.kept:
-                request = self._request(index, names, tuple(parts[index - 1]), shares[index - 1])
+                request = self._request(index, names, tuple(parts[index - 1]))
                 source, is_known = weights.of_node(index), client.node.name in self.known
                 self.setups.append(SecondarySetup(client, request, source, self.wait_s, cancel, is_known, self.holders))
 
-    def _request(
-        self, index: int, names: tuple[str, ...], parts: tuple[PartSpec, ...], share: dict[str, Any]
-    ) -> InitRequest:
+    def _request(self, index: int, names: tuple[str, ...], parts: tuple[PartSpec, ...]) -> InitRequest:
         """The task of node `index` of the ring."""
         basis, nodes = self.basis, self.cluster.nodes
         weights, options = basis.weights, basis.options
         node, following, stages = nodes[index], nodes[(index + 1) % len(nodes)], self.stages
-        n_nodes = len(computing(stages))
+        n_nodes, group = len(computing(stages)), weights.group_of(index)
         port_in = following.port_in
         if index == len(nodes) - 1:
             assert basis.listener is not None
@@ -799,23 +790,18 @@ class Preparation:
             blocks=weights.blocks[index],
             parts=parts,
             extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
-            silence_s=options.silence_s,
             is_hot=stages[index].is_hot,
             refused_s=refused_s(stages, index),
             hand_over=not options.fixed,
             keep_caches=self.replays is not None,
             replay=(self.replays or {}).get(node.name, COMPUTE),
             replay_bytes=self._replay_bytes,
-            extensions={
-                **extensions_of(options.n_spans),
-                **window_extensions(options.weight_memory),
-                **share_extensions(options.cache_share),
-                **tap_extensions(basis.taps),
-                **({GRADIENTS: True} if basis.gradients else {}),
-                **({KEEPS_RECEIVED: True} if options.verify else {}),
-                **(ahead_extension() if self.kept is not None else {}),
-                **share,
-            },
+            keeps_received=bool(options.verify),
+            is_ahead=self.kept is not None,
+            taps=basis.taps,
+            gradients=basis.gradients,
+            window=window_of(options.weight_memory),
+            group=None if group is None else group.told,
             **vars(asked),
         )
 

@@ -33,11 +33,12 @@ from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
+from mdi.spec.window import window_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_spec
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, window_of, work_bytes
+from mdi.stages.window_budget import RunMemory, work_bytes
 from mdi.tensor.shard_blocks import GroupSum
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats, ModelId
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import run_bytes
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group
 
 
