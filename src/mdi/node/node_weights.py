@@ -230,7 +230,7 @@ class NodeWeights:
             return None
         if spec.group is None:
             return source
-        key = spec.model.config_hash, spec.group, spec.computing.clips
+        key = spec.model.config_hash, spec.group, spec.computing.allow_clipping
         if self._shards is None or self._shards[0] != key:
             self._shards = key, _own_shards(spec, source)
         return self._shards[1]
@@ -246,7 +246,7 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
     if source.packing is not None:
         return ShardSource(source, share, packing) if source.packing == packing else None
     is_quick = packing.blocks not in ROUNDED
-    return ShardSource(source, share, replace(packing, clips=spec.computing.clips)) if is_quick else None
+    return ShardSource(source, share, replace(packing, clips=spec.computing.allow_clipping)) if is_quick else None
 
 
 def _holds(source: WeightSource, part: Part) -> bool:

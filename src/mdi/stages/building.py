@@ -146,11 +146,11 @@ def torch_weights(source: WeightSource, part: str, computing: Computing) -> Torc
     """
     form = computing.quantize if part.startswith("block.") else computing.quantize_head
     if form is not None:
-        return dict(source.weights(part, Packing(form, form, computing.clips)))
+        return dict(source.weights(part, Packing(form, form, computing.allow_clipping)))
     tensors = source.tensors(part)
     if computing.dtype != "float16":
         return dict(tensors)
-    return {name: _within_half(tensor, name, computing.clips) for name, tensor in tensors.items()}
+    return {name: _within_half(tensor, name, computing.allow_clipping) for name, tensor in tensors.items()}
 
 
 def _within_half(tensor: torch.Tensor, name: str, clips: bool) -> torch.Tensor:

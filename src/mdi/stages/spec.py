@@ -67,7 +67,7 @@ class StageSpec:
         share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
         return (
             self.model.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.extent.kv_dtype, self.model.formats, share, self.window,
+            self.computing.key, self.extent.kv_dtype, self.model.formats, share, self.window,
             None if self.window is None else (
                 self.extent.max_length, self.extent.n_sequences, self.kv_memory, self.n_rows, self.beside
             ),
