@@ -22,7 +22,7 @@ from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, KernelError, MdiError, UsageError
+from mdi.errors import CheckpointError, Code, ControlError, KernelError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.kernels.weight_formats import LAYOUTS
@@ -289,7 +289,7 @@ def test_texts_go_on_after_a_node_was_lost(replay_memory: int, made: Made, tmp_p
             if n == 8:
                 job = nodes[0].runs.latest
                 assert job is not None and job.ring is not None
-                job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "failed"))
+                job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", Code.FAILED))
 
         wanted = [(name, PROMPTS[0]) for name in ("", *ADAPTERS)]
         samples = [run.submit(p, encode(p), GREEDY, on_text=show, adapter=name) for name, p in wanted]

@@ -23,7 +23,7 @@ from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
+from mdi.errors import CheckpointError, Code, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.threads import fair_threads
@@ -447,7 +447,7 @@ def test_a_busy_node_is_waited_for_whatever_it_says(ring: Ring, monkeypatch: pyt
         nonlocal n_asked
         n_asked += 1
         if n_asked < 3:
-            raise ControlError("besetzt", 409, code="busy")
+            raise ControlError("besetzt", 409, code=Code.BUSY)
         return init(self, request)
 
     monkeypatch.setattr(SecondaryNode, "init", occupied)

@@ -27,7 +27,16 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
+from mdi.errors import (
+    CheckpointError,
+    Code,
+    ControlError,
+    MdiError,
+    NodeLostError,
+    NoMemoryError,
+    PlacementError,
+    UsageError,
+)
 from mdi.host.computing import Computing
 from mdi.host.threads import host_of
 from mdi.node.secondary import SecondaryNode
@@ -430,8 +439,8 @@ def test_a_node_that_stays_busy(tmp_path: Path) -> None:
     def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         asked.append(self.node.name)
         if len(asked) == 3:
-            raise ControlError(f"{self.node.name} cannot measure itself", 409, code="usage")
-        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code="busy")
+            raise ControlError(f"{self.node.name} cannot measure itself", 409, code=Code.USAGE)
+        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code=Code.BUSY)
 
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as caught:
         measurement_of(cluster_of(nodes), ask=profile).run()

@@ -13,11 +13,10 @@ import pytest
 import mdi.node.secondary
 import mdi.run.setup
 from mdi.cancel import Cancel, CancelledError
-from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.reach import reach_node
-from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
+from mdi.errors import Code, ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
 from mdi.node.worker import Waits
@@ -137,7 +136,7 @@ class Slow(Loading):
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         self.lacks = [None, None, []]
-        raise ControlError("another starter sends it", 409, code=COMING)
+        raise ControlError("another starter sends it", 409, code=Code.BUSY)
 
 
 class Weights:

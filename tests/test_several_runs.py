@@ -24,7 +24,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, EngineError, NodeLostError, RingError
+from mdi.errors import Code, ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
@@ -149,7 +149,7 @@ def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], 
     with secondaries(2, tmp_path) as nodes, started(nodes, checkpoints[0]) as going:
         with started(nodes, checkpoints[1]) as broken:
             assert broken.ring is not None
-            broken.ring.link.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            broken.ring.link.fail(Fault("starter", "it failed", "starter", Code.ENGINE))  # type: ignore[union-attr]
             with pytest.raises((RingError, EngineError)):  # the engine may have ended before the text comes
                 texts_of(broken, 5)
         assert texts_of(going, 30) == expected(4, 30)

@@ -13,9 +13,9 @@ from loopback import DEADLINE_S, Nodes, nodes
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 from mdi.kernels import library
-from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
+from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.worker import Waits
@@ -174,7 +174,7 @@ def test_neighbours_notice_a_node_that_is_stuck(n_nodes: int) -> None:
         say(ring, 1, lambda: Work(5, 0.1))
         for index in range(n_nodes):
             error = lost_by(ring, index)
-            assert (error.node, error.code) == ("secondary0", STUCK)
+            assert (error.node, error.code) == ("secondary0", Code.STUCK)
 
 
 def test_neighbours_are_patient_with_a_node_that_is_slow() -> None:
@@ -225,7 +225,7 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
             recoveries = starter.metrics().recoveries
             with pytest.raises(ControlError) as refused:
                 ControlClient(entry_of(found[0])).init(any_request())
-            assert refused.value.code == STUCK
+            assert refused.value.code is Code.STUCK
             starter.close()
         finally:
             go_on.set()

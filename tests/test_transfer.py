@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mdi.checkpoint.source import open_source
-from mdi.checkpoint.store import COMING, BlockStore
+from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.errors import CheckpointError, ControlError, MdiError
+from mdi.errors import CheckpointError, Code, ControlError, MdiError
 from mdi.node.secondary import SecondaryNode
 from mdi.spec.extent import Extent
 from secondaries import cluster_of, entry_of, secondaries, secondary, text_of
@@ -374,7 +374,7 @@ def test_a_part_that_is_coming_already_is_to_be_asked_for_again(tmp_path: Path) 
 
     with pytest.raises(CheckpointError):
         store.receive(part, 0, slow)
-    assert refused == [COMING]
+    assert refused == [Code.BUSY]
     left = [raw]
     store.receive(part, 0, lambda n: left.pop() if left else b"")
     assert store.path(part.sha256).read_bytes() == raw

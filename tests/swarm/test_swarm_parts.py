@@ -16,7 +16,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.control.swarm import ModelFacts, ModelRequest
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.node.secondary import SecondaryNode
 from mdi.node.swarm_model import SwarmModel
 from secondaries import entry_of
@@ -102,7 +102,7 @@ def test_a_node_that_cannot_send_is_passed_over(tmp_path: Path, checkpoint: Path
         nodes = whole_ones(stack, tmp_path, checkpoint)
 
         def refuse(request: ForwardRequest) -> None:
-            raise ControlError("it is gone", 404, code="weights")
+            raise ControlError("it is gone", 404, code=Code.WEIGHTS)
 
         nodes[0].forward = refuse  # type: ignore[method-assign]
         make_far(nodes[1])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mdi.cancel import Cancel
-from mdi.errors import MdiError, UsageError
+from mdi.errors import Code, MdiError, UsageError
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show, show_error
@@ -235,5 +235,7 @@ def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: 
         if not history:
             longest = session.model.config.block_size
             more = "shorten it" if most >= longest else f"--sequence-length N allows more, up to the model's {longest}"
-            raise Refused(f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code="length")
+            raise Refused(
+                f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code=Code.LENGTH
+            )
         history.pop(0)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.weight_formats import LAYOUTS
 from mdi.net.wire import REDUCE_DTYPES, REFUSED_S
@@ -37,32 +37,6 @@ T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 11
-# Values of "code" in a node's error; a peer of another version may have others.
-CODES = {
-    "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
-    "control": "the request is malformed",
-    "leaving": "the process is ending",
-    "memory": "the stage and its caches do not fit into the node's memory",
-    "disk": "the weights do not fit on the node's disk",
-    "role": "the node has another role: it is a starter, or has no head",
-    "run": "the node does not take part in this run (any more)",
-    "cancelled": "what was asked for is not wanted any more, or was not done in time",
-    "stopped": "the run was stopped on this node, and its request was late",
-    "usage": "the node has no such device, format or type",
-    "version": "the node has another version of this protocol",
-    "weights": "weights are missing, damaged, or others than announced",
-    "wire": "a frame that cannot be accepted",
-    "ring": "the ring could not be closed, or it broke",
-    "lost": "a neighbour is silent",
-    "engine": "the computation cannot go on from its state",
-    "left": "the node was asked to end",
-    "untrue": "a node gave wrong rows, and no other can take its place",
-    "tensors": "the node does not have the tensors that a question names (any more): they have to be sent again",
-    "stuck": "the node lives, but its computing does not go on",
-    "key": "the other side does not have the same cluster key",
-    "nonce": "the request was signed with an expired nonce",
-    "failed": "anything else",
-}
 COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 VERSION_LIMIT = 1 << 30
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
@@ -432,7 +406,7 @@ def _check_versions(data: Any) -> None:
             f"the starter packs weights in version {layout} of their layout, this node in version "
             f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
             409,
-            code="version",
+            code=Code.VERSION,
         )
 
 
@@ -442,7 +416,7 @@ def version_error(who: str, version: Any) -> ControlError:
         f"{who} speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
         "install the same version of MDI-LLM on both",
         409,
-        code="version",
+        code=Code.VERSION,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.device import (
     check_format,
     choose_dtype,
@@ -99,7 +99,9 @@ def choose_computing(
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
     if why is not None and config is not None and (lacking := why_not_litgpt(config)) is not None:
-        raise UsageError(f"{lacking} can be computed by the kernels alone, which do not compute {why}", code="kernels")
+        raise UsageError(
+            f"{lacking} can be computed by the kernels alone, which do not compute {why}", code=Code.KERNELS
+        )
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, asked.allow_clipping)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
     decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)

@@ -18,7 +18,7 @@ from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
-from mdi.errors import ControlError, UsageError
+from mdi.errors import Code, ControlError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels.weight_formats import ROUNDED
@@ -160,7 +160,7 @@ class NodeWeights:
         if self.store.has(part.sha256):
             return self.store.pieces(part.sha256)
         if own is None or not _holds(own, part):
-            raise ControlError(f"{self._name} does not have {part.name}", 404, code="weights")
+            raise ControlError(f"{self._name} does not have {part.name}", 404, code=Code.WEIGHTS)
         return own.pieces(part.name)
 
     def check_disk(self, spec: StageSpec, missing: list[Part]) -> None:
@@ -176,7 +176,7 @@ class NodeWeights:
                 f"{self._name} has {size(free)} free on the disk of its cache, but {size(needed)} of "
                 "weights would come: free some space, or choose another place with --cache-dir",
                 507,
-                code="disk",
+                code=Code.DISK,
             )
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from mdi.control.client import ControlClient
 from mdi.control.meeting import Exchanges, Peer
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmTable
-from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import free_memory_bytes, memory_bytes
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
@@ -292,7 +292,7 @@ class SwarmMember:
 
     def _told_parts(self, names: Sequence[str]) -> ModelFacts:
         """The hashes of parts, from other nodes. Raises ControlError: nobody knows all of them."""
-        error = ControlError(f"no other node has the weights of {', '.join(names)}", code="weights")
+        error = ControlError(f"no other node has the weights of {', '.join(names)}", code=Code.WEIGHTS)
         found: dict[str, PartSpec] = {}
         weights = self._model.weights
         for one in self._nearest([one for one in self.table.nodes if one.weights == weights]):
@@ -343,7 +343,7 @@ class SwarmMember:
                 if node.store.has(part.sha256):
                     return
                 logger.info("%s has not sent %s: %s", one.label, part.name, e)
-        raise ControlError(f"no node has sent {part.name}", code="weights")
+        raise ControlError(f"no node has sent {part.name}", code=Code.WEIGHTS)
 
     def _asked(self, one: Announced) -> ControlClient:
         return ControlClient(one.config(), self._keys)
@@ -434,7 +434,7 @@ class SwarmMember:
         self._say(start=0, stop=0, is_ready=False)
         self._leave_rings()
         for worker in self._node.runs.active:  # nobody could take over: the run forms another ring, or ends
-            worker.abort(Fault(name, "its memory is needed", name, "left"))
+            worker.abort(Fault(name, "its memory is needed", name, Code.LEFT))
         self._drop()
         self._node.stages.drop_unused()
         self._gave_bytes = gave_bytes

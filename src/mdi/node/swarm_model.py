@@ -9,7 +9,7 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.control.swarm import ModelFacts, weights_id
-from mdi.errors import CheckpointError, ControlError
+from mdi.errors import CheckpointError, Code, ControlError
 
 # Asks others for the hashes of parts. Raises ControlError.
 AskFacts = Callable[[Sequence[str]], ModelFacts]
@@ -63,7 +63,7 @@ class SwarmModel:
                 self._known |= {name: told[name] for name in lacking if name in told}
         found = [self._spec(name) for name in names]
         if None in found:
-            raise ControlError(f"no node says which weights {names[found.index(None)]} has", code="weights")
+            raise ControlError(f"no node says which weights {names[found.index(None)]} has", code=Code.WEIGHTS)
         return tuple(one for one in found if one is not None)
 
     def told(self, names: Sequence[str]) -> ModelFacts:

@@ -16,7 +16,7 @@ from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
 from mdi.control.swarm import weights_id
-from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
+from mdi.errors import Code, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
@@ -134,7 +134,7 @@ class Choice:
             if one.n_virtual >= self.context_length:
                 raise UsageError(
                     f"--adapter {one.name}: its {one.n_virtual} rows leave no place for a text in a context of "
-                    f"{self.context_length}", code="length",
+                    f"{self.context_length}", code=Code.LENGTH,
                 )  # fmt: skip
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ def check_hot_spares(options: StarterOptions, cluster: ClusterConfig, is_swarm: 
         "groups in the nodes file": cluster.n_stages < cluster.n_nodes, "--verify": bool(options.verify), "--swarm": is_swarm,
     }  # fmt: skip
     if found := [what for what, is_so in without.items() if is_so]:
-        raise UsageError(f"{told} cannot be used with {' and '.join(found)}", code="flags")
+        raise UsageError(f"{told} cannot be used with {' and '.join(found)}", code=Code.FLAGS)
     names = [node.name for node in cluster.secondaries]
     unknown = [name for name in wanted if name not in ("auto", *names)]
     if unknown or len(wanted) > len(names):
@@ -360,7 +360,7 @@ def without(cluster: ClusterConfig, error: NodeLostError) -> ClusterConfig:
     free = free_nodes([ControlClient(node, cluster.keys) for node in cluster.spares])
     spare = next((node for node in cluster.spares if node.name in free), None)
     is_known = any(node.name == error.node for node in cluster.secondaries)
-    if not is_known or (error.code == ABSENT and spare is None):
+    if not is_known or (error.code is Code.ABSENT and spare is None):
         raise error
     place = () if spare is None else (spare,)
     logger.warning(

@@ -9,9 +9,10 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
 from mdi.engine.guesses import LEARN_ROWS, DraftModel
 from mdi.engine.rows import ArrayRows
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
+from mdi.model.plain import spec_of
 from mdi.run.choice import Choice, starter_computing
 from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
@@ -40,7 +41,7 @@ def draft_memory(model: Choice, extent: Extent) -> int:
         own = replace(extent, max_length=min(extent.max_length, family.max_length(weights.config)))
         spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, own), window=None)
         caches = own.n_sequences * spec.run_bytes(family)
-        return spec.weight_bytes({}) + caches + work_bytes(weights.config, LEARN_ROWS, 1)
+        return spec.weight_bytes({}) + caches + work_bytes(spec_of(weights.config), LEARN_ROWS, 1)
     finally:
         weights.close()
 
@@ -61,14 +62,14 @@ def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> D
     if codec.tokens != model.codec.tokens:
         raise UsageError(
             f"--draft {folder}: its tokenizer has other tokens than that of {model.directory}, so it cannot guess them",
-            code="draft",
+            code=Code.DRAFT,
         )
     weights = family.open_weights(folder, None, 1, None, _format_of(asked), False)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
             raise UsageError(
-                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code="draft"
+                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code=Code.DRAFT
             )
         packing, placer = computing.packing, WeightPlacer(WeightMemory())
         names = stage_parts(0, weights.n_layer, starter=True)

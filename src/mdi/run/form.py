@@ -28,7 +28,7 @@ from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend
-from mdi.errors import MdiError, NodeLostError, RingError, UsageError
+from mdi.errors import Code, MdiError, NodeLostError, RingError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.threads import share_cores
 from mdi.net.handshake import close_starter_ring
@@ -59,7 +59,6 @@ HOT_REFUSED_S = 0.1  # as net.ring.Seat.refused_s, where a hot spare makes a rin
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.
-ENDED = ("left", "leaving", "disk")
 
 logger = logging.getLogger("mdi")
 
@@ -524,11 +523,11 @@ class Former:
 
     def _named(self, error: MdiError, failed: str | None, is_first: bool) -> MdiError:
         """The error with the node that it is about, so that another ring can be formed without it."""
-        is_final = is_first and not self.basis.is_held and error.code not in ENDED
+        is_final = is_first and not self.basis.is_held and not error.code.ended
         if isinstance(error, NodeLostError) or is_final:
             return error
         if failed is None and isinstance(error, UsageError):  # this node's own memory
-            return NodeLostError(self.cluster.starter.name, str(error), "memory")
+            return NodeLostError(self.cluster.starter.name, str(error), Code.MEMORY)
         return error if failed is None else NodeLostError(failed, str(error), error.code)
 
     @property
@@ -545,7 +544,7 @@ class Former:
             link, ring.link, ring.computed = ring.link, None, None
             if keeps_caches:
                 name = self.cluster.starter.name
-                link.fail(Fault("", "the run goes on over another ring", name, "run"))
+                link.fail(Fault("", "the run goes on over another ring", name, Code.RUN))
             else:
                 link.stop("the run has ended")
             closer = threading.Thread(target=link.close, name="ring-close", daemon=True)

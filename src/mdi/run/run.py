@@ -30,7 +30,7 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TakeScores, TextAdapter
 from mdi.engine.speculation import Speculation, most_rows_of
 from mdi.engine.starter import StarterEngine
-from mdi.errors import ControlError, NodeLostError, UsageError
+from mdi.errors import Code, ControlError, NodeLostError, UsageError
 from mdi.host.threads import host_of, n_threads
 from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
@@ -162,18 +162,19 @@ class Run(StatusOnly):
             check_base(shape, base_of(model.weights), model.weights.config, folder)
             if shape.head != LM:
                 raise UsageError(
-                    f"--adapter {folder}: it tells {len(shape.labels)} classes apart, and writes no text", code="flags"
+                    f"--adapter {folder}: it tells {len(shape.labels)} classes apart, and writes no text",
+                    code=Code.FLAGS,
                 )
         if self._sides:
             self._taps = tuple(sorted({tap for side in self._sides.values() for tap in side.shape.taps}))
         if len(self._taps) > MOST_TAPS:
             raise UsageError(
                 f"--adapter: side networks read the outputs of {len(self._taps)} blocks; a run gives those of {MOST_TAPS}",
-                code="flags",
+                code=Code.FLAGS,
             )
         if not (self._sides or self._taps) or self.options.parallel.mode == "ring":
             return
-        raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code="flags")
+        raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code=Code.FLAGS)
 
     def _check_verified(self, model: Choice) -> None:
         """Refuse what leaves nothing to compare bit by bit, before any node is asked. Raises UsageError."""
@@ -190,7 +191,7 @@ class Run(StatusOnly):
             reason = f"this node computes {model.computing.why_torch}, where bits differ"
         else:
             return
-        raise UsageError(f"--verify: {reason}", code="flags")
+        raise UsageError(f"--verify: {reason}", code=Code.FLAGS)
 
     def _waiting_for(self) -> str:
         """The step of opening, for a user who waits."""
@@ -221,9 +222,9 @@ class Run(StatusOnly):
             self._state = "PLANNING" if cluster.secondaries else "LOADING"
             model.place(self._n_texts, length, losses)
             if self._gradients and model.sharing is not None:
-                raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code="kernels")
+                raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code=Code.KERNELS)
             if self._taps and model.sharing is not None:
-                raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code="flags")
+                raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code=Code.FLAGS)
             self.extent = model.extent
             self._state = "LOADING"
             if model.cluster.secondaries:
@@ -335,7 +336,7 @@ class Run(StatusOnly):
             return None
         if former.held is None or not former.held.spec.arithmetic.is_certain:
             raise UsageError(
-                "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code="flags"
+                "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code=Code.FLAGS
             )
         held = self.model.held
 
@@ -654,4 +655,4 @@ class Run(StatusOnly):
 
     def check_echo(self) -> None:
         if self._state == "RUNNING":
-            raise ControlError("the starter is in the middle of a run", 409, code="busy")
+            raise ControlError("the starter is in the middle of a run", 409, code=Code.BUSY)

@@ -14,7 +14,7 @@ from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import BUSY_S, reach_node
-from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.errors import Code, ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
 from mdi.run.part_sending import STALL_S, Holders, PartSending, PartSource
@@ -153,7 +153,7 @@ class SecondarySetup:
             except ControlError as e:
                 if e.status is None:
                     raise self._lost(e) from None
-                if e.code != "busy" or time.monotonic() > deadline:
+                if not e.code.again or time.monotonic() > deadline:
                     raise
                 if not is_reported:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
@@ -265,7 +265,7 @@ class SecondarySetup:
     def _checked(self, status: dict[str, Any]) -> dict[str, Any]:
         if status["state"] not in ("LOADING", "READY"):
             error = RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
-            error.code = str(status.get("error_code") or RingError.code)
+            error.code = Code.of(status.get("error_code") or Code.RING)
             raise error
         return status
 

@@ -671,7 +671,7 @@ class RowVerifier:
             except MdiError as e:
                 logger.debug("%s does not compute the blocks of %s again: %s", name, stage.name, e)
                 same = [index for index, one in self._again.items() if one.name == name]
-                if e.code != NoMemoryError.code or not same:
+                if not e.code.less_fits or not same:
                     return None
                 self._drop(same)  # it has memory for fewer nodes' blocks
         return None

@@ -24,7 +24,7 @@ from mdi.cancel import Cancel
 from mdi.control.reach import Reach, Route
 from mdi.engine.recorder import Activity
 from mdi.engine.sequence import Constraint
-from mdi.errors import EngineError, MdiError, PlacementError, UsageError, WireError
+from mdi.errors import Code, EngineError, MdiError, PlacementError, UsageError, WireError
 from mdi.host.diagnosis import NodeFinding, Report
 from mdi.host.doctor import reach_nodes, starter_finding
 from mdi.placement.model import ModelShape, Workload, model_shape
@@ -67,13 +67,13 @@ def handlers(host: ModelHost, snapshots: Snapshots, machines: Machines | None = 
     }
 
 
-def _want(host: ModelHost, model: str, is_wanted: bool) -> str:
-    """Why it could not be done, as the code of an error; "" if it is done."""
+def _want(host: ModelHost, model: str, is_wanted: bool) -> Code | None:
+    """Why it could not be done; None if it is done."""
     try:
         host.want(model, is_wanted)
     except MdiError as e:
         return e.code
-    return ""
+    return None
 
 
 def doctor(node: Run | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class WindowOptions:
 
     Attributes:
         units: halves of blocks, or pieces of the head, that are in memory at a time; None: chosen from `memory`, or 2.
-        retain: every so-manieth block stays in memory for good; None: chosen from `memory`, or none does.
+        retain: every n-th block stays in memory; None: chosen from `memory`, or none does.
         memory: limit of the process in bytes; None is no limit.
     """
 

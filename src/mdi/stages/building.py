@@ -31,6 +31,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
+from mdi.model.plain import spec_of
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
 from mdi.spec.window import window_of
@@ -83,7 +84,7 @@ def build_stage(
     weights: Resident | Any
     if spec.window is not None:
         n_rows = spec.extent.n_sequences * spec.n_rows
-        work = work_bytes(spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + n_rows, n_rows)
+        work = work_bytes(spec_of(spec.config) if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
             spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip

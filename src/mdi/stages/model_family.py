@@ -16,7 +16,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.starter_weights import StarterWeights
@@ -111,7 +111,7 @@ class ModelFamily:
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts if not p.name.startswith(ADAPTER_PREFIX)] != wanted:
             raise ControlError(
-                "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
+                "this node can only hold blocks, but was asked to hold the head as well", 409, code=Code.ROLE
             )
 
     def widest_row(self, config: ModelConfig) -> int:

@@ -10,11 +10,13 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.shapes import packed_bytes
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import held_bytes
+from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
@@ -107,15 +109,15 @@ class StageSpec:
         return replace(found, formats=Formats.one(group.packing.blocks), share=share)
 
     @property
-    def own_config(self) -> ModelConfig:
-        """Of the blocks as this node has them."""
-        return self.config if self.group is None else self.group.share(self.config).shard_config()
+    def own_spec(self) -> ModelSpec:
+        """The model with its blocks as this node has them."""
+        return spec_of(self.config) if self.group is None else self.group.share(self.config).spec
 
     def run_bytes(self, family: ModelFamily) -> int:
         """Memory besides the weights, with the caches of one sequence of full length."""
         if self.is_torch:
             return family.stage_bytes(self.config, self.blocks, self.extent)
-        return run_bytes(self.own_config, *self.blocks, self.extent)
+        return run_bytes(self.own_spec, *self.blocks, self.extent)
 
     def weight_bytes(self, without: Mapping[str, Any]) -> int:
         """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory."""
@@ -165,4 +167,4 @@ def check_gradients(spec: StageSpec) -> None:
         where = "in a group that shares blocks"
     else:
         return load_torch(f"{spec.name}: computing gradients")
-    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
+    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code=Code.KERNELS)

@@ -23,7 +23,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.memory import NodeCaches
 from mdi.engine.replay import SentRows
 from mdi.engine.worker import Backend
-from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
 from mdi.model.caches import PageClass
@@ -104,7 +104,7 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
-        raise UsageError(NO_GRADIENTS, code="kernels")
+        raise UsageError(NO_GRADIENTS, code=Code.KERNELS)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
 
@@ -173,7 +173,7 @@ logger = logging.getLogger("mdi")
 class StageBusyError(MdiError):
     """There will be memory once a stage is freed that is kept for another run."""
 
-    code = "busy"
+    code = Code.BUSY
 
 
 class Claim(NamedTuple):
