@@ -33,7 +33,7 @@ from mdi.spec.model_id import ModelId, decode_with_model
 from mdi.spec.options import SUM_CHOICES, Length, Requested
 from mdi.spec.window import WindowOptions
 
-T = TypeVar("T")
+A = TypeVar("A", bound="Arguments")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 11
@@ -148,10 +148,10 @@ class InitRequest(Requested):
         _check_versions(data)
         _check_complete("request", cls, data)
         _check_complete("request.extent", Extent, data["extent"])
-        request = decode_with_model(cls, data, "request", _refused)
+        request = decode_with_model(cls, data, "request", refused)
         if request.index >= len(request.names):
-            raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
-        spans_rise("request", _refused, blocks=request.blocks)
+            raise refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
+        spans_rise("request", refused, blocks=request.blocks)
         _check_blocks(request)
         _check_taps(request)
         return request
@@ -176,11 +176,29 @@ class ProfileRequest(Requested):
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        return decode_with_model(cls, data, "request", _refused)
+        return decode_with_model(cls, data, "request", refused)
 
 
 @dataclass(frozen=True)
-class ProbeRequest:
+class Arguments:
+    """Of a message, as they travel."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls: type[A], data: Any) -> A:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        found = decode(cls, data, "request", refused)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises ControlError (400) for fields that do not fit each other."""
+
+
+@dataclass(frozen=True)
+class ProbeRequest(Arguments):
     """Arguments of a message `probe`: another node, which the receiver is to reach.
 
     Attributes:
@@ -195,17 +213,9 @@ class ProbeRequest:
     port_in: Port
     measure: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> ProbeRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
 
 @dataclass(frozen=True)
-class ForwardRequest:
+class ForwardRequest(Arguments):
     """Arguments of a message `forward`: a part that the receiver has, and another node of the run that lacks it.
 
     Attributes:
@@ -221,20 +231,13 @@ class ForwardRequest:
     addr: Name
     port_in: Port
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> ForwardRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        request = _decoded(cls, data)
-        if request.offset > request.part.n_bytes:
-            raise _refused(f"request.offset: {request.offset} is more than the part's {request.part.n_bytes} bytes")
-        return request
+    def check(self) -> None:
+        if self.offset > self.part.n_bytes:
+            raise refused(f"request.offset: {self.offset} is more than the part's {self.part.n_bytes} bytes")
 
 
 @dataclass(frozen=True)
-class BlocksRequest:
+class BlocksRequest(Arguments):
     """Arguments of a message `blocks`. Its bytes are float32 rows (n_texts, n_tokens, n_embd), then gradients of that shape.
 
     Attributes:
@@ -250,17 +253,9 @@ class BlocksRequest:
     is_backward: bool = False
     tensors: Sha256 | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> BlocksRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
 
 @dataclass(frozen=True)
-class TensorsRequest:
+class TensorsRequest(Arguments):
     """Arguments of a message `tensors`. Its bytes are the header of some tensors (stages.trained_tensors), then the tensors.
 
     Attributes:
@@ -273,14 +268,6 @@ class TensorsRequest:
     blocks: Span
     sha256: Sha256
     header_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> TensorsRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
 
 
 @dataclass(frozen=True)
@@ -301,25 +288,20 @@ class Opening:
     @classmethod
     def from_bytes(cls, data: bytes) -> Opening:
         """Raises ControlError (400)."""
-        return decode_text(cls, data, "a message", _refused)
+        return decode_text(cls, data, "a message", refused)
 
 
 @dataclass(frozen=True)
-class PartRequest:
+class PartRequest(Arguments):
     """Arguments of a message `part`, whose bytes are those of a part of a run from `offset` on."""
 
     run: RunId
     sha256: Sha256
     offset: Whole
 
-    @classmethod
-    def from_json(cls, data: Any) -> PartRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
 
 @dataclass(frozen=True)
-class RowsRequest:
+class RowsRequest(Arguments):
     """Arguments of a message `rows`: what the receiver says of rows of one text in a ring.
 
     Attributes:
@@ -336,16 +318,9 @@ class RowsRequest:
     which: Annotated[str, one_of(("sent", "received"))]
     is_whole: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> RowsRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        request = _decoded(cls, data)
-        if not 0 < request.stop - request.start <= MOST_ROWS:
-            raise _refused(f"request: from 1 to {MOST_ROWS} rows can be asked for")
-        return request
+    def check(self) -> None:
+        if not 0 < self.stop - self.start <= MOST_ROWS:
+            raise refused(f"request: from 1 to {MOST_ROWS} rows can be asked for")
 
 
 @dataclass(frozen=True)
@@ -372,32 +347,23 @@ class ToldRows:
 
 
 @dataclass(frozen=True)
-class WatchRequest:
+class WatchRequest(Arguments):
     """Arguments of the messages `watch` and `status`: a ring of a run, None is the latest one."""
 
     run: RunId
     epoch: RunId | None = None
-
-    @classmethod
-    def from_json(cls, data: Any) -> WatchRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
-
-def _decoded(cls: type[T], data: Any) -> T:
-    return decode(cls, data, "request", _refused)
 
 
 def _check_complete(where: str, cls: type[Any], data: Any) -> None:
     """A default is for who makes a request, not for who reads one."""
     missing = [f.name for f in fields(cls) if f.default is not None and isinstance(data, dict) and f.name not in data]
     if missing:
-        raise _refused(f"{where}: the field {missing[0]!r} is missing")
+        raise refused(f"{where}: the field {missing[0]!r} is missing")
 
 
 def _check_versions(data: Any) -> None:
     if not isinstance(data, dict):
-        raise _refused(f"request: expected an object, found {shown(data)}")
+        raise refused(f"request: expected an object, found {shown(data)}")
     version, layout = data.get("control_version"), data.get("layout_version")
     if type(version) is not int or version != CONTROL_VERSION:
         raise version_error("the starter", version)
@@ -435,7 +401,7 @@ def _check_blocks(request: InitRequest) -> None:
 def _check_taps(request: InitRequest) -> None:
     taps, n_layer = request.taps, request.model.config.n_layer
     if taps != tuple(sorted(set(taps))) or (taps and taps[-1] >= n_layer):
-        raise _refused(f"request.taps: expected rising blocks of a model of {n_layer}, found {shown(list(taps))}")
+        raise refused(f"request.taps: expected rising blocks of a model of {n_layer}, found {shown(list(taps))}")
 
 
 def _check_adapters(request: InitRequest) -> None:
@@ -451,5 +417,6 @@ def _check_adapters(request: InitRequest) -> None:
         raise ControlError("the parts of adapters do not follow all others", 400)
 
 
-def _refused(message: str) -> ControlError:
+def refused(message: str) -> ControlError:
+    """The error of a request that is malformed."""
     return ControlError(message, 400)

@@ -337,7 +337,7 @@ class Former:
         clients = [ControlClient(node, cluster.keys) for node in cluster.secondaries]
         outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
         self._n_rings += 1
-        kept = frozenset(zip(ring.stages, self._shares(ring.stages), strict=True))
+        kept = frozenset((stage, basis.weights.share_of(index)) for index, stage in enumerate(ring.stages))
         task = RingTask(
             replace(basis, weights=weights), cluster, clients, self._n_rings, REACH_S, frozenset(ring.processes),
             self._holders(outside), hot=plan.hot, kept=kept,
@@ -504,10 +504,6 @@ class Former:
                 known.setdefault(sha256, []).append(client)
         return Holders(known, outside)
 
-    def _shares(self, stages: Sequence[Stage]) -> list[Any]:
-        """The shares of blocks of the ring's nodes; None for a node that has them whole."""
-        return [self.basis.weights.share_of(index) for index in range(len(stages))]
-
     def _ask_processes(self, clients: Sequence[ControlClient], wait_s: float, cancel: Cancel) -> dict[str, str]:
         """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
         asking = cancel.child()
@@ -660,36 +656,18 @@ class RingTask:
         if index == len(nodes) - 1:
             assert basis.listener is not None
             port_in = basis.listener.port
-        asked = replace(
-            Requested.of(options), device=node.device, threads=node.threads, quantize=basis.computing.quantize,
-            quantize_head=None,
-        )  # fmt: skip
+        form = basis.computing.quantize
+        own = {"device": node.device, "threads": node.threads, "quantize": form, "quantize_head": None}
         return InitRequest(
-            run=basis.run_id,
-            epoch=self.epoch,
-            index=index,
-            names=self.names,
-            placement=placement,
-            next_addr=following.addr,
-            next_port=port_in,
-            model=weights.model,
-            blocks=weights.blocks[index],
-            parts=parts,
+            run=basis.run_id, epoch=self.epoch, index=index, names=self.names, placement=placement,
+            next_addr=following.addr, next_port=port_in, model=weights.model, blocks=weights.blocks[index], parts=parts,
             extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
-            is_hot=stages[index].is_hot,
-            refused_s=refused_s(stages, index),
-            hand_over=not options.fixed,
-            keep_caches=self.replays is not None,
-            replay=(self.replays or {}).get(node.name, COMPUTE),
-            replay_bytes=self.replay_bytes,
-            keeps_received=bool(options.verify),
-            is_ahead=self.kept is not None,
-            taps=basis.taps,
-            gradients=basis.gradients,
-            window=window_of(options.weight_memory),
-            group=None if group is None else group.told,
-            **vars(asked),
-        )
+            is_hot=stages[index].is_hot, refused_s=refused_s(stages, index), hand_over=not options.fixed,
+            keep_caches=self.replays is not None, replay=(self.replays or {}).get(node.name, COMPUTE),
+            replay_bytes=self.replay_bytes, keeps_received=bool(options.verify), is_ahead=self.kept is not None,
+            taps=basis.taps, gradients=basis.gradients, window=window_of(options.weight_memory),
+            group=None if group is None else group.told, **{**vars(Requested.of(options)), **own},
+        )  # fmt: skip
 
 
 class Preparation:

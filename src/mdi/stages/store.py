@@ -260,14 +260,6 @@ class HeldStage:
         return self.spec.computing.device
 
     @property
-    def model(self) -> str:
-        return self.spec.model.name
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        return self.spec.blocks
-
-    @property
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
 
@@ -620,7 +612,7 @@ class StageStore:
         while unused and free - (_bytes_of([*used, *unused]) - _bytes_of(used)) < needed:
             dropped = unused.pop(0)
             self.remove(dropped)
-            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.model or "a model")
+            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.spec.model.name or "a model")
 
 
 def _is_ready(held: HeldStage | None, spec: StageSpec) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from mdi.block_ranges import default_split, ranges, split_layers
 from mdi.checkpoint.packing import Packing
-from mdi.control.messages import ToldGroup
-from mdi.errors import ControlError, SplitError, UsageError
+from mdi.control.messages import ToldGroup, refused
+from mdi.errors import SplitError, UsageError
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions
@@ -158,15 +158,11 @@ def group_of(told: ToldGroup | None, config: ModelConfig) -> Group | None:
             raise ValueError(f"a model with {reason}")
         shares.check(config)
     except (KeyError, TypeError, ValueError, AttributeError) as e:  # of the config, which is another's as well
-        raise _refused(f"request.group: {str(e)[:200]}") from None
+        raise refused(f"request.group: {str(e)[:200]}") from None
     return Group(
         told.rank, tuple(Member(*member) for member in told.members), shares, Packing(*told.packing), told.algorithm,
         told.reduce_dtype, told.n_here, told.name, told.is_last,
     )  # fmt: skip
-
-
-def _refused(message: str) -> ControlError:
-    return ControlError(message, 400)
 
 
 # Shares of the nodes of a ring
