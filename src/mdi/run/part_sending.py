@@ -100,7 +100,7 @@ class PartSending:
             try:
                 return self._forward(holder, part, have)
             except ControlError as e:
-                if (e.status, e.code) in ((404, "weights"), (409, "run")):
+                if (e.status, e.code) in ((404, Code.WEIGHTS), (409, Code.RUN)):
                     continue  # it does not have the part, or not any more, or has had no part in this run
                 logger.info("%s comes from this node: %s", part.name, e)
             self._cancel.check()
