@@ -24,7 +24,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.slices import Slice, SliceTable
-from mdi.kernels.weight_formats import EMBEDDING
+from mdi.model.tensors import EMBEDDING
 from mdi.net.ring import LoopbackRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report

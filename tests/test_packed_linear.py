@@ -12,7 +12,8 @@ from mdi.checkpoint.parts import part_of, stage_parts
 from mdi.checkpoint.torch_tensors import as_array, spec_of
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.tensors import EMBEDDING
 from mdi.stages import torch_packed as packed_linear
 from mdi.stages.torch_packed import PackedLinear, Weights, kernel_context
 from mdi.stages.torch_stage import StarterStage

@@ -6,16 +6,8 @@ import pytest
 
 from mdi.errors import UsageError
 from mdi.kernels.layout import matrix_bytes
-from mdi.kernels.weight_formats import (
-    EMBEDDING,
-    FORMATS,
-    LAYOUTS,
-    PACKED,
-    check_packed,
-    held_bytes,
-    is_packable,
-    weight_format,
-)
+from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED, check_packed, held_bytes, is_packable, weight_format
+from mdi.model.tensors import EMBEDDING
 
 LINEAR = "transformer.h.0.mlp.proj.weight"
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from mdi.checkpoint.adapters import norm_gain
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.weights import WeightSource
-from mdi.kernels.weight_formats import FINAL_NORM
+from mdi.model.tensors import FINAL_NORM
 from mdi.spec.model import ModelConfig
 
 CHUNK_ROWS = 256  # whose logits are in memory at the same time

@@ -7,7 +7,8 @@ import pytest
 
 from gpu import GPU_SCENARIOS, LARGE, Gpu
 from mdi.checkpoint.packing import plain
-from mdi.kernels.weight_formats import EMBEDDING, LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.tensors import EMBEDDING
 from mdi.spec.model import ModelConfig
 from peers.litgpt_peer import LitgptPeer
 from peers.protocol import Case

@@ -29,7 +29,7 @@ from mdi.checkpoint.weightfile import PickledFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.kernels.weight_formats import EMBEDDING, HEAD
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.cluster import DTYPES
 from mdi.spec.model import ModelConfig
 from mdi.units import size

@@ -21,7 +21,7 @@ from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.kernels.weight_formats import EMBEDDING, HEAD
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.model import ModelConfig, why_not_litgpt
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ builds no model, and needs no torch."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,132 +14,27 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
-from mdi.kernels.weight_formats import EMBEDDING, EMBEDDING_NORM, PLAIN_MLPS, POSITIONS, weight_format
+from mdi.kernels.weight_formats import weight_format
+from mdi.model.plain import spec_of
+from mdi.model.tensors import BLOCKS, Shape, Shapes, block_tensors, end_tensors
 from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import read_yaml
-
-BLOCKS = "transformer.h."
-
-Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
-
-_GATED = ("LLaMAMLP", "GemmaMLP")
 
 
 def shapes_of(config: ModelConfig) -> Shapes:
     """Shape of every tensor, by its name.
 
     Raises:
-        ValueError, KeyError, TypeError: litgpt cannot build such a model.
+        ValueError, KeyError, TypeError: there is no such model.
     """
-    n_embd, vocabulary = config.n_embd, config.padded_vocab_size
-    shapes = {
-        **_linear("lm_head", n_embd, vocabulary, config.lm_head_bias),
-        EMBEDDING: (vocabulary, n_embd),
-        **({POSITIONS: (config.block_size, n_embd)} if config.learned_positions else {}),
-        **(_norm(config, EMBEDDING_NORM, n_embd) if config.embedding_norm else {}),
-        **({} if config.norm_after_residual else _norm(config, "transformer.ln_f", n_embd)),
-    }
-    n_dense = config.first_k_dense_replace or 0  # the first blocks may have no experts
-    kinds = {is_dense: dict(_block(config, is_dense)) for is_dense in (True, False)}
-    for i in range(config.n_layer):
-        shapes.update({f"{BLOCKS}{i}.{name}": shape for name, shape in kinds[i < n_dense].items()})
+    spec = spec_of(config)
+    shapes = end_tensors(spec)
+    kinds = {one: block_tensors(one, spec.width) for one in spec.kinds}
+    for i, block in enumerate(spec.blocks):
+        shapes.update({f"{BLOCKS}{i}.{name}": shape for name, shape in kinds[block].items()})
     if strange := next((name for name, shape in shapes.items() if any(type(n) is not int for n in shape)), None):
         raise ValueError(f"the shape of {strange} would be {shapes[strange]}")
     return shapes
-
-
-def _block(config: ModelConfig, is_dense: bool) -> Iterator[tuple[str, Shape]]:
-    """Of one block, by the names within it."""
-    n_embd = config.n_embd
-    if config.shared_attention_norm and not config.parallel_residual:
-        raise ValueError("a norm that attention and MLP share, without parallel residuals")
-    norms = {
-        "norm_1": config.norm_1,
-        "post_attention_norm": config.post_attention_norm,
-        "norm_2": config.norm_2 and not config.shared_attention_norm,
-        "post_mlp_norm": config.post_mlp_norm,
-    }
-    for name, is_there in norms.items():
-        yield from (_norm(config, name, n_embd) if is_there else {}).items()
-    yield from (_latent_attention(config) if config.latent_attention else _attention(config)).items()
-    kind = config.mlp_class_name
-    if kind == "LLaMAMoE" and not is_dense:
-        yield from _experts(config)
-    else:
-        gated = kind in _GATED or is_dense
-        yield from _mlp(config, "mlp", config.intermediate_size, gated=gated).items()
-    if kind not in (*_GATED, "LLaMAMoE", *PLAIN_MLPS):
-        raise ValueError(f"MLPs of the class {kind!r}")
-
-
-def _attention(config: ModelConfig) -> Shapes:
-    size, n_head, n_groups = config.head_size, config.n_head, config.n_query_groups
-    has_bias = config.bias or config.attn_bias if config.qkv_bias is None else config.qkv_bias
-    shapes = {
-        **_linear("attn.qkv", config.n_embd, (n_head + 2 * n_groups) * size, has_bias),
-        **_linear("attn.proj", n_head * size, config.n_embd, config.bias),
-    }
-    if config.attention_sinks:
-        shapes["attn.sinks"] = (n_head,)
-    if config.norm_qk:
-        over_all = config.norm_qk_type == "olmo2"
-        shapes.update(_norm(config, "attn.norm_q", size * (n_head if over_all else 1)))
-        shapes.update(_norm(config, "attn.norm_k", size * (n_groups if over_all else 1)))
-    return shapes
-
-
-def _latent_attention(config: ModelConfig) -> Shapes:
-    latent, n_embd, n_head, bias = config.latent_attention, config.n_embd, config.n_head, config.bias
-    assert latent is not None
-    q_rank, kv_rank, rope = latent["q_lora_rank"], latent["kv_lora_rank"], latent["qk_rope_head_dim"]
-    nope, value = latent["qk_nope_head_dim"], latent["v_head_dim"]
-    return {
-        **_linear("attn.q_a_proj", n_embd, q_rank, config.attn_bias),
-        "attn.q_a_norm.weight": (q_rank,),
-        **_linear("attn.q_b_proj", q_rank, n_head * (rope + nope), bias),
-        **_linear("attn.kv_a_proj_with_mqa", n_embd, kv_rank + rope, config.attn_bias),
-        "attn.kv_a_norm.weight": (kv_rank,),
-        **_linear("attn.kv_b_proj", kv_rank, config.n_query_groups * (nope + value), bias),
-        **_linear("attn.proj", n_head * value, n_embd, bias),
-    }
-
-
-def _experts(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    n_expert, width = config.n_expert, config.moe_intermediate_size or config.intermediate_size
-    yield from _linear("mlp.gate", config.n_embd, n_expert, config.router_bias).items()
-    if config.n_expert_groups or config.sigmoid_router:
-        yield "mlp.gate.e_score_correction_bias", (n_expert,)
-    for i in range(n_expert):
-        yield from _mlp(config, f"mlp.experts.{i}", width, gated=True).items()
-    if config.n_shared_expert:
-        if config.moe_intermediate_size is None:
-            raise ValueError("n_shared_expert without moe_intermediate_size")
-        shared = config.moe_intermediate_size * config.n_shared_expert
-        yield from _mlp(config, "mlp.shared_experts", shared, gated=True).items()
-
-
-def _mlp(config: ModelConfig, path: str, width: int, *, gated: bool) -> Shapes:
-    n_embd, bias = config.n_embd, config.bias
-    into = ("fc_1", "fc_2") if gated else ("fc",)
-    shapes = {name: shape for fc in into for name, shape in _linear(f"{path}.{fc}", n_embd, width, bias).items()}
-    return {**shapes, **_linear(f"{path}.proj", width, n_embd, bias)}
-
-
-def _linear(path: str, n_in: int, n_out: int, bias: bool) -> Shapes:
-    shapes: Shapes = {f"{path}.weight": (n_out, n_in)}
-    if bias:
-        shapes[f"{path}.bias"] = (n_out,)
-    return shapes
-
-
-def _norm(config: ModelConfig, path: str, size: int) -> Shapes:
-    kind = config.norm_class_name
-    if kind == "RMSNorm":
-        return {f"{path}.weight": (size,)}
-    if kind != "LayerNorm":
-        raise ValueError(f"norms of the class {kind!r}")
-    return {f"{path}.weight": (size,), f"{path}.bias": (size,)} if config.norm_has_weight else {}
 
 
 def interleaved_rows(config: ModelConfig) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""What a model is: pure values and numbers, without torch, files or sockets."""

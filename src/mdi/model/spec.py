@@ -1,0 +1,280 @@
+"""A model as a list of blocks, each of which says everything about itself. Pure values; equal blocks are one object.
+
+Kernels, torch, shapes, caches, groups, adapters, plans and exports read these, and ask for no family. Names of tensors are in
+`mdi.model.tensors`; `mdi.model.plain` makes a ModelSpec of the plain form that is stored and sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_glu"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of rows: "rms" divides by the root of the mean square, "layer" subtracts the mean before.
+
+    Attributes:
+        unit_offset: one is added to the weights.
+        has_weight, has_bias: whether it has tensors of these names.
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    unit_offset: bool = False
+    has_weight: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions.
+
+    Attributes:
+        n_elem: numbers of a head that are rotated.
+        base: of the frequencies.
+        condense: positions are divided by it.
+        interleaved: the two numbers of a pair lie beside each other, and not half of `n_elem` apart.
+        scaling: of frequencies, as ModelConfig.rope_adjustments has it; cannot be changed. None is none.
+    """
+
+    n_elem: int
+    base: float
+    condense: float = 1
+    interleaved: bool = False
+    scaling: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Scores get less with the distance, by a slope of each head (Press et al. 2022).
+
+    Attributes:
+        n_slopes, first: of the slopes of so many heads, those from number `first` on.
+        is_rounded: slopes and products are rounded to bfloat16, as Falcon's are.
+    """
+
+    n_slopes: int
+    first: int = 0
+    is_rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of `n_head` heads of queries over `n_groups` of keys and values, each of `head_size` numbers.
+
+    Attributes:
+        scale: the factor of scores.
+        window: positions that a row sees, itself included; None is all.
+        positions: how rows are told where they are; None: not here (learned positions, or no positions at all).
+        softcap: of scores: softcap * tanh(score / softcap); None is none.
+        qkv_bias, bias: biases of query, key and value, and of the layer behind the heads.
+        qk_norm: of queries and keys, of each head or (`qk_norm_over_all`) of all heads together; None is none.
+        has_sinks: each head has a score that its softmax counts beside those of the keys, and that has no value.
+        share: of a node's part in a group: heads of queries of a whole group of keys and values, and the place of the node's
+            first head in its own; None: it is whole.
+    """
+
+    n_head: int
+    n_groups: int
+    head_size: int
+    scale: float
+    window: int | None = None
+    positions: Rotary | Alibi | None = None
+    softcap: float | None = None
+    qkv_bias: bool = False
+    bias: bool = False
+    qk_norm: Norm | None = None
+    qk_norm_over_all: bool = False
+    has_sinks: bool = False
+    share: tuple[int, int] | None = None
+
+    @property
+    def queries_per_group(self) -> int:
+        """Heads of queries that share keys and values, on all nodes together."""
+        return self.n_head // self.n_groups if self.share is None else self.share[0]
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """DeepSeek's attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one row of `kv_rank` numbers.
+
+    Attributes:
+        q_rank, kv_rank: of the compressed rows of queries, and of keys and values.
+        rope_size, nope_size: numbers of a head's query and key that are rotated, and that are not.
+        value_size: of a head.
+        a_bias, bias: biases of the layers that compress, and of the others.
+        Others are those of Attention.
+    """
+
+    n_head: int
+    q_rank: int
+    kv_rank: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    scale: float
+    norm_eps: float
+    positions: Rotary
+    a_bias: bool = False
+    bias: bool = False
+    window: int | None = None
+    softcap: float | None = None
+
+
+Mixer = Attention | LatentAttention
+
+
+@dataclass(frozen=True)
+class Dense:
+    """An MLP of `width` columns: two layers, or (`is_gated`) three, of which one lets through what another computes.
+
+    Attributes:
+        limit: of "clamped_glu": gate and what it lets through are clamped at it.
+    """
+
+    width: int
+    activation: Activation
+    is_gated: bool
+    bias: bool = False
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses the experts of a row.
+
+    Attributes:
+        kind: "softmax": those with the largest scores, weighted by a softmax over these scores. "sigmoid": those with the
+            largest sums of a score's sigmoid and a correction, weighted by the sigmoids.
+        is_normed: the weights of "sigmoid" are divided by their sum.
+        scale: the factor of the weights.
+        has_bias: of the layer that scores.
+        n_groups, n_used_groups, n_scores_per_group: experts are in groups, of which those with the largest sums of so many of
+            their scores are used; one group is none.
+    """
+
+    kind: Literal["softmax", "sigmoid"]
+    is_normed: bool
+    scale: float = 1.0
+    has_bias: bool = False
+    n_groups: int = 1
+    n_used_groups: int = 1
+    n_scores_per_group: int = 0
+
+    @property
+    def has_correction(self) -> bool:
+        return self.kind == "sigmoid"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`n` MLPs, of which each row uses `n_used`, and one that all rows use (`shared`; None is none)."""
+
+    n: int
+    n_used: int
+    expert: Dense
+    router: Router
+    shared: Dense | None = None
+
+
+Mlp = Dense | Experts
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block.
+
+    Attributes:
+        residual: "sequential": x + attention(norm_1 x), then + mlp(norm_2 of that). "parallel": both read x, or (with
+            `norm_is_shared`) the same norm of it. "behind": sequential, and each sum goes through the norm behind it.
+        norm_1, norm_2: before attention and MLP. post_attention_norm, post_mlp_norm: behind them, before the sum or, with
+            "behind", after it. None: not there.
+        cache_of: the block, by its number, whose keys and values this one reads; None: its own.
+    """
+
+    mixer: Mixer
+    mlp: Mlp
+    residual: Literal["sequential", "parallel", "behind"]
+    norm_1: Norm | None
+    norm_2: Norm | None
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    norm_is_shared: bool = False
+    cache_of: int | None = None
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """Those that are there, by their names, in their order."""
+        found = {
+            "norm_1": self.norm_1,
+            "post_attention_norm": self.post_attention_norm,
+            "norm_2": self.norm_2,
+            "post_mlp_norm": self.post_mlp_norm,
+        }
+        return {name: norm for name, norm in found.items() if norm is not None}
+
+    @property
+    def dense(self) -> Dense:
+        """The MLP, or one expert."""
+        return self.mlp if isinstance(self.mlp, Dense) else self.mlp.expert
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is before the first block and behind the last one.
+
+    Attributes:
+        embedding_factor: of the tokens' rows; None is none.
+        n_positions: learned positions that are added to them; 0 is none.
+        embedding_norm: follows both; final_norm: before the head. None is none.
+        head_bias: of the head.
+        softcap: of logits: softcap * tanh(logit / softcap); None is none.
+    """
+
+    embedding_factor: float | None = None
+    n_positions: int = 0
+    embedding_norm: Norm | None = None
+    final_norm: Norm | None = None
+    head_bias: bool = False
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder.
+
+    Attributes:
+        name: for people.
+        width: numbers of a row.
+        n_vocab, n_rows: ids that mean something, and rows of the embedding.
+        max_length: most tokens of a text.
+        extra: blocks behind the head, which predict further tokens (multi-token prediction); they are in no cut.
+    """
+
+    name: str
+    width: int
+    n_vocab: int
+    n_rows: int
+    max_length: int
+    ends: Ends
+    blocks: tuple[BlockSpec, ...]
+    extra: tuple[BlockSpec, ...] = ()
+
+    @property
+    def kinds(self) -> list[BlockSpec]:
+        """The different blocks, in the order in which they come first."""
+        return distinct(self.blocks)
+
+    def allowed_cuts(self) -> list[int]:
+        """Where the model may be cut: c is between the blocks c - 1 and c. A block stays with the one whose cache it reads."""
+        reads = [(one.cache_of, i) for i, one in enumerate(self.blocks) if one.cache_of is not None]
+        return [c for c in range(len(self.blocks) + 1) if not any(of < c <= i for of, i in reads)]
+
+
+def distinct(blocks: Iterable[BlockSpec]) -> list[BlockSpec]:
+    """The different ones, in the order in which they come first."""
+    return list({id(one): one for one in dict.fromkeys(blocks)}.values())

@@ -1,0 +1,94 @@
+"""Names and shapes of a model's tensors, from its spec. The names are litgpt's, in which all weights are stored and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mdi.model.spec import Attention, BlockSpec, Dense, Experts, LatentAttention, Mixer, ModelSpec, Norm
+
+BLOCKS = "transformer.h."
+EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "transformer.ln_f.weight"
+POSITIONS = "transformer.wpe.weight"
+EMBEDDING_NORM = "transformer.wte_norm"
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+
+def end_tensors(spec: ModelSpec) -> Shapes:
+    """Of embedding and head."""
+    ends, width = spec.ends, spec.width
+    return {
+        **_linear("lm_head", width, spec.n_rows, ends.head_bias),
+        EMBEDDING: (spec.n_rows, width),
+        **({POSITIONS: (ends.n_positions, width)} if ends.n_positions else {}),
+        **_norm(ends.embedding_norm, EMBEDDING_NORM, width),
+        **_norm(ends.final_norm, FINAL_NORM.removesuffix(".weight"), width),
+    }
+
+
+def block_tensors(block: BlockSpec, width: int) -> Shapes:
+    """Of one block, by the names within it."""
+    found: Shapes = {}
+    for name, norm in block.norms.items():
+        found |= _norm(norm, name, width)
+    return {**found, **_mixer(block.mixer, width), **dict(_mlp(block.mlp, width))}
+
+
+def _mixer(mixer: Mixer, width: int) -> Shapes:
+    return _latent(mixer, width) if isinstance(mixer, LatentAttention) else _attention(mixer, width)
+
+
+def _attention(of: Attention, width: int) -> Shapes:
+    size, per_norm = of.head_size, (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
+    return {
+        **_linear("attn.qkv", width, (of.n_head + 2 * of.n_groups) * size, of.qkv_bias),
+        **_linear("attn.proj", of.n_head * size, width, of.bias),
+        **({"attn.sinks": (of.n_head,)} if of.has_sinks else {}),
+        **_norm(of.qk_norm, "attn.norm_q", size * per_norm[0]),
+        **_norm(of.qk_norm, "attn.norm_k", size * per_norm[1]),
+    }
+
+
+def _latent(of: LatentAttention, width: int) -> Shapes:
+    return {
+        **_linear("attn.q_a_proj", width, of.q_rank, of.a_bias),
+        "attn.q_a_norm.weight": (of.q_rank,),
+        **_linear("attn.q_b_proj", of.q_rank, of.n_head * (of.rope_size + of.nope_size), of.bias),
+        **_linear("attn.kv_a_proj_with_mqa", width, of.kv_rank + of.rope_size, of.a_bias),
+        "attn.kv_a_norm.weight": (of.kv_rank,),
+        **_linear("attn.kv_b_proj", of.kv_rank, of.n_head * (of.nope_size + of.value_size), of.bias),
+        **_linear("attn.proj", of.n_head * of.value_size, width, of.bias),
+    }
+
+
+def _mlp(of: Dense | Experts, width: int) -> Iterator[tuple[str, Shape]]:
+    if isinstance(of, Dense):
+        yield from _dense(of, "mlp", width).items()
+        return
+    yield from _linear("mlp.gate", width, of.n, of.router.has_bias).items()
+    if of.router.has_correction:
+        yield "mlp.gate.e_score_correction_bias", (of.n,)
+    for i in range(of.n):
+        yield from _dense(of.expert, f"mlp.experts.{i}", width).items()
+    if of.shared is not None:
+        yield from _dense(of.shared, "mlp.shared_experts", width).items()
+
+
+def _dense(of: Dense, path: str, width: int) -> Shapes:
+    found: Shapes = {}
+    for name in ("fc_1", "fc_2") if of.is_gated else ("fc",):
+        found |= _linear(f"{path}.{name}", width, of.width, of.bias)
+    return {**found, **_linear(f"{path}.proj", of.width, width, of.bias)}
+
+
+def _linear(path: str, n_in: int, n_out: int, bias: bool) -> Shapes:
+    return {f"{path}.weight": (n_out, n_in), **({f"{path}.bias": (n_out,)} if bias else {})}
+
+
+def _norm(norm: Norm | None, path: str, size: int) -> Shapes:
+    if norm is None or not norm.has_weight:
+        return {}
+    return {f"{path}.weight": (size,), **({f"{path}.bias": (size,)} if norm.has_bias else {})}
