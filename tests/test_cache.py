@@ -14,6 +14,7 @@ from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
 from mdi.model.caches import PAGE, PageClass
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from mdi.stages import torch_cache as cache_module
 from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
@@ -27,7 +28,7 @@ LATENT = replace(HEADS, latent_attention=_RANKS)
 
 def caches_of(config: ModelConfig, is_device: bool, dtype: torch.dtype = torch.float32) -> TorchCaches:
     """On the CPU; with `is_device` in slabs of two pages, as on a GPU."""
-    caches = TorchCaches(config, 0, 3, 640, CPU, dtype, 64 * 8192)
+    caches = TorchCaches(spec_of(config), 0, 3, 640, CPU, dtype, 64 * 8192)
     if is_device:
         for c, pool in enumerate(caches.pools):
             slabs = DevicePages(pool.page_bytes, pool.capacity, dtype, CPU)
@@ -64,7 +65,7 @@ def test_a_block_reads_what_was_written(
             block.write(caches.select(block.cache_class, ids, positions % PAGE), *new[layer, :n_halves])
         for other, text in texts.items():
             for layer, block in enumerate(caches.blocks):
-                table = caches.tables(other)[block.cache_class]
+                table = caches.entries(other)[block.cache_class]
                 pages = caches.select(block.cache_class, table.ids)
                 for half in range(n_halves):
                     found = block.gather(half, pages, memory)
@@ -88,7 +89,7 @@ def test_a_copied_sequence_writes_to_pages_of_its_own(is_device: bool) -> None:
     caches.rearrange((), [(0, 1)])
     write(1, 36, torch.zeros(2, 1, 2, 5))
     for seq_id, n in ((0, 40), (1, 36)):
-        found = block.gather(1, caches.select(0, caches.tables(seq_id)[0].ids), memory)
+        found = block.gather(1, caches.select(0, caches.entries(seq_id)[0].ids), memory)
         assert torch.equal(found[:n], kv[1, :n])
     assert not found[36].any()
 
