@@ -33,7 +33,7 @@ def caches_of(config: ModelConfig, is_device: bool, dtype: torch.dtype = torch.f
         for c, pool in enumerate(caches.pools):
             slabs = DevicePages(pool.page_bytes, pool.capacity, dtype, CPU)
             slabs.slab_pages = 2
-            caches.pools[c] = slabs
+            caches.stores[c].pool = slabs
         for block in caches.blocks:
             block.pool = caches.pools[block.cache_class]
     return caches

@@ -19,13 +19,14 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import EngineError, KernelError
+from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import n_tables, rope_tables, score_bias, score_factor
 from mdi.kernels.slices import Slices, SliceTable
 from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
-from mdi.model.caches import cache_classes, kind_of
+from mdi.model.caches import kind_of, kinds_of, places_of
 from mdi.model.plain import spec_of
 from mdi.model.tensors import FINAL_NORM
 from mdi.spec.model import ModelConfig
@@ -489,8 +490,9 @@ class Blocks:
         self.config, self.start, self.stop = config, start, stop
         self.context = context
         self.n_embd = config.n_embd
-        self.classes, self._places = cache_classes(spec_of(config), start, stop, cache_type)
-        self._model = model_of(config, cache_type)
+        self._kinds, self._places = places_of(kinds_of(spec_of(config), start, stop))
+        self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
+        self._model, self._cache_type = model_of(config, cache_type), cache_type
         self._kept: list[Any] = []  # keeps alive what the structures refer to
         self._blocks = (MdiBlock * (stop - start))()
         for i in range(start, stop):
@@ -510,7 +512,10 @@ class Blocks:
         self._cos, self._sin = rope_tables(self.config, max_length)
         self._score_bias = bias = self._made_score_bias(max_length)
         pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
-        self.caches = CachePages(self.classes, pools)
+        layouts = [
+            KernelLayout(*one, self._cache_type, pool) for one, pool in zip(self._kinds.items(), pools, strict=True)
+        ]
+        self.caches = CachePages(self.classes, pools, layouts, self._places, self.start, self._cache_type)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
