@@ -120,9 +120,9 @@ class StageCaches(Generic[S]):
         self, stores: Sequence[S], places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32"
     ) -> None:
         self.stores = list(stores)
-        self._writers = {
-            place: start + i for i, place in reversed([*enumerate(places)])
-        }  # the first block of each place
+        self._writers: dict[Place, int] = {}  # of each place the block that writes it, which is the first
+        for block, place in enumerate(places, start):
+            self._writers.setdefault(place, block)
         self._cache_type = cache_type
         self._sequences: dict[int, _Sequence] = {}
 
@@ -190,7 +190,7 @@ class StageCaches(Generic[S]):
             raise EngineError(f"positions {start} to {stop} of sequence {seq_id}, whose cache has {self.end(seq_id)}")
         entries = self.entries(seq_id)
         blocks = {i: self.stores[c].read(entries[c], number, start, stop) for (c, number), i in self._writers.items()}
-        return CacheRun(start, stop, self._cache_type, dict(sorted(blocks.items())))
+        return CacheRun(start, stop, self._cache_type, blocks)
 
     def fill(self, seq_id: int, run: CacheRun) -> None:
         """Have the positions of a run, which may have more blocks; what was there from its start on is cut off.
