@@ -102,7 +102,7 @@ def secondary(folder: Path, chunk: Path) -> Iterator[tuple[subprocess.Popen[byte
     """
     from mdi.control.client import ControlClient
     from mdi.errors import ControlError
-    from mdi.node.local import free_ports
+    from mdi.run.local import free_ports
     from mdi.spec.cluster import load_cluster
 
     ports = free_ports(4)

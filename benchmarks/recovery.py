@@ -58,7 +58,7 @@ def main() -> None:
 
 def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
     """One run whose first secondary is lost in the middle, and the same one undisturbed."""
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
 
     with LocalRing(args.nodes, None, 1, args.ckpt, False, False, n_spares=1) as ring:
         disturbed, found = run(args, ring, lambda: os.kill(ring.pids[0], KINDS[how]))

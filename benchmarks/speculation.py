@@ -62,8 +62,8 @@ from mdi.host.threads import n_threads  # noqa: E402
 from mdi.kernels.slices import Slice, SliceTable  # noqa: E402
 from mdi.net.ring import LoopbackRing  # noqa: E402
 from mdi.net.wire import Frame  # noqa: E402
-from mdi.node.local import LocalRing  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
+from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402

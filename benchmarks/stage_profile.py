@@ -42,10 +42,11 @@ from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
 from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
-from mdi.kernels.page_sizes import CACHE_TYPES, PAGE, cache_shape  # noqa: E402
 from mdi.kernels.pages import Pool  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
+from mdi.model.caches import CACHE_TYPES, PAGE, kind_of  # noqa: E402
+from mdi.model.plain import spec_of  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
@@ -141,7 +142,7 @@ def rows_of(n_rows: int, width: int) -> np.ndarray:
 
 def attention_work(config: ModelConfig, cache_type: str, n_sequences: int, position: int) -> tuple[int, int]:
     """Of attention in one block, one row of each sequence at `position`: bytes of caches, and operations (two a product)."""
-    n_bytes = cache_shape(config).block_bytes(cache_type) * -(-position // PAGE)
+    n_bytes = kind_of(spec_of(config).blocks[0]).block_bytes(cache_type) * -(-position // PAGE)
     n_operations = 2 * 2 * config.n_head * config.head_size * position  # keys, then values
     return n_sequences * n_bytes, n_sequences * n_operations
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE, CacheClass
+from mdi.model.caches import PAGE, PageClass
 from mdi.spec.model import ModelConfig
 from mdi.stages import torch_cache as cache_module
 from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
@@ -132,8 +132,8 @@ def test_a_gpu_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_smallest_node_decides() -> None:
     nodes = (
-        NodeCaches("starter", 100_000, (CacheClass(None, 4000),)),
-        NodeCaches("secondary0", 80_000, (CacheClass(None, 4000), CacheClass(10, 2000))),
+        NodeCaches("starter", 100_000, (PageClass(None, 4000),)),
+        NodeCaches("secondary0", 80_000, (PageClass(None, 4000), PageClass(10, 2000))),
         NodeCaches("secondary1", 0, ()),  # a starter without blocks keeps nothing
     )
     memory = CacheMemory(nodes)

@@ -28,7 +28,7 @@ from mdi.control.reach import reach_node
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily

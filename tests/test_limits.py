@@ -21,7 +21,8 @@ from mdi.checkpoint.shapes import full_config, model_shapes
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
-from mdi.kernels.page_sizes import windows_of
+from mdi.model.caches import kind_of
+from mdi.model.plain import spec_of
 from mdi.spec.limits import LIMITS, excess
 from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
@@ -167,7 +168,7 @@ def test_caches_of_blocks_that_are_not_built(family: str) -> None:
     config = config_of(family)
     stage = Stage(config, 1, config.n_layer)
     windows = [getattr(block.attn, "window", None) for block in stage.blocks]
-    assert windows_of(ModelConfig.from_litgpt(config), 1, config.n_layer) == windows
+    assert [kind_of(one).window for one in spec_of(ModelConfig.from_litgpt(config)).blocks[1:]] == windows
     assert run_bytes(config, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
 
 

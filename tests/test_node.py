@@ -29,9 +29,9 @@ from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.threads import fair_threads
 from mdi.kernels import library
 from mdi.net.wire import SILENCE_S
-from mdi.node.local import LocalRing, free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
+from mdi.run.local import LocalRing, free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig

@@ -17,8 +17,8 @@ from mdi.host import threads as node_threads
 from mdi.host.computing import Computing
 from mdi.host.device import choose_kv_dtype
 from mdi.host.threads import pin_to_cores
-from mdi.kernels.page_sizes import CacheClass, cache_type_named
-from mdi.node.local import cores_of_node
+from mdi.model.caches import PageClass, cache_type_named
+from mdi.run.local import cores_of_node
 from mdi.stages.store import CacheReport, report_caches, share_out
 from mdi.stages.torch_stage import TorchStage
 
@@ -70,7 +70,7 @@ def test_a_limit_bounds_what_is_reserved_and_what_is_reserved_the_limit(
         assert limit == stage.caches.pools[0].page_bytes < 100_000
 
 
-REPORT = CacheReport(100, False, (CacheClass(None, 7), CacheClass(16, 3)), "cpu")
+REPORT = CacheReport(100, False, (PageClass(None, 7), PageClass(16, 3)), "cpu")
 
 
 def test_a_report_travels_as_json() -> None:
@@ -97,7 +97,7 @@ def test_no_report_is_refused(data: object) -> None:
 
 def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
     def report(n: int, by_hand: bool = False, device: str = "cpu", classes: int = 1) -> CacheReport:
-        return CacheReport(n, by_hand, (CacheClass(None, 1),) * classes, device)
+        return CacheReport(n, by_hand, (PageClass(None, 1),) * classes, device)
 
     nodes = share_out(
         [

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import mdi.cancel
-import mdi.node.setup
 import mdi.placement.cluster_measurement
 import mdi.placement.profiler
+import mdi.run.setup
 import mdi.stages.torch_stage
 from caches import own_cache
 from mdi.cancel import Cancel
@@ -30,13 +30,13 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.threads import host_of
-from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
 from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Bench, Speeds, Subject
+from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone

@@ -23,7 +23,7 @@ from mdi.net.hello import Fault, connected
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE, PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from waiting import until
 
 EPOCH = 11

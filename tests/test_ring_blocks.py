@@ -23,7 +23,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.node.local import LocalRing
+from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone

@@ -36,7 +36,7 @@ from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import format_within
 from mdi.net.message import Message
-from mdi.node.local import LocalRing
+from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.passes import Bytes
 from mdi.run.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mdi.node.secondary
-import mdi.node.setup
+import mdi.run.setup
 from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
@@ -20,8 +20,8 @@ from mdi.control.reach import reach_node
 from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
-from mdi.node.setup import Patience, SecondarySetup
 from mdi.node.worker import Waits
+from mdi.run.setup import Patience, SecondarySetup
 from mdi.spec.model import ModelConfig
 from node_ports import BareNode, Pushing, client_of
 from secondaries import entry_of, secondary
@@ -55,8 +55,8 @@ class Loading(BareNode):
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mdi.node.setup, "STALL_S", 0.3)
-    monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.02)
+    monkeypatch.setattr(mdi.run.setup, "STALL_S", 0.3)
+    monkeypatch.setattr(mdi.run.setup, "SIGN_S", 0.02)
     yield
 
 

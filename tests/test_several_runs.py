@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mdi.node.setup
 import mdi.node.worker
+import mdi.run.setup
 from frame_starter import FrameStarter, frame_starter
 from loopback import DEADLINE_S
 from mdi.checkpoint.parts import Part
@@ -311,7 +311,7 @@ def test_a_starter_that_is_gone_takes_nothing_with_it(
 ) -> None:
     """Whatever its run was doing: the other run goes on, and what was reserved is given back."""
     node.waits = Waits(lease_s=0.5)
-    monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.05)  # the other run's starter may be slow, but it lives
+    monkeypatch.setattr(mdi.run.setup, "SIGN_S", 0.05)  # the other run's starter may be slow, but it lives
     with started([node], checkpoints[0], "2,3") as going:
         gone = FrameStarter(node, checkpoints[0])
         try:

@@ -35,8 +35,8 @@ from mdi.engine.sequence import Request, SamplingParams
 from mdi.errors import CheckpointError, KernelError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
-from mdi.node.local import free_ports
 from mdi.run.journal import Journal
+from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig

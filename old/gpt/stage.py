@@ -16,6 +16,7 @@ from gpt.shape import GPTConfig
 from mdi.cancel import Cancel
 from mdi.errors import EngineError
 from mdi.kernels.slices import Slices
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_cache import TorchCaches
 from mdi.stages.torch_packed import Weights
@@ -39,7 +40,9 @@ class WholeTextStage(Stage):
         self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
     ) -> None:
         self.max_length = max_length
-        self.caches = TorchCaches(ModelConfig.from_litgpt(self.config), 0, 0, max_length, device, dtype)  # of no blocks
+        self.caches = TorchCaches(
+            spec_of(ModelConfig.from_litgpt(self.config)), 0, 0, max_length, device, dtype
+        )  # of no blocks
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Slices, taps: Sequence[int] = ()) -> torch.Tensor:

@@ -545,7 +545,7 @@ def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
 
 def _nodes(options: Options, cancel: Cancel) -> NodeSource:
     from mdi.cli.session import nodes_of, processes_of
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.spec.cluster import load_cluster, standalone
 
     if options.nodes is not None:

@@ -10,9 +10,9 @@ from families import random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context
 from mdi.kernels.cache_rows import CacheRows
-from mdi.kernels.page_sizes import CACHE_TYPES, PAGE
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.slices import Slice
+from mdi.model.caches import CACHE_TYPES, PAGE
 from mdi.spec.model import ModelConfig
 from tiny_checkpoint import tiny_config
 

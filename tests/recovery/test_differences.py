@@ -15,11 +15,11 @@ from families import config_of
 from mdi.cli.resume import Journaling
 from mdi.host.computing import Computing
 from mdi.metrics import RunMetrics, SampleMetrics
-from mdi.node.setup import arithmetic_of
 from mdi.run.identity import numbers_of
 from mdi.run.journal import Journal, JournalText, find_run, read_record
 from mdi.run.policy import Form, Stage
 from mdi.run.report import REPLAY, TOKENS, Records, format_report
+from mdi.run.setup import arithmetic_of
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Options, StarterOptions
 

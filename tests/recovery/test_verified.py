@@ -33,7 +33,7 @@ from mdi.run.run import Run
 from mdi.run.texts import TAKEN_BACK
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.building import StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageStore
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint

@@ -23,9 +23,9 @@ from mdi.host.computing import Computing
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
 from mdi.spec.cluster import WeightMemory
-from mdi.stages.building import StageSpec
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageStore
 from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group, Member

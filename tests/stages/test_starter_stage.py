@@ -18,11 +18,12 @@ from mdi.errors import EngineError, NoMemoryError
 from mdi.run.choice import starter_computing
 from mdi.run.nodes import GivenNodes, StarterPorts
 from mdi.run.run import Run
+from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.starter_weights import StarterSupply, StarterWeights
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import Claim, HeldStage, StageStore
 from tiny_checkpoint import encode, reference, write_checkpoint
 

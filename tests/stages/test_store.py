@@ -15,10 +15,10 @@ from mdi.control.messages import N_TEXTS, PartSpec
 from mdi.engine.replay import SentRows
 from mdi.errors import NoMemoryError
 from mdi.host.computing import Computing
-from mdi.kernels.page_sizes import CacheClass
+from mdi.model.caches import PageClass
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.spec.model import ModelConfig
-from mdi.stages.building import StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore
 from waiting import DEADLINE_S, until
 
@@ -27,7 +27,7 @@ MEMORY = 1000
 
 
 class FakeCaches:
-    classes = (CacheClass(None, 1),)
+    classes = (PageClass(None, 1),)
     most_bytes = None
     n_bytes = 0
 
@@ -214,7 +214,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def report_caches(stage: Any, device: str, by_hand: int | None, promised: int) -> CacheReport:
         asked.append((by_hand, promised))
         limit = 500 - promised if by_hand is None else by_hand
-        return CacheReport(limit, by_hand is not None, (CacheClass(None, 1),), device)
+        return CacheReport(limit, by_hand is not None, (PageClass(None, 1),), device)
 
     monkeypatch.setattr(module, "report_caches", report_caches)
     return asked

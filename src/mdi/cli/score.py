@@ -126,7 +126,7 @@ def _nodes(options: Options, cancel: Cancel, stack: ExitStack) -> NodeSource:
     from mdi.cli.access import open_keys, with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.session import check_cut, nodes_of, processes_of
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.spec.cluster import standalone
 
     if options.nodes is not None and options.machines is None:

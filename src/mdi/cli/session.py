@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mdi.cli.discover import Discovery
     from mdi.engine.cohort import Beams, EarlyStopping
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.nodes import NodeSource
     from mdi.spec.cluster import ClusterConfig, WeightMemory
     from mdi.stages.window_budget import WindowOptions

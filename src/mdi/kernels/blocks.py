@@ -21,11 +21,12 @@ from mdi.control_groups import n_cores
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
-from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import n_tables, rope_tables, score_bias, score_factor
 from mdi.kernels.slices import Slices, SliceTable
 from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
+from mdi.model.caches import cache_classes, kind_of
+from mdi.model.plain import spec_of
 from mdi.model.tensors import FINAL_NORM
 from mdi.spec.model import ModelConfig
 
@@ -464,7 +465,7 @@ class Blocks:
         config: of the whole model, or of a share of its blocks (tensor.shares).
         tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
             norms and biases as float32 arrays. Their memory is used without copying.
-        cache_type: what caches hold, one of page_sizes.CACHE_TYPES.
+        cache_type: what caches hold, one of model.caches.CACHE_TYPES.
         adapters: what adapters add to the layers of block i, for the rows of their sequences.
 
     Raises:
@@ -488,7 +489,7 @@ class Blocks:
         self.config, self.start, self.stop = config, start, stop
         self.context = context
         self.n_embd = config.n_embd
-        self.classes, self._places = cache_classes(config, start, stop, cache_type)
+        self.classes, self._places = cache_classes(spec_of(config), start, stop, cache_type)
         self._model = model_of(config, cache_type)
         self._kept: list[Any] = []  # keeps alive what the structures refer to
         self._blocks = (MdiBlock * (stop - start))()
@@ -688,7 +689,7 @@ class Blocks:
             norm_k=reader.norm("attn.norm_k", over_heads[1], c.norm_qk),
             qkv=reader.matrix("attn.qkv", heads + 2 * groups, n_embd),
             attention_proj=reader.matrix("attn.proj", n_embd, heads),
-            window=windows_of(c, index, index + 1)[0] or 0,
+            window=kind_of(spec_of(c).blocks[index]).window or 0,
             cache_class=self._places[index - self.start][0],
             cache_layer=self._places[index - self.start][1],
             rope_table=c.rope_indices[index] if n_tables(c) > 1 and c.rope_indices else 0,

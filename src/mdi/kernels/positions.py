@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mdi.kernels.layout import bf16_from_float32, floats
-from mdi.kernels.page_sizes import PAGE
+from mdi.model.caches import PAGE
 from mdi.spec.model import ModelConfig
 
 Floats = np.ndarray

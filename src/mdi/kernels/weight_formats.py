@@ -1,4 +1,4 @@
-"""The bytes of weights in each format, for all code that counts their memory (caches: `kernels.page_sizes`).
+"""The bytes of weights in each format, for all code that counts their memory (caches: `model.caches`).
 
 Numbers alone; neither numpy nor torch is needed. To add a format: a line in LAYOUTS, its bytes in `kernels.layout`, and its
 products in the kernels.

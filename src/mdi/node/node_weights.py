@@ -24,8 +24,8 @@ from mdi.host.device import check_format, choose_device, choose_dtype, load_torc
 from mdi.kernels.weight_formats import ROUNDED
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import Requested
-from mdi.stages.building import StageSpec, check_gradients, check_spec
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import StageSpec, check_gradients, check_spec
 from mdi.stages.window_budget import window_of
 from mdi.tensor.group import group_of
 from mdi.tensor.shard_source import ShardFile, ShardSource

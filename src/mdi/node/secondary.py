@@ -55,8 +55,8 @@ from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.link import STUCK
 from mdi.net.listener import RingListener, open_socket
+from mdi.node.forwards import Forwards
 from mdi.node.node_weights import NodeWeights
-from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
@@ -67,8 +67,8 @@ from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
-from mdi.stages.building import StageSpec
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
 from mdi.stages.trained_tensors import NONE, is_learned, joined_bytes, of_blocks, read_shapes
 

@@ -34,7 +34,7 @@ from mdi.placement.balance import Served, plan, speeds, weakest_span
 from mdi.placement.cost import time_of
 from mdi.placement.profile import NodeProfile
 from mdi.spec.cluster import NodeConfig
-from mdi.stages.building import StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage
 
 SPARE_SHARE = 0.05  # of the memory that a node may use

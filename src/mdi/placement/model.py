@@ -16,8 +16,9 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
 from mdi.host.device import why_not_kernels
-from mdi.kernels.page_sizes import PAGE, cache_shape, n_pages, windows_of
 from mdi.kernels.weight_formats import WeightFormat, weight_format
+from mdi.model.caches import CacheClass, kind_of
+from mdi.model.plain import spec_of
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
 from mdi.spec.limits import most_bytes
@@ -32,23 +33,21 @@ class BlockShape:
         weight_bytes: in the model's format, as held in memory.
         load_bytes: additional memory while it is loaded and packed.
         macs: multiplications per row; of experts, those that a row is sent to.
-        page_bytes: keys and values of a page of one sequence, see kernels.page_sizes.
-        window: positions that a row looks back on at most; None is all.
+        cache: its cache.
     """
 
     weight_bytes: int
     load_bytes: int
     macs: int
-    page_bytes: int
-    window: int | None = None
+    cache: CacheClass
 
     def cache_bytes(self, length: int) -> int:
         """Most bytes of a sequence of `length` positions, from its first token to its last."""
-        return n_pages(self.window, length) * self.page_bytes
+        return self.cache.n_bytes(length)
 
     def read_bytes(self, length: int) -> float:
         """Bytes of caches that attention reads for one row at the end."""
-        return min(length, self.window or length) * self.page_bytes / PAGE
+        return self.cache.read_bytes(length)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ModelShape:
         n_head, vocab_size: for what attention scores and logits take.
         work_row_bytes: the widest activations of a block, per row.
         table_bytes: position tables, per position.
-        kv_dtype: what caches hold, a name in kernels.page_sizes.CACHE_TYPES.
+        kv_dtype: what caches hold, a name in model.caches.CACHE_TYPES.
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
     """
 
@@ -203,8 +202,7 @@ def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dty
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
         macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
-        page_bytes=cache_shape(config).block_bytes(kv_dtype),
-        window=windows_of(config, i, i + 1)[0],
+        cache=kind_of(spec_of(config).blocks[i]).of_blocks(1, kv_dtype, unit=1),
     )
 
 

@@ -13,11 +13,11 @@ from mdi.errors import UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
 from mdi.run.choice import Choice, starter_computing
+from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import StarterOptions
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.starter_weights import StarterSupply
 from mdi.stages.window_budget import window_of, work_bytes
 
 

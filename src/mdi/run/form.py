@@ -39,19 +39,20 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import REFUSED_S
-from mdi.node.part_sending import Holders
 from mdi.node.runs import ahead_extension
-from mdi.node.setup import SecondarySetup, with_true_port
 from mdi.run.identity import IN_KERNELS, numbers_of
+from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
+from mdi.run.setup import SecondarySetup, with_true_port
+from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
-from mdi.stages.building import StageSpec, check_gradients
 from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.starter_weights import StarterSupply, StarterWeights
+from mdi.stages.spec import StageSpec, check_gradients
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
 from mdi.stages.window_budget import extensions_of as window_extensions
 from mdi.tensor.group import SharingOut
@@ -242,8 +243,8 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class RingBeside:
-    """A ring of this node and one other, which computes blocks beside the present ring; see `Former.beside`.
+class VerifyRing:
+    """A ring of this node and one other, which computes blocks of the present ring again; see `Former.form_verify_ring`.
 
     Attributes:
         run_id: as the other node knows it: a run of its own.
@@ -259,7 +260,7 @@ class RingBeside:
 
 class Former:
     """Forms rings, one after the other. Its methods belong to one thread at a time, but for `measured`, `admit`, `forget` and
-    `beside`.
+    `form_verify_ring`.
 
     Args:
         nodes: all secondaries that may take part.
@@ -350,8 +351,8 @@ class Former:
         )  # fmt: skip
         return LoadAhead(replace(plan, stages=work.stages), work, cancel.child(timeout_s), put)
 
-    def beside(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> RingBeside:
-        """From any thread, while no ring is formed: have another node compute blocks of the model. Raises MdiError."""
+    def form_verify_ring(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> VerifyRing:
+        """From any thread, while no ring is formed: have another node compute blocks again. Raises MdiError."""
         basis, node = self.basis, self._nodes[name]
         weights, starter = copy.copy(basis.weights), self.cluster.starter
         weights.take_blocks([(0, 0), blocks])
@@ -372,7 +373,7 @@ class Former:
         except MdiError:
             FanOut({name: partial(client.stop, alone.run_id, timeout_s=REACH_S)}).join(DROP_S)
             raise
-        return RingBeside(client, alone.run_id, link, numbers, caches)
+        return VerifyRing(client, alone.run_id, link, numbers, caches)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""
@@ -850,7 +851,7 @@ class Preparation:
         for index in range(1, len(weights.blocks)):
             parts.append([])
             source = weights.of_node(index)
-            for name in weights.parts_of(index, self.basis.family):
+            for name in self.basis.family.parts_of(weights, index):
                 cancel.check()
                 parts[-1].append(source.spec(name))
                 if report.is_due():

@@ -26,7 +26,7 @@ from mdi.stages.store import StageStore
 
 if TYPE_CHECKING:
     from mdi.control.discovery import Arrivals
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.swarm import Swarm
 
 LOOK_S = 0.1  # how often processes of this machine are looked at

@@ -36,14 +36,14 @@ from mdi.control.messages import ROWS_BYTES, RowsRequest, ToldRows
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, WireError
 from mdi.host.threads import computing_threads
-from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.slices import Slice
+from mdi.model.caches import CHUNK_ROWS
 from mdi.net.ring import TcpRing
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.policy import Stage
 from mdi.run.recomputing import OthersBlocks, OwnBlocks, Recomputed
-from mdi.stages.starter_weights import StarterSupply
+from mdi.run.supply import StarterSupply
 from mdi.stages.store import Claim
 
 WINDOW = 32
@@ -655,7 +655,7 @@ class RowVerifier:
         for name in self._holders(stage, ring.stages):
             if name == without or name in self._liars or (name, index) in self._unfit or self._unheard.is_avoided(name):
                 continue
-            if (found := self._beside(name, stage)) is None:
+            if (found := self._ring_with(name, stage)) is None:
                 self._unheard.add(name)
             elif found.numerics != ring.numerics[stage.name]:
                 found.close()
@@ -665,11 +665,11 @@ class RowVerifier:
                 return found
         return None
 
-    def _beside(self, name: str, stage: Stage) -> Recomputed | None:
+    def _ring_with(self, name: str, stage: Stage) -> Recomputed | None:
         end = self._others_end
         while end is not None and not end.is_cancelled:
             try:
-                return OthersBlocks(self._former.beside(name, (stage.start, stage.stop), end), end)
+                return OthersBlocks(self._former.form_verify_ring(name, (stage.start, stage.stop), end), end)
             except MdiError as e:
                 logger.debug("%s does not compute the blocks of %s again: %s", name, stage.name, e)
                 same = [index for index, one in self._again.items() if one.name == name]

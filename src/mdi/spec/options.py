@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mdi.errors import UsageError
-from mdi.kernels.page_sizes import CACHE_TYPES, cache_type_named
 from mdi.kernels.weight_formats import AUTO, check_packed
+from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
 from mdi.spec.decode import Meta, Text, one_of

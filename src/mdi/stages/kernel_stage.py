@@ -20,10 +20,11 @@ from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.blocks import Blocks, Context, Head, LowRank, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
-from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import n_tables, score_bias_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.model.caches import PageClass, cache_classes
+from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
 from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
@@ -233,7 +234,7 @@ class KernelStage:
         config: of the whole model.
         weights: of these blocks, and of the ends; in a group, of this node's share.
         n_threads: see kernels.blocks.Context.
-        cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
+        cache_type: what caches hold, one of model.caches.CACHE_TYPES.
         group: the share and the sum, in a group.
         adapters: what adapters add to the blocks, by the names of their parts (checkpoint.adapters); not in a group.
 
@@ -359,7 +360,7 @@ class KernelStage:
         return self._blocks.caches
 
     @property
-    def cache_classes(self) -> list[CacheClass]:
+    def cache_classes(self) -> list[PageClass]:
         return self._blocks.classes
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
@@ -427,4 +428,4 @@ class KernelStage:
 def run_bytes(config: ModelConfig, start: int, stop: int, cache_type: str, max_length: int) -> int:
     """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
     tables = 2 * 4 * max_length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, max_length)
-    return tables + sum(c.n_bytes(max_length) for c in cache_classes(config, start, stop, cache_type)[0])
+    return tables + sum(c.n_bytes(max_length) for c in cache_classes(spec_of(config), start, stop, cache_type)[0])

@@ -18,11 +18,11 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import ControlError
 from mdi.spec.model import ModelConfig
+from mdi.stages.starter_weights import StarterWeights
 from mdi.tensor.group import group_of
 
 if TYPE_CHECKING:
     from mdi.engine.scheduler import Scheduler
-    from mdi.stages.starter_weights import StarterWeights
     from mdi.stages.torch_stage import Stage
     from mdi.text.texts import TextCodec
 
@@ -45,8 +45,6 @@ class ModelFamily:
         will_be_cut: bool,
     ) -> StarterWeights:  # fmt: skip
         """The weights that the starter can load and send, and the cut; see StarterWeights."""
-        from mdi.stages.starter_weights import StarterWeights
-
         return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
@@ -71,6 +69,16 @@ class ModelFamily:
 
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
         return stage_parts(0, stop, starter=True)
+
+    def parts_of(self, weights: StarterWeights, node: int) -> list[str]:
+        """The parts that a node of the ring needs of weights that are cut, in the order in which they are computed."""
+        group, n_nodes, (start, stop) = weights.group_of(node), len(weights.blocks), weights.blocks[node]
+        if node == 0:
+            return weights.with_adapters(self.starter_parts(stop, n_nodes), 0, stop)
+        if not weights.groups:
+            return weights.with_adapters(self.secondary_parts(node, n_nodes, start, stop), start, stop)
+        parts = stage_parts(start, stop, starter=False)
+        return parts if group is None or group.shares.vocabulary is None else [*parts, "head"]
 
     def stage(
         self, config: ModelConfig, blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel

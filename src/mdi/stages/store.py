@@ -27,12 +27,13 @@ from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels import library
 from mdi.kernels.blocks import Weights
-from mdi.kernels.page_sizes import CacheClass
+from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
-from mdi.stages.building import NO_GRADIENTS, StageSpec, build_stage
+from mdi.stages.building import build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import NO_GRADIENTS, StageSpec
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class CacheReport:
 
     limit_bytes: int
     is_by_hand: bool
-    classes: tuple[CacheClass, ...]
+    classes: tuple[PageClass, ...]
     device: str
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class CacheReport:
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
         told = decode(_Told, data, f"{where}, of its caches", ControlError)
-        return cls(told.limit_bytes, told.is_by_hand, tuple(CacheClass(*one) for one in told.classes), told.device)
+        return cls(told.limit_bytes, told.is_by_hand, tuple(PageClass(*one) for one in told.classes), told.device)
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Claim(NamedTuple):
 
 
 class Supply(Protocol):
-    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or starter_weights.StarterSupply."""
+    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or mdi.run.supply.StarterSupply."""
 
     family: ModelFamily
     memory: WeightMemory  # how weights in files are read

@@ -25,9 +25,9 @@ from litgpt.model import (
     do_softcapping,
 )
 
-from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.pages import PageTable
 from mdi.kernels.slices import Slices
+from mdi.model.caches import PAGE
 from mdi.stages.torch_cache import Memory, Selection, TorchCaches
 
 # Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and

@@ -22,9 +22,10 @@ from mdi.engine.rows import TensorRows, logit_rows
 from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
-from mdi.kernels.page_sizes import cache_classes
 from mdi.kernels.positions import rope_tables
 from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.model.caches import cache_classes
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_attention import Batch, cached, keep_rows_apart
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
@@ -137,8 +138,8 @@ class Stage(nn.Module):
         self.cos, self.sin = position_tables(self.config, max_length, device)
         size = self.sin.size(1)
         self.sin[:, : size - size // 2].neg_()  # as `rotate` needs it
-        config = ModelConfig.from_litgpt(self.config)
-        self.caches = TorchCaches(config, self.start, self.stop, max_length, device, dtype, cache_limit)
+        spec = spec_of(ModelConfig.from_litgpt(self.config))
+        self.caches = TorchCaches(spec, self.start, self.stop, max_length, device, dtype, cache_limit)
 
     @property
     def gathered_share(self) -> float:
@@ -220,7 +221,7 @@ def position_tables(config: Config, max_length: int, device: torch.device) -> tu
 def run_bytes(config: Config, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
     tables = 2 * 4 * max_length * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)
-    classes, _ = cache_classes(ModelConfig.from_litgpt(config), start, stop, CACHE_TYPE_OF[dtype])
+    classes, _ = cache_classes(spec_of(ModelConfig.from_litgpt(config)), start, stop, CACHE_TYPE_OF[dtype])
     return int(tables + sum(c.n_bytes(max_length) for c in classes))
 
 

@@ -17,7 +17,7 @@ from mdi.control.reach import BUSY_S, reach_node
 from mdi.errors import ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
-from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
+from mdi.run.part_sending import STALL_S, Holders, PartSending, PartSource
 from mdi.spec.cluster import NodeConfig
 from mdi.stages.store import CacheReport
 from mdi.units import duration, size

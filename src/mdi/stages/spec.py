@@ -1,0 +1,158 @@
+"""What a stage is: the description from which it is built, and what cannot be built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mdi.block_ranges import ADAPTER_PREFIX, block_span
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import Part
+from mdi.checkpoint.shapes import packed_bytes
+from mdi.errors import UsageError
+from mdi.host.computing import Computing
+from mdi.host.device import load_torch
+from mdi.host.threads import n_threads
+from mdi.kernels.weight_formats import held_bytes
+from mdi.spec.model import ModelConfig
+from mdi.stages.kernel_stage import run_bytes
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.window_budget import WindowOptions
+from mdi.tensor.group import Group
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage. Two specs with the same `key` have the same stage.
+
+    Attributes:
+        name, model: of the node and the model, for messages.
+        config: of the model.
+        parts: of its weights, in the order in which they are computed; their hashes say which weights are the same.
+        stored_dtype, stored_format: of the weights where they come from; the format is None if they are not packed.
+        window: None holds all weights in memory.
+        group: in which this node has a share of every block; None computes them alone.
+        n_nodes: of the ring; max_length: of a sequence; n_sequences: at the same time.
+        kv_memory: limit for the caches by hand, in bytes.
+        n_rows: of a text in a frame, at most: its newest token, and guesses.
+        beside: bytes that the process will take besides, for a small model that guesses.
+    """
+
+    name: str
+    model: str
+    config_hash: str
+    config: ModelConfig = field(compare=False, repr=False)
+    blocks: tuple[int, int]
+    parts: tuple[Part, ...]
+    computing: Computing
+    stored_dtype: str
+    stored_format: str | None
+    window: WindowOptions | None
+    group: Group | None
+    n_nodes: int
+    max_length: int
+    n_sequences: int
+    kv_memory: int | None = None
+    n_rows: int = 1
+    beside: int = 0
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether it is a starter's, with the embedding."""
+        return any(part.name == "embedding" for part in self.parts)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
+        return (
+            self.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
+            replace(self.computing, threads=None), self.stored_format, share, self.window,
+            None if self.window is None else (self.max_length, self.n_sequences, self.kv_memory, self.n_rows, self.beside),
+        )  # fmt: skip
+
+    @property
+    def adapter_parts(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.parts if part.name.startswith(ADAPTER_PREFIX))
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory of adapters, whose numbers stay as they are."""
+        return sum(part.n_bytes for part in self.parts if part.name.startswith(ADAPTER_PREFIX))
+
+    @property
+    def is_torch(self) -> bool:
+        return self.computing.packing is None
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether what is packed for it is kept on disk; with a limit of memory it is packed with more care (stages.window)."""
+        return not self.is_torch and (self.window is None or self.window.memory is None)
+
+    @property
+    def packing(self) -> Packing:
+        """The form of the weights for the kernels; in a group that of its shards, whatever this node would rather have."""
+        packing = self.computing.packing if self.group is None else self.group.packing
+        assert packing is not None
+        return packing
+
+    @property
+    def own_config(self) -> ModelConfig:
+        """Of the blocks as this node has them."""
+        return self.config if self.group is None else self.group.share(self.config).shard_config()
+
+    def run_bytes(self, family: ModelFamily) -> int:
+        """Memory besides the weights, with the caches of one sequence of full length."""
+        if self.is_torch:
+            return family.stage_bytes(self.config, self.blocks, self.max_length, self.computing.kv_dtype)
+        return run_bytes(self.own_config, *self.blocks, self.computing.kv_dtype, self.max_length)
+
+    def weight_bytes(self, without: Mapping[str, Any]) -> int:
+        """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory."""
+        if self.window is not None:
+            return 0  # adapters are part of what is fitted
+        new = [part for part in self.parts if part.name not in without]
+        if self.group is not None:  # shares are packed already
+            return sum(part.n_bytes for part in new)
+        blocks = [part for part in new if part.name.startswith("block.")]
+        ends = [part for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
+        computing = self.computing
+
+        def held(parts: list[Part], form: str) -> int:
+            if self.is_torch or form == self.stored_format:
+                return held_bytes([part.n_bytes for part in parts], self.stored_dtype, form, self.stored_format)
+            return packed_bytes(self.config, self.model, [part.name for part in parts], form)
+
+        return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
+
+    def __str__(self) -> str:
+        return f"embedding, head and {block_span(*self.blocks)}" if self.has_ends else block_span(*self.blocks)
+
+
+def check_spec(spec: StageSpec) -> None:
+    """Raises UsageError for what only the kernels can do."""
+    if spec.is_torch and spec.window is not None:
+        raise UsageError(f"--window and --memory are for the kernels, which do not compute {spec.computing.why_torch}")
+    if spec.adapter_parts and (spec.is_torch or spec.group is not None):
+        why = spec.computing.why_torch or "in torch" if spec.is_torch else "in a group that shares blocks"
+        raise UsageError(
+            f"--adapter: {spec.name} computes {why}, and adapters are for nodes with whole blocks in the kernels"
+        )
+    if spec.is_torch and spec.group is not None:
+        raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
+
+
+NO_GRADIENTS = "gradients go through whole blocks in the kernels' form only: no windows, groups or GPUs"
+
+
+def check_gradients(spec: StageSpec) -> None:
+    """Raises UsageError if no gradients go through the blocks of this stage, or torch, which computes them, is not here."""
+    if spec.is_torch:
+        where = spec.computing.why_torch or "in torch"
+    elif spec.window is not None:
+        where = "with its weights in a window (--window, --memory)"
+    elif spec.group is not None:
+        where = "in a group that shares blocks"
+    else:
+        return load_torch(f"{spec.name}: computing gradients")
+    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
