@@ -121,6 +121,20 @@ def derive_config(hf: Json, name: str, where: Path) -> ModelConfig:
     return full_config({**settings, "name": _safe_name(name, family.name_word)}, str(where))
 
 
+# Models that litgpt's table lacks: name on the hub -> what of config.json says how large they are. A plan needs no more.
+PUBLISHED: dict[str, Json] = {name: hf for family in FAMILIES.values() for name, hf in family.published.items()}
+
+
+def published_config(name: str) -> ModelConfig | None:
+    """The configuration of a model of `PUBLISHED`, by its name with its organisation or without; None if it is not there.
+
+    Raises:
+        CheckpointError: nothing here computes this model.
+    """
+    found = next((hub for hub in PUBLISHED if name in (hub, hub.partition("/")[2])), None)
+    return None if found is None else derive_config(PUBLISHED[found], found.partition("/")[2], Path(found))
+
+
 def _check_agreement(hf: Json, config: ModelConfig, where: Path) -> None:
     for theirs, ours in _SAME.items():
         found, expected = hf.get(theirs), getattr(config, ours)

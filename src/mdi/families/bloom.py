@@ -21,8 +21,8 @@ def _read(hf: Json) -> Json:
 
 
 def _write(config: ModelConfig) -> Json:
-    own = {"n_layer": config.n_layer, "n_head": config.n_head, "seq_length": config.block_size}
-    return {**words(config, "layer_norm_epsilon", NOT_THERE), **own}
+    own = {"n_layer": "n_layer", "n_head": "n_head", "seq_length": "block_size"}
+    return words(config, own, eps="layer_norm_epsilon", lacks=NOT_THERE)
 
 
 _NAMES = Names(

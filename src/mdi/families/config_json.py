@@ -3,6 +3,7 @@ refused, not ignored."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mdi.spec.model import ModelConfig
@@ -10,17 +11,15 @@ from mdi.spec.model import ModelConfig
 Json = dict[str, Any]
 
 LLAMA_LIKE: Json = {
-    "norm_class_name": "RMSNorm",
-    "mlp_class_name": "LLaMAMLP",
-    "parallel_residual": False,
-    "bias": False,
+    "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "parallel_residual": False, "bias": False,
     "rotary_percentage": 1.0,
-}
+}  # fmt: skip
 NOT_ROTARY: Json = {"rotary_percentage": 0.0}
 BEHIND_EACH_OTHER: Json = {**NOT_ROTARY, "parallel_residual": False, "bias": True}
 SIGMOIDS: Json = {"mlp_class_name": "LLaMAMoE", "sigmoid_router": True, "norm_topk_prob": True}
 TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 SILU = ("silu", "swish")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 # What transformers reads besides the factor and the length.
 _ROPE_FIELDS = {
@@ -33,15 +32,11 @@ def sizes(hf: Json) -> Json:
     """Settings that all families have, whatever litgpt's default is."""
     n_embd, n_head = hf["hidden_size"], hf["num_attention_heads"]
     found = {
-        "n_layer": hf["num_hidden_layers"],
-        "n_embd": n_embd,
-        "n_head": n_head,
+        "n_layer": hf["num_hidden_layers"], "n_embd": n_embd, "n_head": n_head,
         "n_query_groups": hf.get("num_key_value_heads") or n_head,
         "intermediate_size": hf["intermediate_size"] if "intermediate_size" in hf else 4 * n_embd,
-        "vocab_size": hf["vocab_size"],
-        "padded_vocab_size": hf["vocab_size"],
-        "block_size": hf["max_position_embeddings"],
-    }
+        **dict.fromkeys(("vocab_size", "padded_vocab_size"), hf["vocab_size"]), "block_size": hf["max_position_embeddings"],
+    }  # fmt: skip
     if hf.get("head_dim"):
         found["head_size"] = hf["head_dim"]
     if any(type(size) is not int or size < 1 for size in found.values()):
@@ -62,12 +57,7 @@ def rope(hf: Json) -> Json:
     if kind == "linear":
         result["rope_condense_ratio"] = scaling["factor"]
     elif kind == "llama3":
-        result["rope_adjustments"] = {
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_freq_factor"],
-            "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_seq_len": original,
-        }
+        result["rope_adjustments"] = {key: scaling[key] for key in _LLAMA3} | {"original_max_seq_len": original}
     elif kind == "dynamic":  # the length that it was trained with is this one, whatever else the file says
         factor = scaling["factor"]
         result["rope_adjustments"] = {"rope_type": kind, "factor": factor, "max_position_embeddings": longest}
@@ -143,32 +133,32 @@ def gelu(config: ModelConfig) -> str:
     return "gelu_pytorch_tanh" if config.gelu_approximate == "tanh" else "gelu"
 
 
+def said(hf: Json, table: Mapping[str, str]) -> Json:
+    """Settings that config.json has under other words, which `table` has before ours."""
+    return {ours: hf[theirs] for theirs, ours in table.items()}
+
+
 # What config.json of BLOOM, Falcon, GPT-2 and OPT calls otherwise, or lacks.
 NOT_THERE = ("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act")
 
 
-def words(config: ModelConfig, eps: str = "rms_norm_eps", lacks: tuple[str, ...] = ()) -> Json:
-    """What most families' config.json has; the reverse of `sizes` and `rope`.
+def words(
+    config: ModelConfig, *tables: Mapping[str, str], eps: str = "rms_norm_eps", lacks: tuple[str, ...] = ()
+) -> Json:
+    """What most families' config.json has, without what it `lacks`; the reverse of `sizes`, `rope` and, of tables, `said`.
 
     Args:
         eps: what it calls that of the norms.
-        lacks: which of them it has not.
     """
     found = {
-        "num_hidden_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_query_groups,
-        "head_dim": config.head_size,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.padded_vocab_size,
-        "max_position_embeddings": config.block_size,
-        "rope_theta": config.rope_base,
-        "hidden_act": "silu",
-        eps: config.norm_eps,
-        **_rope_words(config),
-    }
-    return {key: value for key, value in found.items() if key not in lacks}
+        "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd, "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_query_groups, "head_dim": config.head_size,
+        "intermediate_size": config.intermediate_size, "vocab_size": config.padded_vocab_size,
+        "max_position_embeddings": config.block_size, "rope_theta": config.rope_base, "hidden_act": "silu",
+        eps: config.norm_eps, **_rope_words(config),
+    }  # fmt: skip
+    own = {theirs: getattr(config, ours) for table in tables for theirs, ours in table.items()}
+    return {**{key: value for key, value in found.items() if key not in lacks}, **own}
 
 
 def _rope_words(config: ModelConfig) -> Json:
@@ -177,8 +167,9 @@ def _rope_words(config: ModelConfig) -> Json:
         longest = scaling.get("max_position_embeddings") if scaling["rope_type"] == "dynamic" else None
         return {"rope_scaling": scaling, **({"max_position_embeddings": longest} if longest else {})}
     if scaling and "low_freq_factor" in scaling:
-        llama3 = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        original = {"original_max_position_embeddings": scaling["original_max_seq_len"]}
-        return {"rope_scaling": {"rope_type": "llama3", **llama3, **original}}
+        own = {key: scaling[key] for key in _LLAMA3} | {
+            "original_max_position_embeddings": scaling["original_max_seq_len"]
+        }
+        return {"rope_scaling": {"rope_type": "llama3", **own}}
     factor = scaling["factor"] if scaling else config.rope_condense_ratio
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}

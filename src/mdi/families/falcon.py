@@ -29,18 +29,12 @@ def _write(config: ModelConfig) -> Json:
     groups, is_parallel = config.n_query_groups, config.parallel_residual
     is_new = is_parallel and (groups > 1 or not config.shared_attention_norm)
     norms = {"num_ln_in_parallel_attn": 1 if config.shared_attention_norm else 2}
+    own = {"num_kv_heads": "n_query_groups", "bias": "bias", "ffn_hidden_size": "intermediate_size"}
     return {
-        **words(config, "layer_norm_epsilon", NOT_THERE),
-        "new_decoder_architecture": is_new,
-        "num_kv_heads": groups,
-        "multi_query": groups == 1,
-        **(norms if is_new else {}),
-        "parallel_attn": is_parallel,
-        "bias": config.bias,
-        "alibi": config.alibi == "falcon",
-        "activation": gelu(config),
-        "ffn_hidden_size": config.intermediate_size,
-    }
+        **words(config, own, eps="layer_norm_epsilon", lacks=NOT_THERE), **(norms if is_new else {}),
+        "new_decoder_architecture": is_new, "multi_query": groups == 1, "parallel_attn": is_parallel,
+        "alibi": config.alibi == "falcon", "activation": gelu(config),
+    }  # fmt: skip
 
 
 def _names(config: ModelConfig) -> Names:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, words
+from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, said, words
 from mdi.families.family import Family
 from mdi.families.names import EXPERTS, GATED, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
 from mdi.spec.model import ModelConfig
+
+_WORDS = {
+    "num_experts_per_tok": "n_expert_per_token", "first_k_dense_replace": "first_k_dense_replace",
+    "moe_intermediate_size": "moe_intermediate_size", "n_routed_experts": "n_expert", "n_shared_experts": "n_shared_expert",
+    "routed_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
+_OPTIONAL = {"partial_rotary_factor": "rotary_percentage", "attention_bias": "attn_bias", "use_qk_norm": "norm_qk"}
 
 
 def _read(hf: Json) -> Json:
@@ -19,29 +26,13 @@ def _read(hf: Json) -> Json:
         "attn_bias": bool(hf.get("attention_bias")),
         "norm_qk": bool(hf.get("use_qk_norm")),
         "rotary_percentage": rotated_share(hf, 0.5),
-        "first_k_dense_replace": hf["first_k_dense_replace"],
-        "moe_intermediate_size": hf["moe_intermediate_size"],
-        "n_expert": hf["n_routed_experts"],
-        "n_expert_per_token": hf["num_experts_per_tok"],
-        "n_shared_expert": hf["n_shared_experts"],
+        **said(hf, _WORDS),
         "routed_scaling_factor": float(hf["routed_scaling_factor"]),
     }
 
 
 def _write(config: ModelConfig) -> Json:
-    return {
-        **words(config),
-        "num_experts_per_tok": config.n_expert_per_token,
-        "partial_rotary_factor": config.rotary_percentage,
-        "attention_bias": config.attn_bias,
-        "use_qk_norm": config.norm_qk,
-        "first_k_dense_replace": config.first_k_dense_replace,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "n_routed_experts": config.n_expert,
-        "n_shared_experts": config.n_shared_expert,
-        "routed_scaling_factor": config.routed_scaling_factor,
-        "num_nextn_predict_layers": 0,
-    }
+    return {**words(config, _WORDS, _OPTIONAL), "num_nextn_predict_layers": 0}
 
 
 _SHARED = {f"mlp.shared_experts.{ours}": f"mlp.shared_experts.{GATED[ours]}" for ours in GATED}

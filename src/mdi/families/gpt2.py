@@ -11,6 +11,9 @@ _RENAMED = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
 }  # fmt: skip
+_WORDS = {
+    "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "n_positions": "block_size", "n_inner": "intermediate_size",
+}  # fmt: skip
 _DEFAULTS: Json = {"max_position_embeddings": 1024, "layer_norm_epsilon": 1e-5}
 
 
@@ -21,15 +24,8 @@ def _read(hf: Json) -> Json:
 
 
 def _write(config: ModelConfig) -> Json:
-    return {
-        **words(config, "layer_norm_epsilon", NOT_THERE),
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.block_size,
-        "n_inner": config.intermediate_size,
-        "activation_function": activation(config),
-    }
+    found = words(config, _WORDS, eps="layer_norm_epsilon", lacks=NOT_THERE)
+    return {**found, "activation_function": activation(config)}
 
 
 def _columns(module: str) -> Held:

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdi.families.config_json import LLAMA_LIKE, Json, layer_types, refuse, windows, words
+from mdi.families.config_json import LLAMA_LIKE, Json, layer_types, refuse, said, windows, words
 from mdi.families.family import Family
 from mdi.families.names import ATTENTION, LLAMA_ENDS, NORMS_BEFORE, Held, Names
 from mdi.spec.model import ModelConfig
+
+_WORDS = {
+    "num_experts_per_tok": "n_expert_per_token", "num_local_experts": "n_expert", "sliding_window": "sliding_window_size",
+    "swiglu_limit": "glu_limit",
+}  # fmt: skip
 
 
 def _read(hf: Json) -> Json:
     refuse(hf, attention_bias=(True,), hidden_act=("silu",), swiglu_alpha=(1.702,))
     return {
         **LLAMA_LIKE,
-        "bias": True,
-        "norm_eps": hf["rms_norm_eps"],
-        "mlp_class_name": "LLaMAMoE",
-        "n_expert": hf["num_local_experts"],
-        "n_expert_per_token": hf["num_experts_per_tok"],
-        "router_bias": True,
-        "glu_limit": hf.get("swiglu_limit", 7.0),
-        "attention_sinks": True,
-        "sliding_window_size": hf["sliding_window"],
-        "sliding_window_indices": windows(hf, 2),
-    }
+        "bias": True, "norm_eps": hf["rms_norm_eps"], "mlp_class_name": "LLaMAMoE", "router_bias": True,
+        "attention_sinks": True, **said(hf, _WORDS), "sliding_window_indices": windows(hf, 2),
+    }  # fmt: skip
 
 
 def _write(config: ModelConfig) -> Json:
-    return {
-        **words(config),
-        "num_experts_per_tok": config.n_expert_per_token,
-        "num_local_experts": config.n_expert,
-        "sliding_window": config.sliding_window_size,
-        "layer_types": layer_types(config),
-        "swiglu_limit": config.glu_limit,
-        "attention_bias": True,
-    }
+    return {**words(config, _WORDS), "layer_types": layer_types(config), "attention_bias": True}
 
 
 def _experts(ours: str, module: str, half: int | None) -> dict[str, Any]:
@@ -71,18 +60,14 @@ _SIZES: Json = {
     },
     "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088,
 }  # fmt: skip
+_PUBLISHED = {
+    "openai/gpt-oss-20b": {**_SIZES, "num_hidden_layers": 24, "num_local_experts": 32},
+    "openai/gpt-oss-120b": {**_SIZES, "num_hidden_layers": 36, "num_local_experts": 128},
+}
 
 FAMILIES = (
     Family(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        _read,
-        _write,
-        lambda _: _NAMES,
-        published={
-            "openai/gpt-oss-20b": {**_SIZES, "num_hidden_layers": 24, "num_local_experts": 32},
-            "openai/gpt-oss-120b": {**_SIZES, "num_hidden_layers": 36, "num_local_experts": 128},
-        },
-        answers="harmony",
+        "gpt_oss", "GptOssForCausalLM", _read, _write, lambda _: _NAMES, defaults={"swiglu_limit": 7.0},
+        published=_PUBLISHED, answers="harmony",
     ),
-)
+)  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, words
+from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.names import ATTENTION, LLAMA, LLAMA_ENDS, MIXTRAL_EXPERTS, NORMS_BEFORE, Names
 from mdi.spec.model import ModelConfig
@@ -19,23 +19,19 @@ def _read_mistral(hf: Json) -> Json:
 
 
 def _read_mixtral(hf: Json) -> Json:
-    experts = {"n_expert": hf["num_local_experts"], "n_expert_per_token": hf["num_experts_per_tok"]}
-    return {**_read_mistral(hf), "mlp_class_name": "LLaMAMoE", **experts}
+    return {**_read_mistral(hf), "mlp_class_name": "LLaMAMoE", **said(hf, _EXPERTS)}
 
 
 def _write_mistral(config: ModelConfig) -> Json:
-    return {**words(config), "sliding_window": config.sliding_window_size}
+    return words(config, _WINDOW)
 
 
 def _write_mixtral(config: ModelConfig) -> Json:
-    return {
-        **words(config),
-        "num_experts_per_tok": config.n_expert_per_token,
-        "num_local_experts": config.n_expert,
-        "sliding_window": config.sliding_window_size,
-    }
+    return words(config, _EXPERTS, _WINDOW)
 
 
+_WINDOW = {"sliding_window": "sliding_window_size"}
+_EXPERTS = {"num_experts_per_tok": "n_expert_per_token", "num_local_experts": "n_expert"}
 _MIXTRAL = Names({**NORMS_BEFORE, **ATTENTION, **MIXTRAL_EXPERTS}, LLAMA_ENDS)
 
 FAMILIES = (

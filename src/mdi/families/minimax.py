@@ -27,16 +27,9 @@ def _read(hf: Json) -> Json:
 
 
 def _write(config: ModelConfig) -> Json:
-    return {
-        **words(config),
-        "num_experts_per_tok": config.n_expert_per_token,
-        "num_local_experts": config.n_expert,
-        "rotary_dim": config.rope_n_elem,
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-    }
+    experts = {"num_experts_per_tok": config.n_expert_per_token, "num_local_experts": config.n_expert}
+    own = {"rotary_dim": config.rope_n_elem, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+    return {**words(config), **experts, **own, "qk_norm_type": "per_layer"}
 
 
 _CORRECTION = {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"}

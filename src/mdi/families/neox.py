@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mdi.families.config_json import TANH, Json, refuse, rotated_share, whole, words
+from mdi.families.config_json import TANH, Json, activation, refuse, rotated_share, whole, words
 from mdi.families.family import Family
 from mdi.families.names import NORMS_BEFORE, Names, fused_qkv
 from mdi.spec.model import ModelConfig
@@ -21,12 +21,8 @@ def _read(hf: Json) -> Json:
 
 
 def _write(config: ModelConfig) -> Json:
-    return {
-        **words(config, "layer_norm_eps"),
-        "hidden_act": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
-        "rotary_pct": config.rotary_percentage,
-        "use_parallel_residual": config.parallel_residual,
-    }
+    own = {"rotary_pct": "rotary_percentage", "use_parallel_residual": "parallel_residual"}
+    return {**words(config, own, eps="layer_norm_eps"), "hidden_act": activation(config)}
 
 
 _NAMES = Names(

@@ -23,14 +23,9 @@ def _read(hf: Json) -> Json:
 def _write(config: ModelConfig) -> Json:
     if config.mlp_class_name != "ReluMLP" and config.bias and not config.norm_after_residual:
         raise ValueError("this is a GPT-2 as well, and is written as that")
-    return {
-        **words(config, lacks=NOT_THERE),
-        "ffn_dim": config.intermediate_size,
-        "activation_function": activation(config),
-        "enable_bias": config.bias,
-        "do_layer_norm_before": not config.norm_after_residual,
-        "word_embed_proj_dim": config.n_embd,
-    }
+    own = {"ffn_dim": "intermediate_size", "enable_bias": "bias", "word_embed_proj_dim": "n_embd"}
+    found = words(config, own, lacks=NOT_THERE)
+    return {**found, "activation_function": activation(config), "do_layer_norm_before": not config.norm_after_residual}
 
 
 _NAMES = Names(

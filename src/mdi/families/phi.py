@@ -7,37 +7,30 @@ from mdi.families.family import Family
 from mdi.families.names import LLAMA_BLOCK, LLAMA_ENDS, Held, Names
 from mdi.spec.model import ModelConfig
 
+_ROTATED = {"partial_rotary_factor": "rotary_percentage"}
+
 
 def _read_phi(hf: Json) -> Json:
     refuse(hf, hidden_act=TANH, qk_layernorm=(False,))
     return {
-        "norm_eps": hf["layer_norm_eps"],
-        "rotary_percentage": rotated_share(hf, 0.5),
-        "shared_attention_norm": True,
-        "lm_head_bias": True,
-        "gelu_approximate": "tanh",
-    }
+        "norm_eps": hf["layer_norm_eps"], "rotary_percentage": rotated_share(hf, 0.5), "shared_attention_norm": True,
+        "lm_head_bias": True, "gelu_approximate": "tanh",
+    }  # fmt: skip
 
 
 def _write_phi(config: ModelConfig) -> Json:
-    own = {"hidden_act": "gelu_new", "partial_rotary_factor": config.rotary_percentage}
-    return {**words(config, "layer_norm_eps"), **own}
+    return {**words(config, _ROTATED, eps="layer_norm_eps"), "hidden_act": "gelu_new"}
 
 
 def _read_phi3(hf: Json) -> Json:
     refuse(hf, attention_bias=(False,), mlp_bias=(False,), hidden_act=SILU)
     window = hf.get("sliding_window")
-    return {
-        **LLAMA_LIKE,
-        "norm_eps": hf["rms_norm_eps"],
-        **({"sliding_window_size": window} if window else {}),
-        "rotary_percentage": rotated_share(hf, 1.0),
-    }
+    found = {**LLAMA_LIKE, "norm_eps": hf["rms_norm_eps"], "rotary_percentage": rotated_share(hf, 1.0)}
+    return {**found, **({"sliding_window_size": window} if window else {})}
 
 
 def _write_phi3(config: ModelConfig) -> Json:
-    own = {"sliding_window": config.sliding_window_size, "partial_rotary_factor": config.rotary_percentage}
-    return {**words(config), **own}
+    return words(config, {"sliding_window": "sliding_window_size"}, _ROTATED)
 
 
 _PHI = Names(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, words
+from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.names import EXPERTS, LLAMA, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
 from mdi.spec.model import ModelConfig
@@ -26,25 +26,18 @@ def _read_moe(hf: Json) -> Json:
     if hf.get("norm_topk_prob") is not True:
         raise ValueError("norm_topk_prob is not true, which is not supported")
     refuse(hf, decoder_sparse_step=(1,), mlp_only_layers=([],))
-    return {
-        **_read_qwen3(hf),
-        "mlp_class_name": "LLaMAMoE",
-        "moe_intermediate_size": hf["moe_intermediate_size"],
-        "n_expert": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # transformers 5 calls it so
-        "n_expert_per_token": hf["num_experts_per_tok"],
-    }
+    if "num_local_experts" in hf:  # as transformers 5 calls it
+        hf = {"num_experts": hf["num_local_experts"], **hf}
+    return {**_read_qwen3(hf), "mlp_class_name": "LLaMAMoE", **said(hf, _EXPERTS)}
 
 
 def _write_moe(config: ModelConfig) -> Json:
-    return {
-        **words(config),
-        "num_experts_per_tok": config.n_expert_per_token,
-        "num_experts": config.n_expert,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "norm_topk_prob": True,
-    }
+    return {**words(config, _EXPERTS), "norm_topk_prob": True}
 
 
+_EXPERTS = {
+    "num_experts_per_tok": "n_expert_per_token", "num_experts": "n_expert", "moe_intermediate_size": "moe_intermediate_size",
+}  # fmt: skip
 _QWEN3 = Names({**LLAMA_BLOCK, **QK_NORMS}, LLAMA_ENDS)
 _MOE = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS}, LLAMA_ENDS)
 

@@ -15,7 +15,7 @@ def _read(hf: Json) -> Json:
 
 
 def _write(config: ModelConfig) -> Json:
-    return {**words(config, "layer_norm_eps"), "partial_rotary_factor": config.rotary_percentage}
+    return words(config, {"partial_rotary_factor": "rotary_percentage"}, eps="layer_norm_eps")
 
 
 FAMILIES = (Family("stablelm", "StableLmForCausalLM", _read, _write, lambda _: LLAMA),)
