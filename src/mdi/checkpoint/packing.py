@@ -171,7 +171,7 @@ def packing_of(metadata: Mapping[str, str], where: str) -> Packing | None:
 
 
 def stored_bytes(weight: Matrix | np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """A weight as stored in a file: (spec.shape) of the spec's type, with zeros behind the numbers."""
+    """A weight as stored in a file: of its spec's shape and type, with zeros behind the numbers."""
     return with_zeros(flat_numbers(weight), spec)
 
 
@@ -189,7 +189,7 @@ def with_zeros(values: np.ndarray, spec: TensorSpec) -> np.ndarray:
 
 
 def arrays_of(weights: PartWeights) -> list[np.ndarray]:
-    """The memory of the weights, see checkpoint.resident."""
+    """The memory of the weights."""
     return [weight.data if isinstance(weight, Matrix) else weight for weight in weights.values()]
 
 

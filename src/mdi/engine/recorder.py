@@ -15,7 +15,7 @@ from mdi.errors import ControlError
 from mdi.net.ring import LoopbackRing, Ring, TcpRing
 from mdi.net.wire import Frame
 
-# Spans that a node keeps; the oldest make place. As text they stay well below what an answer may hold (control.exchange).
+# Spans that a node keeps; the oldest make place. As text they stay well below net.message.ANSWER_LIMIT_BYTES.
 N_SPANS = 60_000
 _PACKED = struct.Struct("<BqqIIII")
 _UINT32 = (1 << 32) - 1
