@@ -1,7 +1,4 @@
-"""From a Hugging Face config.json to a ModelConfig: one derived for its architecture, or litgpt's own for a name.
-
-Knows no weights. What an architecture can be set to but litgpt cannot do is refused, not ignored.
-"""
+"""From a Hugging Face config.json to a ModelConfig: one that its family derives, or litgpt's own for a name. Knows no weights."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from mdi.checkpoint.litgpt_module import litgpt_module
 from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
 from mdi.families.config_json import Json
-from mdi.families.registry import FAMILIES
+from mdi.families.registry import FAMILIES, stated_family
 from mdi.spec.model import NAME_WORDS, ModelConfig
 from mdi.spec.settings_file import parse_json
 
@@ -84,7 +81,7 @@ def choose_config(directory: Path, model_name: str | None = None) -> ModelConfig
     name = model_folder_name(directory)
     candidates = [model_name] if model_name else [name, f"{directory.absolute().parent.name}/{name}"]
     config = next(filter(None, map(_named, candidates)), None)
-    if model_name is None and hf.get("model_type") in FAMILIES:
+    if model_name is None and stated_family(hf) is not None:
         # prompt styles go by litgpt's names
         return derive_config(hf, config.name if config else name, where)
     if config is not None:
@@ -105,12 +102,11 @@ def _named(name: str) -> ModelConfig | None:
 
 def derive_config(hf: Json, name: str, where: Path) -> ModelConfig:
     """The configuration for what config.json describes; see `choose_config`."""
-    model_type = hf.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = stated_family(hf)
     if family is None:
         raise CheckpointError(
-            f"{where}: no litgpt model is named {name!r}, and of model_type {model_type!r} its settings cannot be derived "
-            f"(only of {', '.join(FAMILIES)}); give the litgpt name of the model with --model-name"
+            f"{where}: no litgpt model is named {name!r}, and of model_type {hf.get('model_type')!r} its settings cannot be "
+            f"derived (only of {', '.join(FAMILIES)}); give the litgpt name of the model with --model-name"
         )
     try:
         settings = family.settings(hf)
@@ -145,7 +141,7 @@ def _check_agreement(hf: Json, config: ModelConfig, where: Path) -> None:
                 f"{where}: {theirs} is {found!r}, but {ours} of the litgpt model {config.name!r} is {expected!r}: "
                 "give the right --model-name"
             )
-    if hf.get("model_type") not in FAMILIES:
+    if stated_family(hf) is None:
         return
     derived = derive_config(hf, config.name, where)
     if differing := _differing(derived, config, [key for key in vars(config) if key not in _FREE]):
@@ -164,7 +160,7 @@ def other_positions(config: ModelConfig, where: Path) -> list[str]:
     """
     try:
         hf = read_hf_config(where)
-        derived = derive_config(hf, config.name, where) if hf.get("model_type") in FAMILIES else config
+        derived = config if stated_family(hf) is None else derive_config(hf, config.name, where)
     except CheckpointError:  # it is not read for anything else
         return []
     return _differing(config, derived, _POSITIONS)

@@ -31,7 +31,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code
 from mdi.families.family import Family
 from mdi.families.names import LANGUAGE, Piece
-from mdi.families.registry import FAMILIES, family_of
+from mdi.families.registry import family_of, stated_family
 from mdi.files import default_cache_dir
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
@@ -176,7 +176,7 @@ class HfFolder(WeightSource):
 
     def _family(self) -> Family:
         """As config.json says it, or else as the settings of its name in litgpt's table show."""
-        return FAMILIES.get(read_hf_config(self.path / "config.json").get("model_type")) or family_of(self.config)
+        return stated_family(read_hf_config(self.path / "config.json")) or family_of(self.config)
 
     def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         tied = {EMBEDDING: HEAD, HEAD: EMBEDDING}.get(name)

@@ -19,6 +19,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for 
 _NOT_COMPARED = ("name", "hf_config", "vocab_size", "padding_multiple")
 
 
+def stated_family(hf: Json) -> Family | None:
+    """That which config.json names; None if it names none that is here."""
+    return FAMILIES.get(str(hf.get("model_type")))
+
+
 def written(config: ModelConfig) -> tuple[Family, Json]:
     """The family of a model, and its config.json: the first one whose config.json is read back as the same model.
 
