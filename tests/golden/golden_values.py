@@ -5,7 +5,6 @@ Each goes through as few functions of the package as it can: where one of these 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -33,14 +32,17 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
-from mdi.control.swarm import Announced, ModelFacts, model_id
+from mdi.control.swarm import Announced, ModelFacts, weights_id
 from mdi.errors import MdiError
-from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.placement.model import Workload, model_shape
+from mdi.model.caches import CACHE_TYPES, cache_classes
+from mdi.model.plain import spec_of
+from mdi.placement.model import BlockShape, Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import boards
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import Formats, ModelId
 from mdi.tensor.shares import Share, piece_of, share_out, why_not_shared_out
 from mdi_training.lora import add_adapters, peft_settings, peft_tensors
 from mdi_training.training_settings import LORA_TARGETS, LoraSettings
@@ -133,7 +135,7 @@ def caches(config: ModelConfig) -> Json:
         bounds = [config.n_layer * i // n_nodes for i in range(n_nodes + 1)]
         for cache_type in CACHE_TYPES:
             for start, stop in zip(bounds, bounds[1:], strict=False):
-                classes, _ = cache_classes(config, start, stop, cache_type)
+                classes, _ = cache_classes(spec_of(config), start, stop, cache_type)
                 sizes = [sum(one.n_bytes(length) for one in classes) for length in (1, 100, 5000)]
                 found[f"{cache_type} {start}-{stop} of {n_nodes}"] = sizes
     return found
@@ -174,13 +176,15 @@ def plans(config: ModelConfig) -> Json:
         except MdiError as e:
             found.append(type(e).__name__)
             continue
-        kept = (set(told) - {"model", "limit", "advice", "notes", "parallel"}) | {"nodes"}
+        kept = set(told) - {"model", "limit", "advice", "notes", "parallel"}
         found.append(_rounded({key: told[key] for key in kept}))
-        found.append(
-            [shape.weight_bytes, shape.head_macs, [dataclasses.astuple(block) for block in set(shape.blocks)]][:2]
-        )
-        found.append(sorted(map(str, {dataclasses.astuple(block) for block in shape.blocks})))
+        blocks = {_sizes(block): None for block in shape.blocks}
+        found.append(_rounded([shape.weight_bytes, shape.head_macs, shape.row_bytes, [*blocks]]))
     return found
+
+
+def _sizes(block: BlockShape) -> tuple[float, ...]:
+    return block.weight_bytes, block.load_bytes, block.macs, block.cache_bytes(5000), block.read_bytes(5000)
 
 
 def _rounded(value: Json) -> Json:
@@ -205,16 +209,24 @@ def adapter_names(config: ModelConfig) -> Json:
     return found
 
 
+def swarm_id(config: ModelConfig) -> Json:
+    """The hash by which nodes of a swarm know that they hold blocks of the same model."""
+    return weights_id(_id_of(config), "0" * 64)
+
+
 def announcement(config: ModelConfig) -> Json:
     """What a node says of the model in a swarm, and what it answers who asks for it."""
-    own = config_hash(config)
-    weights = model_id(own, "bfloat16", "0" * 64)
+    weights, arithmetic = swarm_id(config), Arithmetic("fused", Formats.one("int8"))
     one = Announced(
-        name="a", process="1" * 32, version=1, addr="127.0.0.1", port=1, ring_port=2, model="m", weights=weights, form="int8",
-        numerics="avx2", n_layer=config.n_layer, start=0, stop=1, is_ready=True, speed=1.5, block_s=0.25,
+        name="a", process="1" * 32, version=1, addr="127.0.0.1", port=1, ring_port=2, model="m", weights=weights,
+        arithmetic=arithmetic, n_layer=config.n_layer, start=0, stop=1, is_ready=True, speed=1.5, block_s=0.25,
     )  # fmt: skip
-    facts = ModelFacts("m", config, own, "bfloat16", None, (PartSpec("block.0", "0" * 64, 5),))
+    facts = ModelFacts(_id_of(config), (PartSpec("block.0", "0" * 64, 5),))
     return [asdict(one), untupled(facts.to_json())]
+
+
+def _id_of(config: ModelConfig) -> ModelId:
+    return ModelId("m", config, config_hash(config), "bfloat16")
 
 
 def exported(config: ModelConfig) -> Json:
@@ -230,7 +242,8 @@ OF_CONFIG: dict[str, Callable[[ModelConfig], Json]] = {
 }  # fmt: skip
 # These see more of a config than `config_hash` does.
 OF_NAME: dict[str, Callable[[ModelConfig], Json]] = {
-    "plain form": plain_form, "config_hash": hash_of_config, "announcement": announcement, "exported": exported,
+    "plain form": plain_form, "config_hash": hash_of_config, "swarm id": swarm_id,
+    "announcement": announcement, "exported": exported,
 }  # fmt: skip
 
 
