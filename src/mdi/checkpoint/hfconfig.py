@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to a ModelConfig: one that its family derives, or litgpt's own for a name; knows no weights."""
+"""From a Hugging Face config.json to a ModelConfig: one that its family derives, or litgpt's for a name; knows no weights."""
 
 from __future__ import annotations
 
