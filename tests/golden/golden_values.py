@@ -22,22 +22,21 @@ from families import FAMILIES, config_of
 from gguf_files import gguf_families, write_gguf
 from mdi.checkpoint.adapters import adapted_rows
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.export import hf_config as exported_config
 from mdi.checkpoint.ggufsource import GgufSource
-from mdi.checkpoint.hfconfig import choose_config, derive_config
+from mdi.checkpoint.hfconfig import PUBLISHED, choose_config, derive_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.published import PUBLISHED
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.control.swarm import Announced, ModelFacts, weights_id
 from mdi.errors import MdiError
+from mdi.families.registry import written
 from mdi.kernels.weight_formats import LAYOUTS
 from mdi.model.caches import CACHE_TYPES, cache_classes
 from mdi.model.plain import spec_of
-from mdi.placement.model import Workload, model_shape
+from mdi.placement.model import BlockShape, Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import boards
 from mdi.spec.arithmetic import Arithmetic
@@ -176,15 +175,15 @@ def plans(config: ModelConfig) -> Json:
         except MdiError as e:
             found.append(type(e).__name__)
             continue
-        kept = (set(told) - {"model", "limit", "advice", "notes", "parallel"}) | {"nodes"}
+        kept = set(told) - {"model", "limit", "advice", "notes", "parallel"}
         found.append(_rounded({key: told[key] for key in kept}))
-        found.append([shape.weight_bytes, shape.head_macs])
-        of_blocks = {
-            (one.weight_bytes, one.load_bytes, one.macs, one.cache.page_bytes, one.cache.window)  # type: ignore[attr-defined]
-            for one in set(shape.blocks)
-        }
-        found.append(sorted(map(str, of_blocks)))
+        blocks = {_sizes(block): None for block in shape.blocks}
+        found.append(_rounded([shape.weight_bytes, shape.head_macs, shape.row_bytes, [*blocks]]))
     return found
+
+
+def _sizes(block: BlockShape) -> tuple[float, ...]:
+    return block.weight_bytes, block.load_bytes, block.macs, block.cache_bytes(5000), block.read_bytes(5000)
 
 
 def _rounded(value: Json) -> Json:
@@ -209,24 +208,30 @@ def adapter_names(config: ModelConfig) -> Json:
     return found
 
 
+def swarm_id(config: ModelConfig) -> Json:
+    """The hash by which nodes of a swarm know that they hold blocks of the same model."""
+    return weights_id(_id_of(config), "0" * 64)
+
+
 def announcement(config: ModelConfig) -> Json:
     """What a node says of the model in a swarm, and what it answers who asks for it."""
-    own = config_hash(config)
-    model = ModelId("m", config, own, "bfloat16")
-    weights = weights_id(model, "0" * 64)
+    weights, arithmetic = swarm_id(config), Arithmetic("fused", Formats.one("int8"))
     one = Announced(
         name="a", process="1" * 32, version=1, addr="127.0.0.1", port=1, ring_port=2, model="m", weights=weights,
-        arithmetic=Arithmetic("avx2", Formats.one("int8")), n_layer=config.n_layer, start=0,
-        stop=1, is_ready=True, speed=1.5, block_s=0.25,
+        arithmetic=arithmetic, n_layer=config.n_layer, start=0, stop=1, is_ready=True, speed=1.5, block_s=0.25,
     )  # fmt: skip
-    facts = ModelFacts(model, (PartSpec("block.0", "0" * 64, 5),))
+    facts = ModelFacts(_id_of(config), (PartSpec("block.0", "0" * 64, 5),))
     return [asdict(one), untupled(facts.to_json())]
+
+
+def _id_of(config: ModelConfig) -> ModelId:
+    return ModelId("m", config, config_hash(config), "bfloat16")
 
 
 def exported(config: ModelConfig) -> Json:
     """config.json of the model as it is exported."""
     try:
-        return untupled(exported_config(config))
+        return untupled(written(config)[1])
     except MdiError as e:
         return type(e).__name__
 
@@ -236,7 +241,8 @@ OF_CONFIG: dict[str, Callable[[ModelConfig], Json]] = {
 }  # fmt: skip
 # These see more of a config than `config_hash` does.
 OF_NAME: dict[str, Callable[[ModelConfig], Json]] = {
-    "plain form": plain_form, "config_hash": hash_of_config, "announcement": announcement, "exported": exported,
+    "plain form": plain_form, "config_hash": hash_of_config, "swarm id": swarm_id,
+    "announcement": announcement, "exported": exported,
 }  # fmt: skip
 
 
