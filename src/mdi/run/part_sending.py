@@ -12,7 +12,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.parts import from_offset
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 AGAIN_S = 0.2  # before a part that another node sends is tried again

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import psutil
 
-from mdi.errors import Code, ControlError, EngineError, LimitError, MdiError, UsageError
+from mdi.errors import Code, ControlError, EngineError, LimitError, MdiError
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta, decode
 from mdi.spec.model import ModelConfig
@@ -70,8 +70,6 @@ def extensions_of(memory: WeightMemory) -> dict[str, Any]:
 def window_options(units: int | None, retain: int | None, memory: int | None) -> WindowOptions | None:
     """The options that flags give; None without a window. Raises UsageError."""
     if units is None and memory is None:
-        if retain is not None:
-            raise UsageError("--retain needs a window: give --window or --memory as well")
         return None
     return WindowOptions(units, retain, memory)
 
