@@ -29,9 +29,10 @@ from mdi.kernels.weight_formats import LAYOUTS
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
+from mdi.spec.extent import Extent
 from mdi.spec.options import SIDE_FILE, ParallelOptions, StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
 
@@ -527,7 +528,7 @@ def test_a_request_lists_adapters_of_its_blocks_only(made: Made, tmp_path: Path)
     source = open_source(made.checkpoint)
     part = {"sha256": "a" * 64, "n_bytes": 10}
     body = InitRequest(
-        "0" * 16, "1" * 16, 1, ("a", "b"), "p", "127.0.0.1", 1, "m", source.config, "c", "float32", (1, 3), (), 60
+        "0" * 16, "1" * 16, 1, ("a", "b"), "p", "127.0.0.1", 1, source.model_id, (1, 3), (), Extent(60)
     ).to_json()  # fmt: skip
     assert body["layout_version"] == LAYOUT_VERSION
 

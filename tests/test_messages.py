@@ -32,6 +32,7 @@ from mdi.net.message import PIECE_BYTES, ExchangeError, Message
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, read_frame, send_frame
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from node_ports import BareNode, Pushing, opened, ring_port_of
 from waiting import until
 
@@ -39,7 +40,7 @@ DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
 PART = PartSpec("block.1", hashlib.sha256(DATA).hexdigest(), len(DATA))
 RUN = "0123456789abcdef"
-PROFILE = ProfileRequest(ModelConfig(n_layer=5, name="x" * 9000), "c" * 64, "float32")
+PROFILE = ProfileRequest(ModelId("x", ModelConfig(n_layer=5, name="x" * 9000), "c" * 64, "float32"))
 
 
 class Node(BareNode):

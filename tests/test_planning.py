@@ -50,6 +50,7 @@ from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.torch_stage import Stage
@@ -304,7 +305,7 @@ def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:
 # The survey
 
 
-REQUEST = ProfileRequest(ModelConfig(n_layer=1), "h", "float32")
+REQUEST = ProfileRequest(ModelId("m", ModelConfig(n_layer=1), "h", "float32"))
 OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 

@@ -21,7 +21,9 @@ from mdi.kernels import library
 from mdi.node.secondary_status import run_status
 from mdi.node.worker import Waits
 from mdi.run.setup import Patience, SecondarySetup
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from node_ports import BareNode, Pushing, client_of
 from secondaries import entry_of, secondary
 from waiting import until
@@ -31,8 +33,8 @@ RUN = "0123456789abcdef"
 PARTS = tuple(PartSpec(f"block.{i}", f"{i:064x}", 10) for i in (1, 2))
 REQUEST = InitRequest(
     run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p",
-    next_addr="127.0.0.1", next_port=1, model="tiny", config=ModelConfig(n_layer=5), config_hash="c",
-    stored_dtype="float32", blocks=(1, 3), parts=PARTS, max_length=9,
+    next_addr="127.0.0.1", next_port=1, model=ModelId("tiny", ModelConfig(n_layer=5), "c", "float32"),
+    blocks=(1, 3), parts=PARTS, extent=Extent(9),
 )  # fmt: skip
 
 

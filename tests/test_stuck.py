@@ -21,7 +21,9 @@ from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from secondaries import cluster_of, entry_of, secondaries
@@ -237,7 +239,6 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
 def any_request() -> InitRequest:
     return InitRequest(
         run="b" * 16, epoch="b" * 16, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1",
-        next_port=1, model="m", config=ModelConfig(n_layer=1, n_embd=8, n_head=1), config_hash="c",
-        stored_dtype="float32", blocks=(0, 1),
-        parts=(PartSpec("block.0", "a" * 64, 300),), max_length=10,
+        next_port=1, model=ModelId("m", ModelConfig(n_layer=1, n_embd=8, n_head=1), "c", "float32"), blocks=(0, 1),
+        parts=(PartSpec("block.0", "a" * 64, 300),), extent=Extent(10),
     )  # fmt: skip

@@ -248,9 +248,8 @@ class GPTWeights(StarterWeights):
         source = self._source
         self.sources.append(source)
         self.directory = source.path
-        self.model, self.config, self.dtype = source.model, source.config, source.dtype
-        self.config_hash = source.config_hash
-        self.quantize = self.quantize_head = self.stored_format = self.native = None
+        self.model = source.model_id
+        self.quantize = self.quantize_head = self.native = None
         self.is_cut_by_chunks = False
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:

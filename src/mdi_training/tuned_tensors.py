@@ -46,7 +46,7 @@ class TuningKind:
 
     Attributes:
         method: of spec.options.METHODS, but not "side".
-        rank, alpha, targets: of LoRA; targets are of mdi.spec.options.LORA_TARGETS.
+        rank, alpha, targets: of LoRA; targets are of spec.options.ADAPTED.
         length: rows of a prompt or prefix.
         labels: of the classes; none where texts are written.
     """

@@ -329,7 +329,9 @@ def test_a_node_that_says_later_that_it_computes_otherwise_is_untrue(
     """Else it would not be verified any more."""
     with secondaries(2, tmp_path) as nodes:
         make_lie(nodes[0], LIARS["always"])
-        answer_with(nodes[0], lambda request, answer: {**answer, "numerics": ""})
+        answer_with(
+            nodes[0], lambda request, answer: {**answer, "arithmetic": {**answer["arithmetic"], "unit": "torch"}}
+        )
         with run_over(nodes, checkpoint, tmp_path) as run:
             assert texts_of(run) == honest
             assert run.verifier is not None

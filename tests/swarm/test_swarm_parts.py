@@ -133,9 +133,10 @@ def test_facts_that_do_not_fit_are_refused(checkpoint: Path) -> None:
         facts = SwarmModel.of(source).facts
     told = facts.to_json()
     ModelFacts.from_json(told, "a node")
-    other = {**told["config"], "n_head": 2 * facts.config.n_head}
-    for change in ({"config": other}, {"parts": []}, {"parts": [vars(PartSpec("block.0", "ab" * 32, 1))]}):
+    model, n_head = told["model"], 2 * facts.model.config.n_head
+    other = {**model, "config": {**model["config"], "n_head": n_head}}
+    for change in ({"model": other}, {"parts": []}, {"parts": [vars(PartSpec("block.0", "ab" * 32, 1))]}):
         with pytest.raises(ControlError):
             SwarmModel(ModelFacts.from_json({**told, **change}, "a node"))
     with pytest.raises(ControlError):
-        ModelFacts.from_json({**told, "config": {}}, "a node")
+        ModelFacts.from_json({**told, "model": {**model, "config": {}}}, "a node")

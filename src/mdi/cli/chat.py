@@ -110,7 +110,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         )
         if options.prompt_style == "auto" and session.model.codec.prompt_style is None:
             logger.info("no chat template is known for %s: it continues your text (--prompt-style NAME wraps it in one)",
-                        session.model.weights.model)  # fmt: skip
+                        session.model.weights.model.name)  # fmt: skip
         params = sampling_params(options, session.model.codec.drawing)
         status = 0
         if not question:
@@ -131,7 +131,7 @@ def _talk(session: Run, params: Any, stop: Sequence[str]) -> int:
     lines = InputLines(lambda: session.failed)
     if is_terminal:
         nodes = "this machine" if session.cluster.n_nodes == 1 else f"{session.cluster.n_nodes} nodes"
-        model = session.model.weights.model
+        model = session.model.weights.model.name
         show(f"\nHello! This is {model} on {nodes}. Say something; /help lists commands, /quit ends.\n")
     while not session.failed:
         if is_terminal:

@@ -30,7 +30,6 @@ from mdi.control.message_server import MessageServer
 from mdi.control.messages import (
     COMPILING,
     CONTROL_VERSION,
-    KEEPS_RECEIVED,
     ROWS_BYTES,
     BlocksRequest,
     ForwardRequest,
@@ -64,11 +63,10 @@ from mdi.node.swarm_model import SwarmModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
-from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage
 from mdi.stages.trained_tensors import NONE, is_learned, joined_bytes, of_blocks, read_shapes
 
 JOIN_S = 10.0
@@ -249,8 +247,8 @@ class SecondaryNode:
             "arithmetic": None if is_compiling else library.arithmetic(),
             "kernels": "compiling" if is_compiling else library.instruction_set(),
             "leaving": self.is_leaving,
-            "model": latest.model if latest is not None else None,
-            "blocks": latest.blocks if latest is not None else None,
+            "model": latest.spec.model.name if latest is not None else None,
+            "blocks": latest.spec.blocks if latest is not None else None,
             "device": str(device),
             "devices": None if is_compiling else devices(),
             "own": {"device": self.weights.own.device, "threads": self.weights.own.threads},
@@ -308,11 +306,10 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        row_bytes = request.config.n_embd * ROW_VALUE_BYTES
-        rows = most_bytes(request.replay_bytes, request.n_sequences, request.max_length, row_bytes)
+        rows = request.extent.row_bytes(request.model.config.n_embd, request.replay_bytes)
         claim = Claim(
-            request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions),
-            request.extensions.get(KEEPS_RECEIVED) is True,
+            request.run, request.epoch, request.keep_caches, rows, request.cache_share,
+            request.keeps_received,
         )  # fmt: skip
         try:
             return self.stages.reserve(spec, claim, self.weights.family)
@@ -399,7 +396,7 @@ class SecondaryNode:
         if request.is_whole and len(data) > ROWS_BYTES:
             raise ControlError(f"{len(data)} bytes of rows; an answer has at most {ROWS_BYTES}", 413)
         told = base64.b64encode(data).decode() if request.is_whole else None
-        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.numerics, told).to_json()
+        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.spec.arithmetic, told).to_json()
 
     def _note_part(self, sha256: str) -> None:
         """A part has come, for one ring: another one may wait for it, too."""
@@ -417,9 +414,9 @@ class SecondaryNode:
     ) -> memoryview:
         worker, stage = self._computing(request.run, request.blocks)
         start, stop = request.blocks
-        shape = request.n_texts, request.n_tokens, worker.request.config.n_embd
+        shape = request.n_texts, request.n_tokens, worker.request.model.config.n_embd
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
-        if request.n_tokens > worker.request.max_length or n_bytes != n_rows:
+        if request.n_tokens > worker.request.extent.max_length or n_bytes != n_rows:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
         blocks, trained = blocks_of_stage(stage, sign), NONE
         if request.tensors is not None:
@@ -439,7 +436,7 @@ class SecondaryNode:
         if n_bytes < request.header_bytes:
             raise ControlError(f"{n_bytes} bytes have no header of {request.header_bytes}", 400)
         header = _bytes_of(read, request.header_bytes)
-        shapes = read_shapes(header, worker.request.config, *request.blocks)
+        shapes = read_shapes(header, worker.request.model.config, *request.blocks)
         if n_bytes != request.header_bytes + 4 * sum(map(math.prod, shapes.values())):
             raise ControlError(f"{n_bytes} bytes are not these tensors", 400)
         sha256, trained = hashlib.sha256(header), dict[str, np.ndarray]()

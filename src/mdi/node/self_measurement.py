@@ -105,7 +105,7 @@ class SelfMeasurement:
             raise self._runs.busy()
 
     def _subject(self, request: ProfileRequest) -> Subject:
-        return Subject(request.config, request.config_hash, self._weights.computing(request))
+        return Subject(request.model.config, request.model.config_hash, self._weights.computing(request))
 
     def _is_kept(self, request: ProfileRequest) -> bool:
         return not request.fresh and self._profiler.is_kept(self._subject(request))

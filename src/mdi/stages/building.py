@@ -31,13 +31,15 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
+from mdi.model.plain import spec_of
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
+from mdi.spec.window import window_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_spec
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, window_of, work_bytes
+from mdi.stages.window_budget import RunMemory, work_bytes
 from mdi.tensor.shard_blocks import GroupSum
 
 if TYPE_CHECKING:
@@ -74,17 +76,17 @@ def build_stage(
         from mdi.stages.torch_stage import TorchStage
 
         inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
-        stage = TorchStage(inner, computing, None if spec.stored_format else spec.stored_dtype)
+        stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.model.formats else spec.model.dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
             stage.compile()
         return stage
     weights: Resident | Any
     if spec.window is not None:
-        n_rows = spec.n_sequences * spec.n_rows
-        work = work_bytes(spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + n_rows, n_rows)
+        n_rows = spec.extent.n_sequences * spec.n_rows
+        work = work_bytes(spec_of(spec.config) if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
-            spec.run_bytes(family), spec.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
+            spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
@@ -97,7 +99,7 @@ def build_stage(
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
         group = None if spec.group is None else GroupSum(spec.group.share(spec.config))
-        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), computing.kv_dtype, group, adapters)
+        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
     except BaseException:
         weights.close()
         raise
@@ -145,11 +147,11 @@ def torch_weights(source: WeightSource, part: str, computing: Computing) -> Torc
     """
     form = computing.quantize if part.startswith("block.") else computing.quantize_head
     if form is not None:
-        return dict(source.weights(part, Packing(form, form, computing.clips)))
+        return dict(source.weights(part, Packing(form, form, computing.allow_clipping)))
     tensors = source.tensors(part)
     if computing.dtype != "float16":
         return dict(tensors)
-    return {name: _within_half(tensor, name, computing.clips) for name, tensor in tensors.items()}
+    return {name: _within_half(tensor, name, computing.allow_clipping) for name, tensor in tensors.items()}
 
 
 def _within_half(tensor: torch.Tensor, name: str, clips: bool) -> torch.Tensor:

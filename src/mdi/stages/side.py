@@ -26,7 +26,7 @@ from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec,
 from mdi.control.messages import MOST_TAPS
 from mdi.errors import CheckpointError, Code, KernelError, UsageError
 from mdi.files import replacing
-from mdi.kernels.blocks import Context, Linear, MdiModel
+from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import pack
 from mdi.spec.decode import Meta, Name, Text, decode_text, one_of
 from mdi.spec.model import ModelConfig
@@ -131,7 +131,7 @@ class SideNetwork:
 def _layer(context: Context | None, weight: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     if context is None:
         return lambda x: np.asarray(x @ weight.T, dtype=np.float32)
-    linear = Linear(context, MdiModel(), None, pack("float32", weight), None)
+    linear = Linear(context, pack("float32", weight))
     return lambda x: linear(np.ascontiguousarray(x, dtype=np.float32))
 
 

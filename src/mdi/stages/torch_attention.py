@@ -355,9 +355,7 @@ class CachedLatentAttention(nn.Module):
         self.config = config
         self.layer = layer
         self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.qk_head_dim)
-        self.multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = (
-            torch.bmm
-        )  # or mdi.stages.torch_attention'
+        self.multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.bmm  # or tiled_bmm: keep_rows_apart
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
         """(1, N, C) -> (1, N, C); cos and sin (N, 1, qk_rope_head_dim) are those of the rows' positions."""
