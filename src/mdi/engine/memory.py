@@ -88,14 +88,14 @@ class Kept:
         ids: whose rows they hold.
         owner: only sequences of the same owner, with the same adapter, may continue from them (`Sequence.kept_for`).
         n_bytes: on each node.
-        n_far: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
+        n_reached: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
     """
 
     seq_id: int
     owner: str
     ids: tuple[int, ...]
     n_bytes: tuple[int, ...]
-    n_far: int = 0
+    n_reached: int = 0
 
 
 class Prefixes:
@@ -150,7 +150,7 @@ class Prefixes:
         for seq_id in candidates:
             n = min(_n_common(self._kept[seq_id].ids, ids), len(ids) - 1)
             kept = self._kept[seq_id]
-            length = max(len(kept.ids), kept.n_far)
+            length = max(len(kept.ids), kept.n_reached)
             if n >= PAGE and (best is None or n > best[1]) and can_be_cut(length, n, self._window):
                 best = seq_id, n
         if best is not None:  # used just now

@@ -21,7 +21,7 @@ def ahead_extension() -> dict[str, bool]:
 
 
 class Runs:
-    """See the module. All methods may be called from any thread.
+    """All methods may be called from any thread.
 
     Args:
         name: of the node.

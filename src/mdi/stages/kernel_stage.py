@@ -310,7 +310,6 @@ class KernelStage:
 
     @property
     def at_starter(self) -> KernelStage | Ends:
-        """See mdi.engine.worker.Backend."""
         if self.group is None:
             return self
         assert self.ends is not None

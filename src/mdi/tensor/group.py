@@ -157,7 +157,7 @@ Layout = Annotated[str, one_of(LAYOUTS)]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reported:
     """A group as it travels; see Group.to_json. Earlier versions do not say `is_last`."""
 
     rank: Whole
@@ -183,7 +183,7 @@ def group_of(extensions: Mapping[str, Any], config: ModelConfig) -> Group | None
     if data is None:
         return None
     where = f"extensions.{EXTENSION}"
-    told = decode(_Told, data, where, _refused)
+    told = decode(_Reported, data, where, _refused)
     size = len(told.members)
     try:
         shares = Shares(told.heads, told.columns, told.vocabulary)
