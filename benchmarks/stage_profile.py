@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
-from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402
+from mdi.kernels.blocks import Context, Linear, Weights  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
 from mdi.kernels.pages import Pool  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
@@ -74,7 +74,7 @@ class Profiled:
 
         resident = Resident([f"block.{i}" for i in range(n_blocks)], weights)
         self.stage = KernelStage(self.config, 0, n_blocks, resident, n_threads, cache_type)
-        self._context, self._model = Context(n_threads), model_of(self.config)
+        self._context = Context(n_threads)
 
     def fill(self, n_sequences: int, position: int) -> None:
         """The first sequence is computed; the others get pages of their own with the same bytes."""
@@ -90,7 +90,7 @@ class Profiled:
 
     def products(self, n_rows: int) -> Callable[[], None]:
         """What multiplies such rows by all matrices."""
-        layers = [Linear(self._context, self._model, None, matrix, None) for matrix in self.matrices]
+        layers = [Linear(self._context, matrix) for matrix in self.matrices]
         inputs = [rows_of(n_rows, matrix.n_in) for matrix in self.matrices]
 
         def run() -> None:

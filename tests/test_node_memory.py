@@ -36,8 +36,8 @@ def test_what_a_stage_reports(free: None, family: str) -> None:
     stage = stages_of(model_of(family), ())[0]
 
     def told(kv_dtype: str, by_hand: int | None, is_mapped: bool) -> CacheReport:
-        computing = Computing("cpu", "float32", kv_dtype, None)
-        loaded = TorchStage(stage, computing, "float32" if is_mapped else None)
+        computing = Computing("cpu", "float32")
+        loaded = TorchStage(stage, computing, kv_dtype, "float32" if is_mapped else None)
         loaded.prepare(160)
         return report_caches(loaded, "cpu", by_hand)
 
@@ -59,8 +59,8 @@ def test_what_a_stage_reports(free: None, family: str) -> None:
 def test_a_limit_bounds_what_is_reserved_and_what_is_reserved_the_limit(
     free: None, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computing = Computing("cpu", "float32", "float32", None)
-    stage = TorchStage(stages_of(model_of(family), ())[0], computing, None)
+    computing = Computing("cpu", "float32")
+    stage = TorchStage(stages_of(model_of(family), ())[0], computing, "float32", None)
     stage.prepare(64, 100_000)
     assert all(0 <= pool.capacity * pool.page_bytes - 100_000 < pool.page_bytes for pool in stage.caches.pools)
     assert report_caches(stage, "cpu", 100_000).limit_bytes == 100_000

@@ -45,6 +45,8 @@ from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.model.plain import spec_of
+from mdi.model.spec import Alibi, Attention, Rotary
 from mdi.net.ring import LoopbackRing
 from mdi.run.run import Run
 from mdi.spec.model import ModelConfig, why_not_litgpt
@@ -276,7 +278,9 @@ def expected_of_experts(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
 
 def expected_gpt_oss(c: ModelConfig, w: Arrays, ids: np.ndarray) -> np.ndarray:
     n, size, n_head, n_groups = len(ids), c.head_size, c.n_head, c.n_query_groups
-    cos, sin = (table[0].astype(np.float64) for table in rope_tables(c, n))
+    rotary = spec_of(c).blocks[0].mixer.positions
+    assert isinstance(rotary, Rotary)
+    cos, sin = (table.astype(np.float64) for table in rope_tables(rotary, n))
     distance = np.arange(n)[:, None] - np.arange(n)
 
     def norm(x: np.ndarray, path: str) -> np.ndarray:
@@ -631,7 +635,7 @@ def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoin
 def test_a_node_without_kernels_refuses_what_only_they_compute(
     source: LitCheckpoint, tmp_path: Path, in_torch: None
 ) -> None:
-    request = ProfileRequest(source.config, source.config_hash, source.dtype)
+    request = ProfileRequest(source.model_id)
     with secondary(0, tmp_path / "cache") as one, pytest.raises(ControlError) as refused:
         ControlClient(entry_of(one)).profile(request)
     told = str(refused.value)
@@ -676,12 +680,12 @@ def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:
 
 def test_falcons_positions_are_rounded_to_bfloat16() -> None:
     """Numbers of 9 bits lose their last one: 257 becomes 256, and 259 becomes 260."""
-    config = ModelConfig(alibi="falcon", n_head=2, head_size=16, rotary_percentage=0.0)
-    found = score_bias(config, 300)
+    attention = Attention(2, 2, 16, 0.25, positions=Alibi(2, is_rounded=True))
+    found = score_bias(attention, 300)
     assert found is not None and found.shape == (2, 320)
     assert found[0, [255, 257, 259, 261]].tolist() == [n * 2.0**-4 / 4 for n in (255, 256, 260, 260)]
     # As transformers writes it; of twelve heads, four have slopes that are no powers of two.
     slopes = torch.from_numpy(alibi_slopes(12)).bfloat16()[:, None]
     expected = (slopes * torch.arange(320)).float().numpy() / 4
-    twelve = score_bias(replace(config, n_head=12, n_query_groups=12), 300)
+    twelve = score_bias(Attention(12, 12, 16, 0.25, positions=Alibi(12, is_rounded=True)), 300)
     assert twelve is not None and np.array_equal(twelve, expected)

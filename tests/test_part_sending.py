@@ -20,7 +20,7 @@ from mdi.checkpoint.parts import from_offset
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 from mdi.node import forwards
 from mdi.node.forwards import N_FORWARDS
 from mdi.node.secondary import SecondaryNode
@@ -180,7 +180,7 @@ def test_the_starter_goes_on_where_a_holder_failed() -> None:
 
 
 def test_nodes_beside_the_ring_are_asked_for_what_no_node_of_it_has() -> None:
-    lacks = ControlError("not here", 404, code="weights")
+    lacks = ControlError("not here", 404, code=Code.WEIGHTS)
     target, without, there, last = Fake("b"), Fake("a", lacks), Fake("c"), Fake("d")
     sending(target, {}, without, beside=[without, there, last]).send(PART, 7)
     assert (without.asked, there.asked, last.asked, target.sent) == ([("b", 7)], [("b", 7)], [], b"")
@@ -189,7 +189,7 @@ def test_nodes_beside_the_ring_are_asked_for_what_no_node_of_it_has() -> None:
 
 
 def test_a_node_that_has_no_part_in_the_run_is_no_reason_to_stop_asking() -> None:
-    target, outside, there = Fake("b"), Fake("a", ControlError("no part", 409, code="run")), Fake("c")
+    target, outside, there = Fake("b"), Fake("a", ControlError("no part", 409, code=Code.RUN)), Fake("c")
     sending(target, {}, outside, there).send(PART, 0)
     assert (there.asked, target.sent) == ([("b", 0)], b"")
 

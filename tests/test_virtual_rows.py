@@ -32,7 +32,7 @@ from mdi.cli import launch
 from mdi.engine.cohort import Beams
 from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.sequence import Request, SamplingParams
-from mdi.errors import CheckpointError, KernelError, MdiError, UsageError
+from mdi.errors import CheckpointError, Code, KernelError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.run.journal import Journal
@@ -220,7 +220,7 @@ def test_texts_are_the_same_whatever_else_a_run_has(case: str, made: Tuned, expe
                 if n_shown == beside.at:
                     job = nodes[0].runs.latest
                     assert job is not None and job.ring is not None
-                    job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "lost"))
+                    job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", Code.LOST))
 
             samples = [run.submit(p, encode(p), GREEDY, on_text=show, adapter=name) for name, p in EACH]
             run.read()
@@ -309,7 +309,7 @@ def test_beams_are_those_of_the_forward_that_was_trained(is_lost: bool, made: Tu
 
                 def fail(text: str) -> None:
                     if job.ring is not None:
-                        job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "lost"))
+                        job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", Code.LOST))
 
                 run.submit("", ids, SamplingParams(4, temperature=0), on_text=fail)
             found = {

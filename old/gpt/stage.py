@@ -14,7 +14,7 @@ from litgpt.model import Block
 from gpt.model import make_block
 from gpt.shape import GPTConfig
 from mdi.cancel import Cancel
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.slices import Slices
 from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
@@ -56,7 +56,7 @@ class WholeTextStage(Stage):
                 raise EngineError(
                     f"positions {start} to {start + n_rows} of sequence {seq_id}: a stage without caches takes whole texts "
                     f"of at most {self.config.block_size} tokens",
-                    code="length",
+                    code=Code.LENGTH,
                 )
             outs.append(self._run(x[first : first + n_rows]))
             first += n_rows

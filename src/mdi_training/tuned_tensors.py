@@ -26,7 +26,7 @@ from mdi.checkpoint.virtual_adapters import DEEP_TYPE, EMBEDDINGS, PREFIX_TYPE, 
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, row_widths, why_no_rows
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
 from mdi.spec.decode import Meta, decode_text
@@ -190,7 +190,7 @@ class Lora(TunedTensors):
         if not rows:
             raise UsageError(
                 f"--lora-targets: block {block} has no {module} that can be adapted: experts, their router and latent "
-                "attention cannot; name others", code="kernels",
+                "attention cannot; name others", code=Code.KERNELS,
             )  # fmt: skip
         path = f"base_model.model.{self._path}.{block}.{module}"
         bound = n_in**-0.5
@@ -234,7 +234,9 @@ class Prompt(TunedTensors):
     ) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(False, config)) is not None:
-            raise UsageError(f"--method {kind.method}: {config.name} {why_not}: choose lora or prefix", code="kernels")
+            raise UsageError(
+                f"--method {kind.method}: {config.name} {why_not}: choose lora or prefix", code=Code.KERNELS
+            )
         self.n_rows = kind.length
         rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
         if embed is not None:
@@ -262,7 +264,7 @@ class Prefix(TunedTensors):
     def __init__(self, kind: TuningKind, config: ModelConfig, seed: int) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(True, config)) is not None:
-            raise UsageError(f"--method {PREFIX}: {config.name} {why_not}", code="kernels")
+            raise UsageError(f"--method {PREFIX}: {config.name} {why_not}", code=Code.KERNELS)
         self._width = row_widths(config)[PREFIX_KEY]
         for i in self._blocks:
             for name in ("key", "value"):
@@ -314,7 +316,7 @@ def read_tensors(
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        raise UsageError(f"{folder} has no {WEIGHTS_FILE}: give a folder that `mdi finetune` wrote", code="missing")
+        raise UsageError(f"{folder} has no {WEIGHTS_FILE}: give a folder that `mdi finetune` wrote", code=Code.MISSING)
     file = SafetensorsFile(path, STRANGERS_LIMIT_BYTES)
     if KEY not in file.metadata:
         raise CheckpointError(f"{path} was not written by `mdi finetune`")
@@ -322,7 +324,7 @@ def read_tensors(
     if kind.method not in (LORA, PROMPT, DEEP_PROMPT, PREFIX) or not {*kind.targets} <= {*ADAPTED}:
         raise CheckpointError(f"{path}: its description is none of `mdi finetune`")
     if base is not None and file.metadata.get(BASE_KEY, base) != base:
-        raise CheckpointError(f"{path} was trained on other weights than this model's", code="adapter")
+        raise CheckpointError(f"{path} was trained on other weights than this model's", code=Code.ADAPTER)
     found = new_tensors(kind, config, 0, source)
     wanted = {name: TensorSpec("F32", tuple(one.shape)) for name, one in found._arrays().items()}
     if file.specs != wanted:

@@ -11,6 +11,7 @@ import pytest
 
 from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.engine.sequence import SamplingParams
+from mdi.errors import Code
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.net.hello import Fault
@@ -132,7 +133,7 @@ def test_a_node_is_lost(checkpoint: Path, right: dict[str, Any], folder: Path, r
         job, name = node.runs.latest, node.config.name
         assert job is not None and job.ring is not None
         close_ports(node)
-        job.ring.fail(Fault(name, "its process has ended", name, "lost"))
+        job.ring.fail(Fault(name, "its process has ended", name, Code.LOST))
 
     with secondaries(2, folder) as nodes:
         found, metrics = texts_of(

@@ -42,7 +42,7 @@ from mdi.checkpoint.shapes import interleaved_rows, part_shapes
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, STORED_ROWS, row_widths
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
 from mdi.spec.model import ModelConfig
@@ -206,7 +206,7 @@ class Adapter(ABC):
             logger.warning("warning: adapter %s: not known whether it was trained on these weights: %s", self.name, why)
         elif found != trained_on:
             raise CheckpointError(
-                f"adapter {self.name}: {self.folder} was trained on other weights than this model's", code="adapter"
+                f"adapter {self.name}: {self.folder} was trained on other weights than this model's", code=Code.ADAPTER
             )
         digest = hashlib.sha256(json.dumps(facts).encode())
         for name in sorted(self._file.specs):
@@ -246,7 +246,7 @@ class Adapter(ABC):
         return self.folder / CONFIG_FILE
 
     def _refused(self, what: str) -> CheckpointError:
-        return CheckpointError(f"adapter {self.name}: {self.folder} has {what}", code="adapter")
+        return CheckpointError(f"adapter {self.name}: {self.folder} has {what}", code=Code.ADAPTER)
 
     def _check_plain(self, keys: Collection[str]) -> None:
         """Raises CheckpointError if a setting has another value than one that changes nothing."""
@@ -447,7 +447,7 @@ def norm_gain(source: WeightSource, norm: str) -> np.ndarray | None:
     if form in FOLDED_FORMATS and is_folded(values, source.config):
         raise CheckpointError(
             f"the weights of {source} are stored in {form}, without the gains of their norms, which adapters "
-            f"need: start from the model's own weights (--quantize {form} packs them)", code="adapter",
+            f"need: start from the model's own weights (--quantize {form} packs them)", code=Code.ADAPTER,
         )  # fmt: skip
     return values
 
@@ -513,7 +513,7 @@ def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, conf
     if gain is None or own is None or np.array_equal(gain, own):
         return None
     if not is_folded(own, config):
-        raise CheckpointError(f"{norm} is not that of the model that the adapters are for", code="adapter")
+        raise CheckpointError(f"{norm} is not that of the model that the adapters are for", code=Code.ADAPTER)
     found: np.ndarray = gain + _offset(config)
     return found
 

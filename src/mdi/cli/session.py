@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
-from mdi.errors import DownloadError, UsageError
+from mdi.errors import Code, DownloadError, UsageError
 from mdi.spec.options import Options
 from mdi.text.drawing import OWN
 
@@ -85,9 +85,9 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
             folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
         except DownloadError as e:
             more = {
-                "unknown": store.describe_missing(name),
-                "connection": store.describe(),
-                "offline": store.describe(),
+                Code.UNKNOWN: store.describe_missing(name),
+                Code.CONNECTION: store.describe(),
+                Code.OFFLINE: store.describe(),
             }
             if e.code not in more:
                 raise
@@ -339,7 +339,7 @@ def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:
     if options.verify:
         from mdi.engine.starter import NO_BEAMS
 
-        raise UsageError(NO_BEAMS, code="flags")
+        raise UsageError(NO_BEAMS, code=Code.FLAGS)
     kinds: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
     beams = Beams(options.beams, options.length_penalty, kinds[options.early_stopping])
     if (n := max(Counter(prompts).values(), default=0)) > beams.n:

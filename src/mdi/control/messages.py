@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.net.wire import REFUSED_S, SILENCE_S
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.decode import (
     Meta,
     Name,
@@ -26,39 +27,14 @@ from mdi.spec.decode import (
     shown,
     spans_rise,
 )
-from mdi.spec.model import ModelConfig, decode_with_config
-from mdi.spec.options import Frames, Length, Requested, Silence
+from mdi.spec.extent import Extent
+from mdi.spec.model_id import ModelId, decode_with_model
+from mdi.spec.options import Length, Requested, Silence
 
 T = TypeVar("T")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 10
-# Values of "code" in a node's error; a peer of another version may have others.
-CODES = {
-    "busy": "the node has another run that does not share it, or measures itself: ask again in a moment",
-    "control": "the request is malformed",
-    "leaving": "the process is ending",
-    "memory": "the stage and its caches do not fit into the node's memory",
-    "disk": "the weights do not fit on the node's disk",
-    "role": "the node has another role: it is a starter, or has no head",
-    "run": "the node does not take part in this run (any more)",
-    "cancelled": "what was asked for is not wanted any more, or was not done in time",
-    "stopped": "the run was stopped on this node, and its request was late",
-    "usage": "the node has no such device, format or type",
-    "version": "the node has another version of this protocol",
-    "weights": "weights are missing, damaged, or others than announced",
-    "wire": "a frame that cannot be accepted",
-    "ring": "the ring could not be closed, or it broke",
-    "lost": "a neighbour is silent",
-    "engine": "the computation cannot go on from its state",
-    "left": "the node was asked to end",
-    "untrue": "a node gave wrong rows, and no other can take its place",
-    "tensors": "the node does not have the tensors that a question names (any more): they have to be sent again",
-    "stuck": "the node lives, but its computing does not go on",
-    "key": "the other side does not have the same cluster key",
-    "nonce": "the request was signed with an expired nonce",
-    "failed": "anything else",
-}
+CONTROL_VERSION = 11
 COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 VERSION_LIMIT = 1 << 30
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
@@ -66,7 +42,6 @@ MOST_ROWS = 1 << 20  # in a question about rows
 ROWS_BYTES = 2 << 20  # of rows in an answer
 KEEPS_RECEIVED = "received"  # extension of `/init`: rows that come are kept, as those that are sent
 GRADIENTS = "gradients"  # extension of `/init`: refused where blocks have no gradients
-N_TEXTS = 8  # at the same time, of a run that does not say how many
 
 
 @dataclass(frozen=True)
@@ -88,14 +63,10 @@ class InitRequest(Requested):
         index: the receiver's place in the ring; names[0] is the starter.
         placement: hash of model, cut and ring.
         next_addr, next_port: ring port of the next node.
-        config: of the model, its plain form in JSON; `config_hash` is its hash.
         blocks: (start, stop) of the receiver.
-        max_length: tokens that a sequence may reach.
-        stored_format: the one that the parts are packed in, see checkpoint.packing; None if they are plain.
+        extent: of the run.
         layout_version: of packed weights, see kernels.layout; all nodes of a ring have the same.
-        n_frames: frames in flight at most; None is as many as nodes.
         silence_s: a neighbour that is silent for so long is lost.
-        n_sequences: of the run at the same time, at most: the receiver's caches need hold no more.
         exclusive: no other run may be on the node.
         replay: the receiver's part in replays, see engine.worker; replay_bytes: for rows that it has sent.
         keep_caches: use the caches of the run's last ring, if they still exist.
@@ -111,17 +82,11 @@ class InitRequest(Requested):
     placement: Text
     next_addr: Text
     next_port: Port
-    model: Text
-    config: ModelConfig
-    config_hash: Text
-    stored_dtype: Text
+    model: ModelId
     blocks: Span
     parts: tuple[PartSpec, ...]
-    max_length: Length
-    stored_format: Text | None = None
-    n_frames: Frames | None = None
+    extent: Extent
     silence_s: Silence = SILENCE_S
-    n_sequences: Length = N_TEXTS
     exclusive: bool = False
     keep_caches: bool = False
     replay: Annotated[str, one_of((COMPUTE, FILL, PASS))] = COMPUTE
@@ -134,21 +99,21 @@ class InitRequest(Requested):
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "config": self.config.plain(), "parts": [vars(part) for part in self.parts]}
+        parts = [vars(part) for part in self.parts]
+        return {**vars(self), "model": self.model.to_json(), "parts": parts, "extent": vars(self.extent)}
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
         _check_versions(data)
-        missing = [f.name for f in fields(cls) if f.default is not None and f.name not in data]
-        if missing:  # a default is for who makes a request, not for who reads one
-            raise _refused(f"request: the field {missing[0]!r} is missing")
-        request = decode_with_config(cls, data, "request", _refused)
+        _check_complete("request", cls, data)
+        _check_complete("request.extent", Extent, data["extent"])
+        request = decode_with_model(cls, data, "request", _refused)
         if request.index >= len(request.names):
             raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
         spans_rise("request", _refused, blocks=request.blocks)
         _check_blocks(request)
-        taps_of(request.extensions, request.config.n_layer)
+        taps_of(request.extensions, request.model.config.n_layer)
         return request
 
 
@@ -176,25 +141,21 @@ class ProfileRequest(Requested):
     """Bytes of a message `profile`: which model the node is to measure itself with, computed as it would be in a run.
 
     Attributes:
-        config: of the model, its plain form in JSON; `config_hash` is its hash.
-        stored_dtype: as in `InitRequest`.
         fresh: measure again, whatever is kept.
         run: id of the run to place, if there is one: its starter may end the node's process even if the node gets no blocks.
     """
 
-    config: ModelConfig
-    config_hash: Text
-    stored_dtype: Text
+    model: ModelId
     fresh: bool = False
     run: RunId | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "config": self.config.plain()}
+        return {**vars(self), "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        return decode_with_config(cls, data, "request", _refused)
+        return decode_with_model(cls, data, "request", _refused)
 
 
 @dataclass(frozen=True)
@@ -372,13 +333,12 @@ class ToldRows:
 
     Attributes:
         rows: base64 of the bytes, if they were asked for: all scales, then all values.
-        numerics: see stages.store.HeldStage.
     """
 
     dtype: Name
     n_cols: Whole
     sha256: Sha256
-    numerics: Text
+    arithmetic: Arithmetic
     rows: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -407,6 +367,13 @@ def _decoded(cls: type[T], data: Any) -> T:
     return decode(cls, data, "request", _refused)
 
 
+def _check_complete(where: str, cls: type[Any], data: Any) -> None:
+    """A default is for who makes a request, not for who reads one."""
+    missing = [f.name for f in fields(cls) if f.default is not None and isinstance(data, dict) and f.name not in data]
+    if missing:
+        raise _refused(f"{where}: the field {missing[0]!r} is missing")
+
+
 def _check_versions(data: Any) -> None:
     if not isinstance(data, dict):
         raise _refused(f"request: expected an object, found {shown(data)}")
@@ -418,7 +385,7 @@ def _check_versions(data: Any) -> None:
             f"the starter packs weights in version {layout} of their layout, this node in version "
             f"{LAYOUT_VERSION}: install the same version of MDI-LLM on both",
             409,
-            code="version",
+            code=Code.VERSION,
         )
 
 
@@ -428,12 +395,12 @@ def version_error(who: str, version: Any) -> ControlError:
         f"{who} speaks version {shown(version)} of the control protocol, this node version {CONTROL_VERSION}: "
         "install the same version of MDI-LLM on both",
         409,
-        code="version",
+        code=Code.VERSION,
     )
 
 
 def _check_blocks(request: InitRequest) -> None:
-    (start, stop), n_layer = request.blocks, request.config.n_layer
+    (start, stop), n_layer = request.blocks, request.model.config.n_layer
     if not 0 <= start < stop <= n_layer:
         raise ControlError(f"blocks: {[start, stop]} is no range of a model of {n_layer} blocks", 400)
     names_wanted = (f"block.{i}" for i in range(start, stop))  # never as a list: `stop` came from a peer

@@ -20,7 +20,7 @@ from typing import Protocol
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes, can_be_cut
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK
 
 DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
@@ -327,7 +327,7 @@ class Scheduler:
         due = self._in_flight[0] if self._in_flight else None
         if due is None or due.number != number:
             words = f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none")
-            raise EngineError(words, "wire")
+            raise EngineError(words, Code.WIRE)
         running = self._running.get
         return due, [
             part.n_logits > 0

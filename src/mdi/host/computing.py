@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.device import (
     check_format,
     choose_dtype,
@@ -16,7 +16,10 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
+from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
 
@@ -26,7 +29,6 @@ class Computing:
 
     Attributes:
         dtype: of the rows.
-        kv_dtype: what caches hold.
         quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
         threads: of the CPU; None leaves them as they are.
         compile: whether torch compiles the blocks' MLPs.
@@ -36,7 +38,6 @@ class Computing:
 
     device: str
     dtype: str
-    kv_dtype: str = "float32"
     quantize: str | None = None
     threads: int | None = None
     packing: Packing | None = None
@@ -55,6 +56,19 @@ class Computing:
     def describe(self, name: str, start: int, stop: int) -> str:
         """A log line on what computes blocks [start, stop) of a node."""
         return f"{name}: {block_span(start, stop)} in {self.path}"
+
+    def cache_type(self, asked: str) -> str:
+        """What caches hold here, of a type that was asked for. UsageError if it is not for this device, or for torch."""
+        return choose_kv_dtype(asked, self.dtype, self.device, self.why_torch)
+
+    def arithmetic(self, kv_dtype: str) -> Arithmetic:
+        """Of whole blocks, with caches that hold this type."""
+        unit = library.arithmetic() if self.packing is not None else "torch"
+        return Arithmetic(unit if self.device == "cpu" else self.device, Formats.one(self.format), kv_dtype)
+
+    def extent(self, asked: Extent) -> Extent:
+        """Of a stage that is computed so. Raises as `cache_type`."""
+        return replace(asked, kv_dtype=self.cache_type(asked.kv_dtype))
 
     @property
     def format(self) -> str:
@@ -85,9 +99,10 @@ def choose_computing(
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
     if why is not None and config is not None and (lacking := why_not_litgpt(config)) is not None:
-        raise UsageError(f"{lacking} can be computed by the kernels alone, which do not compute {why}", code="kernels")
+        raise UsageError(
+            f"{lacking} can be computed by the kernels alone, which do not compute {why}", code=Code.KERNELS
+        )
     clips = asked.allow_clipping
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
-    kv_dtype = choose_kv_dtype(asked.kv_dtype, dtype, device, why)
-    return Computing(device, dtype, kv_dtype, quantize, asked.threads, packing, head, asked.compile, why, clips)
+    return Computing(device, dtype, quantize, asked.threads, packing, head, asked.compile, why, clips)

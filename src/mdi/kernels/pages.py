@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import psutil
 
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.memory_nodes import spread
 from mdi.model.caches import PAGE, SLACK, PageClass
 
@@ -58,7 +58,7 @@ class Pages(ABC):
             page = len(self.references)
             self.references.append(1)
         else:
-            raise EngineError(f"all {self.capacity} cache pages of this node are in use", "memory")
+            raise EngineError(f"all {self.capacity} cache pages of this node are in use", Code.MEMORY)
         return page
 
     def share(self, page: int) -> None:
@@ -136,7 +136,7 @@ def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
         return mmap.mmap(-1, n_pages // 2 * page_bytes, flags=flags), n_pages // 2
     raise EngineError(
         f"the system grants no memory for caches, not even {page_bytes} bytes: see ulimit -v and vm.overcommit_memory",
-        "memory",
+        Code.MEMORY,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from mdi.checkpoint.parts import from_offset
 from mdi.control.client import PART_ANSWER_S, ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.net.keys import KeyFile
 from mdi.spec.cluster import NodeConfig
 
@@ -36,7 +36,7 @@ class Forwards:
     def send(self, request: ForwardRequest) -> None:
         """Send the rest of a part. Raises ControlError: it is not here, others are being sent, or it is not taken in time."""
         if not self._places.acquire(blocking=False):
-            raise ControlError(f"{self._name} sends {N_FORWARDS} parts to other nodes already", 409, code="busy")
+            raise ControlError(f"{self._name} sends {N_FORWARDS} parts to other nodes already", 409, code=Code.BUSY)
         try:
             end = time.monotonic() + PART_ANSWER_S  # the starter does not wait any longer
             pieces = until(end, from_offset(self._pieces(request.part), request.offset))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from mdi.control.messages import InitRequest
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.node.worker import RingWorker
 
 N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
@@ -107,9 +107,9 @@ class Runs:
         with self._lock:
             latest = next(reversed(self.rings.get(request.run, [])), None)
         if request.run in self._stopped:
-            raise ControlError(f"this run was ended on {self._name}", 409, code="stopped")
+            raise ControlError(f"this run was ended on {self._name}", 409, code=Code.STOPPED)
         if latest is not None and int(latest.request.epoch, 16) > int(request.epoch, 16):
-            raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
+            raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code=Code.RUN)
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
                 return False
@@ -117,7 +117,7 @@ class Runs:
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):
-                raise ControlError(f"{self._name} is still in another ring of this run", 409, code="busy")
+                raise ControlError(f"{self._name} is still in another ring of this run", 409, code=Code.BUSY)
         for worker in self.active:
             if not worker.is_running and worker.is_abandoned:
                 worker.end()
@@ -130,5 +130,5 @@ class Runs:
         return ControlError(
             f"{self._name} is busy with another run ({latest.state if latest is not None else 'IDLE'})",
             409,
-            code="busy",
+            code=Code.BUSY,
         )

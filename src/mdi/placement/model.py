@@ -21,7 +21,6 @@ from mdi.model.caches import CacheClass, kind_of
 from mdi.model.plain import spec_of
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-from mdi.spec.limits import most_bytes
 from mdi.spec.model import ModelConfig
 
 
@@ -134,7 +133,7 @@ class Workload:
         """Bytes of sent rows that a node keeps."""
         if n_nodes < 2:
             return 0
-        return most_bytes(self.replay_bytes, self.n_sequences, self.sequence_length, row_bytes)
+        return min(self.replay_bytes, self.n_sequences * self.sequence_length * row_bytes)
 
     def rows_per_frame(self, n_nodes: int) -> int:
         """A frame goes round for each node, or more, each with an even share of the sequences (engine/scheduler.py)."""

@@ -29,24 +29,23 @@ from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend
-from mdi.errors import MdiError, NodeLostError, RingError, UsageError
+from mdi.errors import Code, MdiError, NodeLostError, RingError, UsageError
 from mdi.host.computing import Computing
-from mdi.host.device import why_not_kernels
 from mdi.host.threads import share_cores
-from mdi.kernels import library
 from mdi.net.handshake import close_starter_ring
 from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import REFUSED_S
 from mdi.node.runs import ahead_extension
-from mdi.run.identity import IN_KERNELS, numbers_of
+from mdi.run.identity import RingArithmetic
 from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
 from mdi.run.setup import SecondarySetup, with_true_port
 from mdi.run.supply import StarterSupply
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import ClusterConfig, NodeConfig
-from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 from mdi.stages.group_part import GroupPart
@@ -62,7 +61,6 @@ HOT_REFUSED_S = 0.1  # as net.ring.Seat.refused_s, where a hot spare makes a rin
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
 REACH_S = 2.0  # a node that gets blocks of another one has just answered
 # Errors for which other nodes may replace a node in the first ring; the user must mend all others.
-ENDED = ("left", "leaving", "disk")
 
 logger = logging.getLogger("mdi")
 
@@ -79,8 +77,7 @@ class Basis:
         run: its id; ring n of the run has the id `run + n`.
         family, config: of the model; weights: with the cut of the ring that is formed.
         options: the user's choices; `computing` is what follows from them.
-        max_length: tokens that a sequence of the run may reach.
-        n_sequences: at the same time, at most.
+        extent: of the run; its frames are those that the user wants.
         process: a number that the starter's process drew.
         listener: the starter's ring port; None in a ring of one node.
         caches: of all runs of this process.
@@ -97,8 +94,7 @@ class Basis:
     options: StarterOptions
     computing: Computing
     weights: StarterWeights
-    max_length: int
-    n_sequences: int
+    extent: Extent
     process: str
     listener: RingListener | None
     caches: StageStore
@@ -205,14 +201,13 @@ class Ring:
         ring_ports: by name of each secondary, the ring port that it says it has.
         placement: hash of model, cut and ring; "" in a ring of one node.
         has_window: whether a node reads weights from its disk for each frame.
-        numbers: see `numbers_of`.
         is_exact: whether it gives texts the tokens that the ring before would have given them.
         may_guess: whether a row has the same bits in any company of others, or need not.
         is_deep: whether a text's guesses may have frames of their own: its nodes have cores of their own, and their weights in
             memory.
         replay: how caches are restored from rows; None: from the token ids.
         has_fresh: whether there are nodes without caches.
-        numerics: by name of each secondary, as it said when it was ready; see stages.store.HeldStage.
+        arithmetics: by name of each node; `arithmetic` is that of all together.
         n_frames: in flight at most, without guesses.
         link: from and to this node; None before it is closed, and after its end.
         computed: the same as the engine sees it.
@@ -229,8 +224,8 @@ class Ring:
     placement: str
     sent_rows: Mapping[str, Counts]
     has_window: bool
-    numerics: Mapping[str, str]
-    numbers: str = ""
+    arithmetics: Mapping[str, Arithmetic]
+    arithmetic: RingArithmetic
     is_exact: bool = True
     may_guess: bool = True
     is_deep: bool = True
@@ -248,13 +243,13 @@ class VerifyRing:
 
     Attributes:
         run_id: as the other node knows it: a run of its own.
-        numerics: of that node, see stages.store.HeldStage; caches: what it can hold.
+        caches: what that node can hold.
     """
 
     client: ControlClient
     run_id: str
     link: TcpRing
-    numerics: str
+    arithmetic: Arithmetic
     caches: CacheReport
 
 
@@ -287,7 +282,6 @@ class Former:
         self._n_rings = 0
         self._has_caches = False  # whether the starter's own are those of the texts
         self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
-        self._arithmetic: dict[str, str] = {}
         self._unreached: Counter[str] = Counter()  # processes that live, and that no ring could be closed with
         self._closing: list[tuple[threading.Thread, Link]] = []
         self._past: Measured = (0.0, 0.0, 0, 0)  # of rings that are closed, whose buffers are gone with them
@@ -356,12 +350,15 @@ class Former:
         basis, node = self.basis, self._nodes[name]
         weights, starter = copy.copy(basis.weights), self.cluster.starter
         weights.take_blocks([(0, 0), blocks])
-        options = replace(basis.options, replay_memory=0, verify=0.0, n_frames=None)
-        alone = replace(basis, run=secrets.randbits(62), weights=weights, options=options, taps=(), gradients=False)
+        options = replace(basis.options, replay_memory=0, verify=0.0)
+        alone = replace(
+            basis, run=secrets.randbits(62), weights=weights, options=options, taps=(), gradients=False,
+            extent=replace(basis.extent, n_frames=None),
+        )  # fmt: skip
         cluster, client = replace(self.cluster, secondaries=(node,), spares=()), ControlClient(node, self.cluster.keys)
         work = Preparation(alone, cluster, [client], None, 1, REACH_S, frozenset(), Holders(), None)
         (setup,) = work.prepare_others(cancel)
-        caches, numbers = setup.caches(False), setup.numerics
+        caches, arithmetic = setup.caches(False), setup.arithmetic
         seat = Seat(
             alone.run + 1, 0, (starter.name, node.name), work.placement, node.addr, node.port_in, options.wire_dtype,
             basis.process, cluster.keys, options.silence_s,
@@ -373,7 +370,7 @@ class Former:
         except MdiError:
             FanOut({name: partial(client.stop, alone.run_id, timeout_s=REACH_S)}).join(DROP_S)
             raise
-        return VerifyRing(client, alone.run_id, link, numbers, caches)
+        return VerifyRing(client, alone.run_id, link, arithmetic, caches)
 
     def prepare(self, plan: Form, cancel: Cancel, rows: Counts | None = None) -> Ring:
         """Get all nodes ready. Raises as `form`."""
@@ -428,9 +425,8 @@ class Former:
         ring.link = inner  # from here on it is known, and will be closed
         ring.part.connect(ring.stage, inner)
         ring.computed = ring.part.of_starter(inner)
-        ring.numbers = self._numbers(ring)
-        ring.is_exact = before is None or before.numbers == ring.numbers
-        ring.may_guess = basis.options.draft_inexact or self._has_fixed_rows(ring)
+        ring.is_exact = before is None or before.arithmetic == ring.arithmetic
+        ring.may_guess = basis.options.draft_inexact or ring.arithmetic.is_fixed
         ring.is_deep = not ring.has_window and not share_cores(cluster.nodes)
         self._has_caches = True
         return ring
@@ -438,7 +434,7 @@ class Former:
     def _linked(self, ring: Ring, seat: Seat, cancel: Cancel) -> Link:
         basis, cluster = self.basis, ring.cluster
         n_nodes = len(computing(ring.stages))
-        n_frames = ring.n_frames = basis.options.n_frames or n_nodes
+        n_frames = ring.n_frames = basis.extent.n_frames or n_nodes
         if n_frames != n_nodes:
             logger.info(
                 "%d frames in flight over %d nodes (set by --frames N; more frames hide transfers)", n_frames, n_nodes
@@ -496,12 +492,15 @@ class Former:
             if self.ring is None:
                 self.reached = work.processes or self.reached
         self.reached = work.processes
-        self._arithmetic.update(work.arithmetic)
         for name, parts in work.parts.items():
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
+        stages, arithmetics = work.stages, work.arithmetics
+        names, of_nodes = list(arithmetics), list(arithmetics.values())
+        number, wire_dtype = basis.run + self._n_rings, basis.options.wire_dtype
+        arithmetic = RingArithmetic.of(names, basis.weights.blocks, of_nodes, wire_dtype, number)
         return Ring(
-            self._n_rings, self.cluster, self.clients, work.stages, work.stage, memory, work.processes, work.ring_ports,
-            work.placement, work.sent_rows, work.has_window, {setup.name: setup.numerics for setup in work.setups},
+            self._n_rings, self.cluster, self.clients, stages, work.stage, memory, work.processes, work.ring_ports,
+            work.placement, work.sent_rows, work.has_window, arithmetics, arithmetic,
         )  # fmt: skip
 
     def _holders(self, outside: Sequence[ControlClient]) -> Holders:
@@ -531,40 +530,17 @@ class Former:
 
     def _named(self, error: MdiError, failed: str | None, is_first: bool) -> MdiError:
         """The error with the node that it is about, so that another ring can be formed without it."""
-        is_final = is_first and not self.basis.is_held and error.code not in ENDED
+        is_final = is_first and not self.basis.is_held and not error.code.ended
         if isinstance(error, NodeLostError) or is_final:
             return error
         if failed is None and isinstance(error, UsageError):  # this node's own memory
-            return NodeLostError(self.cluster.starter.name, str(error), "memory")
+            return NodeLostError(self.cluster.starter.name, str(error), Code.MEMORY)
         return error if failed is None else NodeLostError(failed, str(error), error.code)
-
-    def _arithmetics(self, ring: Ring) -> dict[str, str]:
-        """How each node computes, by its name."""
-        computing = self.basis.computing
-        ours = library.arithmetic() if computing.packing is not None else "torch"
-        return {**self._arithmetic, ring.cluster.starter.name: ours if computing.device == "cpu" else computing.device}
 
     @property
     def has_fixed_rows(self) -> bool:
         """Whether a row of the present ring has the same bits in any company; so it is without a ring."""
-        return self.ring is None or self._has_fixed_rows(self.ring)
-
-    def _has_fixed_rows(self, ring: Ring) -> bool:
-        basis, found = self.basis, self._arithmetics(ring)
-        config = basis.family.kernel_config(basis.weights.config)
-        if config is None or why_not_kernels(config, "cpu", basis.options.dtype) is not None:
-            return False
-        return all(found.get(node.name, "") in IN_KERNELS for node in ring.cluster.nodes)
-
-    def _numbers(self, ring: Ring) -> str:
-        basis, names = self.basis, [node.name for node in ring.cluster.nodes]
-        computing = basis.computing
-        arithmetic = self._arithmetics(ring)
-        shares = self._shares(ring.stages)
-        config = basis.family.kernel_config(basis.weights.config)
-        return numbers_of(
-            basis.weights.blocks, names, shares, arithmetic, computing, basis.options, basis.run + ring.number, config
-        )
+        return self.ring is None or self.ring.arithmetic.is_fixed
 
     # Ends of rings
 
@@ -575,7 +551,7 @@ class Former:
             link, ring.link, ring.computed = ring.link, None, None
             if keeps_caches:
                 name = self.cluster.starter.name
-                link.fail(Fault("", "the run goes on over another ring", name, "run"))
+                link.fail(Fault("", "the run goes on over another ring", name, Code.RUN))
             else:
                 link.stop("the run has ended")
             closer = threading.Thread(target=link.close, name="ring-close", daemon=True)
@@ -640,7 +616,7 @@ class Preparation:
         sent_rows: of each secondary that still has the caches of the ring before, how many positions of each text it has
             sent on and can send again.
         parts: the parts that each secondary needs, by its name.
-        arithmetic: by name of each secondary that was asked, which nodes give the same bits as it does.
+        arithmetics: by name of each node, the starter first, how it computes; once all are ready.
         has_window: whether a node, once all are ready, reads weights from its disk for each frame.
         setups: of the secondaries. The first that fails ends the others, and what waits for them.
         has_begun: whether secondaries know the run, so that they must also hear of its end.
@@ -662,7 +638,7 @@ class Preparation:
     placement: str = ""
     setups: list[SecondarySetup] = field(default_factory=list)
     processes: dict[str, str] = field(default_factory=dict)
-    arithmetic: dict[str, str] = field(default_factory=dict)
+    arithmetics: dict[str, Arithmetic] = field(default_factory=dict)
     sent_rows: dict[str, dict[int, int]] = field(default_factory=dict)
     ring_ports: dict[str, Any] = field(default_factory=dict)
     has_window: bool = False
@@ -681,12 +657,13 @@ class Preparation:
                 self.ring_ports = {setup.name: setup.ring_port for setup in self.setups}
                 if self.replays is None:
                     self.stage.caches.clear()
+                own = {self.cluster.starter.name: self.held.spec.arithmetic}
+                self.arithmetics = own | {one.name: one.arithmetic for one in self.setups}
                 memory = self._reckon_memory(self.stage is not had)  # last, when all weights are where they stay
                 self.sent_rows = {one.name: one.sent_rows for one in self.setups if one.sent_rows is not None}
                 self.has_window = self.held.spec.window is not None or any(one.has_window for one in self.setups)
             finally:
                 self.processes = {setup.name: setup.process for setup in self.setups if setup.process}
-                self.arithmetic = {one.name: one.arithmetic for one in self.setups if one.arithmetic is not None}
                 getting.cancel()
         for setup in self.setups:
             setup.join(1.0)
@@ -744,9 +721,7 @@ class Preparation:
             NoMemoryError: weights that will not fit are not loaded in the first place. UsageError: no gradients.
         """
         basis = self.basis
-        spec = self._supply.spec(
-            basis.computing, basis.max_length, basis.n_sequences, self._kv_memory, 0, basis.draft_bytes
-        )
+        spec = self._supply.spec(basis.computing, basis.extent, self._kv_memory, 0, basis.draft_bytes)
         if basis.gradients:
             check_gradients(spec)
         basis.caches.check_memory(spec, self.held)
@@ -778,7 +753,13 @@ class Preparation:
         names = tuple(node.name for node in nodes)
         parts = self._hash_parts(cancel)
         shares = [weights.extensions_of(index) for index in range(1, len(nodes))]
-        identity = [weights.config_hash, weights.blocks, names, [[p.sha256 for p in node] for node in parts], shares]
+        identity = [
+            weights.model.config_hash,
+            weights.blocks,
+            names,
+            [[p.sha256 for p in node] for node in parts],
+            shares,
+        ]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
         self.has_begun = True
@@ -814,15 +795,9 @@ class Preparation:
             next_addr=following.addr,
             next_port=port_in,
             model=weights.model,
-            config=weights.config,
-            config_hash=weights.config_hash,
-            stored_dtype=weights.dtype,
             blocks=weights.blocks[index],
             parts=parts,
-            max_length=basis.max_length,
-            n_sequences=basis.n_sequences,
-            stored_format=weights.stored_format,
-            n_frames=options.n_places(options.n_frames or n_nodes, n_nodes),
+            extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
             silence_s=options.silence_s,
             is_hot=stages[index].is_hot,
             refused_s=refused_s(stages, index),
@@ -861,16 +836,15 @@ class Preparation:
     def _reckon_memory(self, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
         basis, nodes, setups = self.basis, self.cluster.nodes, self.setups
-        row_bytes = basis.weights.config.n_embd * ROW_VALUE_BYTES
-        kept = most_bytes(self._replay_bytes, basis.n_sequences, basis.max_length, row_bytes) if setups else 0
+        kept = basis.extent.row_bytes(basis.weights.config.n_embd, self._replay_bytes) if setups else 0
         assert self.held is not None
         self.held.replay_bytes, self.held.sent = kept, None  # its engine has the rows
         own = basis.caches.grant(self.held)
         is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)
         reports = [own, *(setup.caches(is_asked) for setup in setups)]
         memory = CacheMemory(share_out([(n.name, n.addr, report) for n, report in zip(nodes, reports, strict=True)]))
-        n_sequences = memory.n_sequences(basis.max_length)
-        logger.debug("the caches of all nodes hold %s sequences of %d tokens", n_sequences, basis.max_length)
+        length = basis.extent.max_length
+        logger.debug("the caches of all nodes hold %s sequences of %d tokens", memory.n_sequences(length), length)
         return memory
 
     @property

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.parts import from_offset
-from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.errors import ControlError, NodeLostError
@@ -64,7 +63,7 @@ class _Tries:
             if self._n_broken > N_BROKEN:
                 words = f"{self._name} was lost while {self._part.name} was sent to it: {error}"
                 raise NodeLostError(self._name, words) from None
-        elif error.code != COMING or time.monotonic() > self._deadline:
+        elif not error.code.again or time.monotonic() > self._deadline:
             raise error
 
 

@@ -19,6 +19,7 @@ from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
 from mdi.run.form import VerifyRing
 from mdi.run.nodes import dismiss
+from mdi.spec.arithmetic import Arithmetic
 from mdi.stages.store import HeldStage, StageStore
 
 ANSWER_S = 60.0  # for the rows of one frame: the node computes for other runs as well
@@ -30,12 +31,11 @@ class Recomputed(ABC):
 
     Attributes:
         name: of the node that computes them; "" for this one.
-        numerics: see stages.store.HeldStage.
         cached: rows of each text, from the first on, that are in the caches.
     """
 
-    def __init__(self, name: str, numerics: str) -> None:
-        self.name, self.numerics = name, numerics
+    def __init__(self, name: str, arithmetic: Arithmetic) -> None:
+        self.name, self.arithmetic = name, arithmetic
         self.cached: dict[int, int] = {}
 
     def compute(self, seq_id: int, start: int, rows: Frame) -> tuple[str, bytes]:
@@ -73,7 +73,7 @@ class OwnBlocks(Recomputed):
     """
 
     def __init__(self, held: HeldStage, store: StageStore, wire: str) -> None:
-        super().__init__("", held.numerics)
+        super().__init__("", held.spec.arithmetic)
         self._held, self._store, self._wire = held, store, wire
 
     def _compute(self, part: Slice, rows: Frame) -> tuple[str, bytes]:
@@ -95,7 +95,7 @@ class OthersBlocks(Recomputed):
     """On another node."""
 
     def __init__(self, ring: VerifyRing, cancel: Cancel) -> None:
-        super().__init__(ring.client.node.name, ring.numerics)
+        super().__init__(ring.client.node.name, ring.arithmetic)
         self._ring, self._cancel = ring, cancel
         self._freed: list[int] = []
         self._n_frames = 0

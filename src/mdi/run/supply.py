@@ -13,6 +13,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.speculation import most_rows_of
 from mdi.files import default_cache_dir
 from mdi.host.computing import Computing
+from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
@@ -34,27 +35,26 @@ class StarterSupply:
         self.cache_dir = options.cache_dir or default_cache_dir()
 
     def spec(
-        self, computing: Computing, max_length: int = 1, n_sequences: int = 1, kv_memory: int | None = None,
-        node: int = 0, beside: int = 0,
-    ) -> StageSpec:  # fmt: skip
+        self, computing: Computing, extent: Extent, kv_memory: int | None = None, node: int = 0, beside: int = 0
+    ) -> StageSpec:
         """The starter's stage.
 
         Args:
             node: another one of the ring, whose blocks the starter computes as well; none of a group.
-            n_sequences: at the same time.
+            extent: of the run.
             kv_memory: limit for the caches; None: the free memory.
             beside: see StageSpec.
         """
         weights, group = self._weights, self._weights.group_of(0)
+        n_rows = most_rows_of(bool(weights.config.n_expert), True) if self._has_guesses else 1
         share = "" if group is None else f"{group.rank} of {group.shares} {group.packing}"
         parts = tuple(
             PartInfo(part, f"{weights.id} {share} {part}", self._holder_of(part).part_bytes(part))
             for part in self.family.parts_of(weights, node)
         )
         return StageSpec(
-            self._name, weights.model, weights.config_hash, weights.config, weights.blocks[node], parts, computing,
-            weights.dtype, weights.stored_format, window_of(self.memory), group, len(weights.blocks), max_length,
-            n_sequences, kv_memory, most_rows_of(bool(weights.config.n_expert), True) if self._has_guesses else 1, beside,
+            self._name, weights.model, weights.blocks[node], parts, computing, window_of(self.memory), group,
+            len(weights.blocks), computing.extent(extent), kv_memory, n_rows, beside,
         )  # fmt: skip
 
     def _holder_of(self, part: str) -> StarterWeights | ShardWeights:

@@ -593,10 +593,8 @@ class RowVerifier:
             told = ring.clients[index - 1].rows(RowsRequest(basis.run_id, epoch, seq_id, start, stop, which, is_whole))
         except ControlError as e:
             raise _NotToldError(name, str(e)) from None
-        if told.numerics != (known := ring.numerics.get(name, "")):
-            raise _UntrueError(
-                (name,), f"{name} says that it computes with {told.numerics or 'torch'}, and said {known} before"
-            )
+        if told.arithmetic != (known := ring.arithmetics[name]):
+            raise _UntrueError((name,), f"{name} says that it computes with {told.arithmetic}, and said {known} before")
         return told
 
     def _rows_of(self, ring: Ring, index: int, seq_id: int, start: int, stop: int) -> Frame:
@@ -640,8 +638,8 @@ class RowVerifier:
         self._drop([index])
         if _is_over(ring):
             raise EngineError("the ring is over")  # and memory is for the next one
-        if not ring.numerics.get(ring.stages[index].name):
-            raise _CannotError("it computes in torch")
+        if not (own := ring.arithmetics[ring.stages[index].name]).is_certain:
+            raise _CannotError(f"it computes with {own}")
         has_others = self._others_end is not None
         try:
             self._again[index] = found = has_others and self._others(ring, index) or self._own(ring, index)
@@ -658,7 +656,7 @@ class RowVerifier:
                 continue
             if (found := self._ring_with(name, stage)) is None:
                 self._unanswered.add(name)
-            elif found.numerics != ring.numerics[stage.name]:
+            elif found.arithmetic != ring.arithmetics[stage.name]:
                 found.close()
                 self._unfit.add((name, index))
             else:
@@ -674,7 +672,7 @@ class RowVerifier:
             except MdiError as e:
                 logger.debug("%s does not compute the blocks of %s again: %s", name, stage.name, e)
                 same = [index for index, one in self._again.items() if one.name == name]
-                if e.code != NoMemoryError.code or not same:
+                if not e.code.less_fits or not same:
                     return None
                 self._drop(same)  # it has memory for fewer nodes' blocks
         return None
@@ -683,7 +681,7 @@ class RowVerifier:
         """This node's. Raises _CannotError."""
         basis: Basis = self._former.basis
         supply = StarterSupply(ring.stages[0].name, basis.weights, basis.family, basis.options)
-        spec = supply.spec(basis.computing, basis.max_length, basis.n_sequences, node=index)
+        spec = supply.spec(basis.computing, basis.extent, node=index)
         claim = Claim(f"verify {basis.run_id}", f"verify {basis.run_id} {ring.number} {index}")
         while True:
             try:
@@ -697,9 +695,9 @@ class RowVerifier:
             except MdiError as e:
                 raise _CannotError(str(e)) from None
         found = OwnBlocks(held, basis.caches, basis.options.wire_dtype)
-        if found.numerics != (theirs := ring.numerics[ring.stages[index].name]):
+        if found.arithmetic != (theirs := ring.arithmetics[ring.stages[index].name]):
             found.close()
-            raise _CannotError(f"it computes with {theirs}, this node with {found.numerics}")
+            raise _CannotError(f"it computes with {theirs}, this node with {found.arithmetic}")
         return found
 
     def _third(self, ring: Ring, index: int, first: str) -> Recomputed | None:

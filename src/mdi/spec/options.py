@@ -113,10 +113,6 @@ class Requested:
     quantize_head: Annotated[Text | None, Option(
         "the same for head and embedding (default: as --quantize)", metavar="FORMAT", read=_format
     )] = None
-    kv_dtype: Annotated[Annotated[str, one_of(KV_DTYPES)], Option(
-        "number type of the key/value caches on all nodes (%(default)s: as computed); bf16 and fp16 take half of float32, "
-        "int8 a quarter (kernels only)", choices=KV_DTYPES, convert=cache_type_named,
-    )] = "auto"
     wire_dtype: Annotated[Annotated[str, one_of(WIRE_DTYPES)], Option(
         "number format of rows on the links: auto (as computed), fp16, or int8 with a scale per 64 values (%(default)s)",
         choices=WIRE_DTYPES,
@@ -213,6 +209,10 @@ class StarterOptions(Requested):
         "folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
         metavar="DIR",
     )] = None
+    kv_dtype: Annotated[Annotated[str, one_of(KV_DTYPES)], Option(
+        "number type of the key/value caches on all nodes (%(default)s: as computed); bf16 and fp16 take half of float32, "
+        "int8 a quarter (kernels only)", choices=KV_DTYPES, convert=cache_type_named,
+    )] = "auto"
     sequence_length: Annotated[Length | None, Option(
         "most tokens of a sequence, with its prompt (default: the model's context)",
         ("--sequence-length", "--context-length", "--block-size"), metavar="N",

@@ -31,6 +31,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
+from mdi.model.plain import spec_of
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -74,17 +75,17 @@ def build_stage(
         from mdi.stages.torch_stage import TorchStage
 
         inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
-        stage = TorchStage(inner, computing, None if spec.stored_format else spec.stored_dtype)
+        stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.model.formats else spec.model.dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
             stage.compile()
         return stage
     weights: Resident | Any
     if spec.window is not None:
-        n_rows = spec.n_sequences * spec.n_rows
-        work = work_bytes(spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + n_rows, n_rows)
+        n_rows = spec.extent.n_sequences * spec.n_rows
+        work = work_bytes(spec_of(spec.config) if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
-            spec.run_bytes(family), spec.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
+            spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
@@ -97,7 +98,7 @@ def build_stage(
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
         group = None if spec.group is None else GroupSum(spec.group.share(spec.config))
-        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), computing.kv_dtype, group, adapters)
+        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
     except BaseException:
         weights.close()
         raise

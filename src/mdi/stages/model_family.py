@@ -16,7 +16,8 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.starter_weights import StarterWeights
 from mdi.tensor.group import group_of
@@ -94,23 +95,23 @@ class ModelFamily:
         own = self.torch_config(config)
         return StarterStage(own, blocks[1]) if has_ends else Stage(own, *blocks, cancel)
 
-    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
         own = self.torch_config(config)
-        caches = run_bytes(own, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        caches = run_bytes(own, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
         return caches + module_bytes(own, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
-        group = group_of(request.extensions, request.config)
+        group = group_of(request.extensions, request.model.config)
         has_head = group is not None and group.shares.vocabulary is not None
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts if not p.name.startswith(ADAPTER_PREFIX)] != wanted:
             raise ControlError(
-                "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
+                "this node can only hold blocks, but was asked to hold the head as well", 409, code=Code.ROLE
             )
 
     def widest_row(self, config: ModelConfig) -> int:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from mdi.checkpoint.adapters import gain_factor
 from mdi.checkpoint.packing import norm_before, plain
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels.blocks import Weights
 from mdi.spec.model import ModelConfig, why_not_litgpt
@@ -81,7 +81,7 @@ class PlainBlocks:
         kept: KeptInputs | None = None,
     ) -> None:  # fmt: skip
         if (lacking := why_not_litgpt(config)) is not None:
-            raise UsageError(f"torch has no blocks with {lacking}, so no gradients go through them", code="kernels")
+            raise UsageError(f"torch has no blocks with {lacking}, so no gradients go through them", code=Code.KERNELS)
         self._config, self._weights, self._each = Config(**config.litgpt_plain()), weights, each
         self._all, self._kept = config, kept
 
@@ -140,7 +140,7 @@ class PlainBlocks:
         block.load_state_dict(tensors, strict=False, assign=True)
         block.requires_grad_(False)
         if left := [name for name, tensor in block.state_dict().items() if tensor.is_meta]:
-            raise UsageError(f"the weights of block {index} lack {left[0]}", code="tensor")
+            raise UsageError(f"the weights of block {index} lack {left[0]}", code=Code.TENSOR)
         own = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
         self._add_adapters(block, prefix, own)
         n_before = 0
@@ -173,7 +173,9 @@ class PlainBlocks:
     def _add_prefix(self, attention: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         """Have all rows see these keys and values, too, as if they stood before the first one."""
         if attention.apply_sliding_window_attention or self._all.latent_attention:
-            raise UsageError("a prefix cannot stand before attention in windows, or latent attention", code="kernels")
+            raise UsageError(
+                "a prefix cannot stand before attention in windows, or latent attention", code=Code.KERNELS
+            )
         attend, size = type(attention).scaled_dot_product_attention, self._config.head_size
         own = weakref.proxy(attention)  # if it held itself, the block's plain weights would stay for a while
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.shapes import packed_bytes
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import held_bytes
+from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
+from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import Formats, ModelId
 from mdi.stages.kernel_stage import run_bytes
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.window_budget import WindowOptions
@@ -27,32 +32,25 @@ class StageSpec:
     """A stage. Two specs with the same `key` have the same stage.
 
     Attributes:
-        name, model: of the node and the model, for messages.
-        config: of the model.
+        name: of the node, for messages.
         parts: of its weights, in the order in which they are computed; their hashes say which weights are the same.
-        stored_dtype, stored_format: of the weights where they come from; the format is None if they are not packed.
         window: None holds all weights in memory.
         group: in which this node has a share of every block; None computes them alone.
-        n_nodes: of the ring; max_length: of a sequence; n_sequences: at the same time.
+        n_nodes: of the ring; extent: of the run on this node.
         kv_memory: limit for the caches by hand, in bytes.
         n_rows: of a text in a frame, at most: its newest token, and guesses.
         beside: bytes that the process will take besides, for a small model that guesses.
     """
 
     name: str
-    model: str
-    config_hash: str
-    config: ModelConfig = field(compare=False, repr=False)
+    model: ModelId
     blocks: tuple[int, int]
     parts: tuple[Part, ...]
     computing: Computing
-    stored_dtype: str
-    stored_format: str | None
     window: WindowOptions | None
     group: Group | None
     n_nodes: int
-    max_length: int
-    n_sequences: int
+    extent: Extent
     kv_memory: int | None = None
     n_rows: int = 1
     beside: int = 0
@@ -63,12 +61,18 @@ class StageSpec:
         return any(part.name == "embedding" for part in self.parts)
 
     @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
     def key(self) -> tuple[Any, ...]:
         share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
         return (
-            self.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.stored_format, share, self.window,
-            None if self.window is None else (self.max_length, self.n_sequences, self.kv_memory, self.n_rows, self.beside),
+            self.model.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
+            replace(self.computing, threads=None), self.extent.kv_dtype, self.model.formats, share, self.window,
+            None if self.window is None else (
+                self.extent.max_length, self.extent.n_sequences, self.kv_memory, self.n_rows, self.beside
+            ),
         )  # fmt: skip
 
     @property
@@ -97,15 +101,23 @@ class StageSpec:
         return packing
 
     @property
-    def own_config(self) -> ModelConfig:
-        """Of the blocks as this node has them."""
-        return self.config if self.group is None else self.group.share(self.config).shard_config()
+    def arithmetic(self) -> Arithmetic:
+        found, group = self.computing.arithmetic(self.extent.kv_dtype), self.group
+        if group is None:
+            return found
+        share = group.rank, group.shares.heads, group.shares.columns
+        return replace(found, formats=Formats.one(group.packing.blocks), share=share)
+
+    @property
+    def own_spec(self) -> ModelSpec:
+        """The model with its blocks as this node has them."""
+        return spec_of(self.config) if self.group is None else self.group.share(self.config).spec
 
     def run_bytes(self, family: ModelFamily) -> int:
         """Memory besides the weights, with the caches of one sequence of full length."""
         if self.is_torch:
-            return family.stage_bytes(self.config, self.blocks, self.max_length, self.computing.kv_dtype)
-        return run_bytes(self.own_config, *self.blocks, self.computing.kv_dtype, self.max_length)
+            return family.stage_bytes(self.config, self.blocks, self.extent)
+        return run_bytes(self.own_spec, *self.blocks, self.extent)
 
     def weight_bytes(self, without: Mapping[str, Any]) -> int:
         """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory."""
@@ -116,12 +128,12 @@ class StageSpec:
             return sum(part.n_bytes for part in new)
         blocks = [part for part in new if part.name.startswith("block.")]
         ends = [part for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
-        computing = self.computing
+        computing, model = self.computing, self.model
 
         def held(parts: list[Part], form: str) -> int:
-            if self.is_torch or form == self.stored_format:
-                return held_bytes([part.n_bytes for part in parts], self.stored_dtype, form, self.stored_format)
-            return packed_bytes(self.config, self.model, [part.name for part in parts], form)
+            if self.is_torch or form == model.format:
+                return held_bytes([part.n_bytes for part in parts], model.dtype, form, model.format)
+            return packed_bytes(model.config, model.name, [part.name for part in parts], form)
 
         return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
 
@@ -155,4 +167,4 @@ def check_gradients(spec: StageSpec) -> None:
         where = "in a group that shares blocks"
     else:
         return load_torch(f"{spec.name}: computing gradients")
-    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
+    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code=Code.KERNELS)

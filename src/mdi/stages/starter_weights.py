@@ -27,6 +27,7 @@ from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.tensor.group import EXTENSION, Group
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share
@@ -83,11 +84,7 @@ class StarterWeights:
     """
 
     directory: Path
-    model: str
-    config: ModelConfig
-    config_hash: str
-    dtype: str
-    stored_format: str | None
+    model: ModelId
     native: str | None
     quantize: str | None
     quantize_head: str | None
@@ -130,9 +127,7 @@ class StarterWeights:
         if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
         first = self.sources[0]
-        self.model, self.config = first.model, first.config
-        self.config_hash, self.dtype = first.config_hash, first.dtype
-        self.stored_format = first.packing.blocks if first.packing else None
+        self.model = first.model_id
         self.native = first.native
         packing = first.packing or own_packing(first.dtype)
         lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
@@ -231,7 +226,7 @@ class StarterWeights:
 
     def _source_of(self, part: str) -> WeightSource:
         for source in self.sources:
-            if source.config_hash == self.config_hash and part in source.part_names():
+            if source.config_hash == self.model.config_hash and part in source.part_names():
                 return source
         raise CheckpointError(
             f"the weights of {part} are in none of the starter's files: give the whole checkpoint with --ckpt, or put all "
@@ -300,6 +295,10 @@ class StarterWeights:
         for chunk in {source for source in sources.values() if isinstance(source, ChunkFile)}:
             record = HashRecord(chunk.path.with_name("checked.json"), believed_s=BELIEVED_S)
             chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
 
     @property
     def n_layer(self) -> int:

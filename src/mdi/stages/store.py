@@ -23,9 +23,8 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.memory import NodeCaches
 from mdi.engine.replay import SentRows
 from mdi.engine.worker import Backend
-from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import device_free_bytes
-from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
@@ -106,7 +105,7 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
-        raise UsageError(NO_GRADIENTS, code="kernels")
+        raise UsageError(NO_GRADIENTS, code=Code.KERNELS)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
 
@@ -186,7 +185,7 @@ logger = logging.getLogger("mdi")
 class StageBusyError(MdiError):
     """There will be memory once a stage is freed that is kept for another run."""
 
-    code = "busy"
+    code = Code.BUSY
 
 
 class Claim(NamedTuple):
@@ -274,7 +273,7 @@ class HeldStage:
 
     @property
     def model(self) -> str:
-        return self.spec.model
+        return self.spec.model.name
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -289,13 +288,6 @@ class HeldStage:
         """Bytes of rows that are still to be kept."""
         kept = sum(rows.n_bytes for rows in (self.sent, self.received) if rows is not None)
         return max(0, self.replay_bytes * (1 + self.keeps_received) - kept)
-
-    @property
-    def numerics(self) -> str:
-        """Stages of the same blocks give the same bits if this is the same; "" if that is not sure of any other stage."""
-        if not isinstance(self.stage, KernelStage) or self.spec.group is not None:
-            return ""
-        return f"{library.arithmetic()} {self.spec.packing.blocks} {self.spec.computing.kv_dtype}"
 
     def reserved_for_others(self, other: HeldStage | None) -> int:
         """Memory that is not free for another stage, whatever the system says: for caches that will grow, and files."""
@@ -357,7 +349,7 @@ class StageStore:
             is_present = _is_ready(instead_of, spec)
             if (found := instead_of if is_present else self._same(spec.key, claim.run)) is not None:
                 had_caches = is_present or (found.use == "KEPT" and found.run == claim.run)
-                found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.max_length)
+                found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.extent.max_length)
                 found.claim(claim, spec)
                 self._free_kept(claim.run)
                 if instead_of is not None and instead_of is not found:
@@ -425,8 +417,8 @@ class StageStore:
         """Make a stage ready for its run, unless it has the caches of the ring before."""
         spec = held.spec
         if not held.has_caches:
-            check_capacity(spec.name, stage, spec.max_length, held.device, self._promised(held))
-            stage.prepare(spec.max_length, self._kv_memory(spec))
+            check_capacity(spec.name, stage, spec.extent.max_length, held.device, self._promised(held))
+            stage.prepare(spec.extent.max_length, self._kv_memory(spec))
         if not held.has_caches or held.sent is None:
             held.sent = SentRows(held.replay_bytes)
             held.received = SentRows(held.replay_bytes) if held.keeps_received else None
@@ -452,7 +444,7 @@ class StageStore:
         """The stage is prepared; its caches will hold at least one sequence."""
         with self._lock:
             held.stage, held.loaded = stage, {}
-            held.cache_bytes = stage.run_bytes(held.spec.max_length)
+            held.cache_bytes = stage.run_bytes(held.spec.extent.max_length)
             if isinstance(stage, KernelStage) and isinstance(stage.weights, Resident):
                 parts = held.spec.parts
                 held.weights = {_weight_key(held.spec, p.sha256): stage.weights.part_bytes(p.name) for p in parts}
@@ -476,8 +468,9 @@ class StageStore:
             report = replace(report, limit_bytes=int(report.limit_bytes * held.share))
             held.cache_bytes = report.limit_bytes
             if held.share == 1.0:
-                each = sum(c.n_bytes(held.spec.max_length) for c in report.classes)
-                held.cache_bytes = min(report.limit_bytes, each * held.spec.n_sequences)
+                extent = held.spec.extent
+                each = sum(c.n_bytes(extent.max_length) for c in report.classes)
+                held.cache_bytes = min(report.limit_bytes, each * extent.n_sequences)
             return report
 
     def release(self, held: HeldStage, owner: str, is_kept: bool = False, is_failed: bool = False) -> None:

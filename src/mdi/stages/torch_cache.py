@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
 from mdi.model.caches import PAGE, Paged, kinds_of, places_of
 from mdi.model.spec import ModelSpec
@@ -77,7 +77,7 @@ class DevicePages(Pages):
                 super().release([page])
                 taken = self.slab_pages * self.page_bytes >> 20
                 raise EngineError(
-                    f"no memory is left on {self._device} for another {taken} MB of caches", "memory"
+                    f"no memory is left on {self._device} for another {taken} MB of caches", Code.MEMORY
                 ) from None
         self._row(page).zero_()
         return page

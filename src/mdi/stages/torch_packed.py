@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
-from mdi.kernels.blocks import Context, Linear, MdiModel
+from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, codes_of, e2m1, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.weight_formats import HALVES, LAYOUTS
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = matrix.n_in, matrix.n_out
         self._matrix, self._bias = matrix, bias
-        self._linear = None if context is None else Linear(context, MdiModel(), None, matrix, bias)
+        self._linear = None if context is None else Linear(context, matrix, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), on the CPU; computed in float32"""

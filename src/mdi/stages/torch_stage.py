@@ -26,6 +26,7 @@ from mdi.kernels.positions import rope_tables
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import cache_classes
 from mdi.model.plain import spec_of
+from mdi.model.spec import Rotary
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_attention import Batch, cached, keep_rows_apart
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
@@ -207,9 +208,9 @@ class Stage(nn.Module):
 def position_tables(config: Config, max_length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (max_length, rope_n_elem[, 2 kinds of layers]): litgpt's, or scaled in ways that it lacks."""
     if "rope_type" in (config.rope_adjustments or {}):
-        cos, sin = (
-            torch.from_numpy(table[0]).to(device) for table in rope_tables(ModelConfig.from_litgpt(config), max_length)
-        )
+        rotary = spec_of(ModelConfig.from_litgpt(config)).blocks[0].mixer.positions
+        assert isinstance(rotary, Rotary)
+        cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(rotary, max_length))
         return cos, sin
     # litgpt's table builder is a method that reads just these two attributes.
     found: tuple[torch.Tensor, torch.Tensor] = GPT.rope_cache(
@@ -274,14 +275,15 @@ class TorchStage:
 
     Args:
         inner: the stage itself.
+        kv_dtype: what its caches hold.
         stored: type of the weights that it is loaded with; None if they are packed.
     """
 
-    def __init__(self, inner: Stage, computing: Computing, stored: str | None) -> None:
+    def __init__(self, inner: Stage, computing: Computing, kv_dtype: str, stored: str | None) -> None:
         self.inner = inner
         self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
-        self._kv_dtype = TORCH_TYPES[computing.kv_dtype]
+        self._kv_dtype = TORCH_TYPES[kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
         self.rows = TensorRows(self._device, self._dtype)
 

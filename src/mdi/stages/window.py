@@ -31,6 +31,7 @@ from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
 from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import weight_format
+from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
@@ -571,7 +572,7 @@ class PiecedHead:
             of_piece: dict[str, Matrix | np.ndarray] = {**weights, _HEAD: matrix}
             if isinstance(bias, np.ndarray):
                 of_piece[_HEAD_BIAS] = bias[n_rows : n_rows + matrix.n_out]
-            self._pieces.append(Head(config, of_piece, matrix.n_out, context))
+            self._pieces.append(Head(spec_of(config), of_piece, matrix.n_out, context))
             n_rows += matrix.n_out
         if n_rows != n_tokens:
             raise KernelError(f"the head has {n_rows} rows, {n_tokens} expected")

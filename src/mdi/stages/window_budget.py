@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import psutil
 
-from mdi.errors import ControlError, EngineError, LimitError, MdiError, UsageError
+from mdi.errors import Code, ControlError, EngineError, LimitError, MdiError, UsageError
+from mdi.model.spec import Attention, BlockSpec, Experts, ModelSpec
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta, decode
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Units
 from mdi.stages.window_files import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
 from mdi.units import megabytes, size
@@ -181,14 +181,22 @@ class RunMemory:
         return max(self.sequence, wanted if self.caches is None else self.caches)
 
 
-def work_bytes(config: ModelConfig, n_rows: int, n_logits: int) -> int:
+def work_bytes(spec: ModelSpec, n_rows: int, n_logits: int) -> int:
     """Bytes that the kernels compute on while a frame of `n_rows` goes through: see csrc/stage.h, Scratch."""
-    n_embd, wide = config.n_embd, config.n_head * config.head_size
-    heads = wide + 2 * config.n_query_groups * config.head_size
-    width = config.intermediate_size or 0
-    experts = 3 * n_embd if config.n_expert else 0
-    per_row = 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
-    return 4 * (n_rows * per_row + 3 * n_logits * config.padded_vocab_size)
+    per_row = max(_work_per_row(block, spec.width) for block in spec.kinds)
+    return 4 * (n_rows * per_row + 3 * n_logits * spec.n_rows)
+
+
+def _work_per_row(block: BlockSpec, n_embd: int) -> int:
+    mixer, mlp, experts = block.mixer, block.mlp, 0
+    width = block.dense.width
+    if isinstance(mlp, Experts):
+        experts, width = 3 * n_embd, max(width, mlp.shared.width if mlp.shared else 0)
+    if not isinstance(mixer, Attention):
+        return 0  # the kernels do not compute it
+    wide = mixer.n_head * mixer.head_size
+    heads = wide + 2 * mixer.n_groups * mixer.head_size
+    return 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
 
 
 def choose_window(
@@ -263,7 +271,7 @@ class MemoryLimit:
 def over_limit(taken: int, limit: int) -> MdiError:
     return EngineError(
         f"this process takes {size(taken)} of memory, more than the {size(limit)} of --memory: raise it, or ask for less",
-        "memory",
+        Code.MEMORY,
     )
 
 
