@@ -130,6 +130,18 @@ def test_windows_are_not_cut_beyond_what_they_kept() -> None:
     assert kept.find("a", ids[: 10 * PAGE - SLACK + 1]) == (1, 10 * PAGE - SLACK)
 
 
+def test_a_beginning_stays_where_the_longer_text_cannot_be_cut_to_it() -> None:
+    """As a system prompt's, of a model with windows; a text that goes on as the longer one did begins behind it."""
+    ids = tuple(range(10 * PAGE))
+    other = [*ids[: 5 * PAGE], 9999]
+    for window, gone, found in ((None, [1], (2, 5 * PAGE)), (PAGE, [], (1, 2 * PAGE))):
+        kept = Prefixes(memory_of(100, window), 1)
+        assert kept.add(Kept(1, "a", ids[: 2 * PAGE], (2,))) == []
+        assert kept.add(Kept(2, "a", ids, (10,))) == gone
+        assert kept.find("a", other) == found
+        assert kept.find("a", [*ids, 9999]) == (2, 10 * PAGE)
+
+
 class Wrong:
     """Guesses that are never drawn."""
 

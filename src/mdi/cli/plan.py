@@ -314,7 +314,7 @@ def _known(name: str) -> ModelConfig | None:
     """Of a name that is known without its files, here or in litgpt's table. Raises CheckpointError: nothing computes it."""
     from dataclasses import asdict
 
-    from mdi.checkpoint.published import published_config
+    from mdi.checkpoint.hfconfig import published_config
     from mdi.checkpoint.shapes import full_config
 
     published = published_config(name)
@@ -342,7 +342,7 @@ def _named(name: str) -> ModelConfig:
     """Of a name that is known without its files. Raises UsageError, CheckpointError."""
     from difflib import get_close_matches
 
-    from mdi.checkpoint.published import PUBLISHED
+    from mdi.checkpoint.hfconfig import PUBLISHED
 
     if (known := _known(name)) is not None:
         return known

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mdi.run.local import LocalRing
     from mdi.run.nodes import NodeSource
     from mdi.spec.cluster import ClusterConfig, WeightMemory
-    from mdi.stages.window_budget import WindowOptions
+    from mdi.spec.window import WindowOptions
 
 SWARM_CACHE_SHARE = 0.5  # of each node's free memory, for one starter's caches: others come, too
 
@@ -266,7 +266,7 @@ def processes_of(
 
 def asked_window(options: Options) -> WindowOptions | None:
     """The window of --window, --retain and --memory; None without. Raises UsageError."""
-    from mdi.stages.window_budget import window_options
+    from mdi.spec.window import window_options
 
     return window_options(options.window, options.retain, options.memory)
 
@@ -274,7 +274,7 @@ def asked_window(options: Options) -> WindowOptions | None:
 def weight_memory(options: Options) -> WeightMemory:
     """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
     from mdi.spec.cluster import WeightMemory
-    from mdi.stages.window_budget import WindowMemory
+    from mdi.spec.window import WindowMemory
 
     window = asked_window(options)
     if window is None:

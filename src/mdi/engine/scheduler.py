@@ -17,17 +17,17 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
-from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes, can_be_cut
+from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError
-from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK
+from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK, UNKNOWN
 
 DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
-# Guesses of one text that are under way, at most: nodes with a window can go back by SLACK positions, and a prefix of
-# the ended text is to be cut somewhere, too.
+# Guesses of one text that are under way, at most: any cache can be cut by SLACK positions, and a prefix of the ended text is to
+# be cut somewhere, too.
 MOST_GUESSES = SLACK // 2
 
 PREFILL_SLOWDOWN = 0.6  # prompt rows may make a decoding frame 60 % slower
@@ -219,8 +219,8 @@ class Scheduler:
     ) -> list[Event]:
         """Continue over another ring. Most of its nodes have their caches; the others get theirs by replays.
 
-        A sequence is continued behind the last position that came back. One that cannot be replayed, or that the nodes' windows
-        have passed, begins again on all nodes. Returns what `rewind` does.
+        A sequence is continued behind the last position that came back, or an earlier one to which the nodes can cut their
+        caches. One that cannot be replayed, or not be cut, begins again on all nodes. Returns what `rewind` does.
 
         Args:
             kept: positions of each sequence, from the first on, whose rows can be replayed.
@@ -243,9 +243,9 @@ class Scheduler:
             n_done = min(flying.get(sequence.seq_id, (sequence.n_sent, 0))[0], len(sequence.ids) - 1)
             has_rows = sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0)
             n_passed = max(last_starts.get(sequence.seq_id, 0), sequence.n_reached)
-            if has_rows and can_be_cut(n_passed, n_done, 0 if memory is None else memory.window):
+            if has_rows and (n := _cut_to(memory, n_passed, n_done)):
                 sequence.n_reached = max(sequence.n_reached, sequence.n_sent)  # a node may have these rows
-                sequence.return_to(n_done)
+                sequence.return_to(n)
                 if has_fresh:
                     self._replays.add(sequence)
                 else:
@@ -454,9 +454,7 @@ class Scheduler:
         n, n_reached = sequence.n_shared, max(other.n_sent, other.n_reached)
         if n < PAGE or other in self._replays:
             return False
-        if self.memory is None:  # nothing is known of windows
-            return n_reached <= n + SLACK
-        return n_reached <= n or can_be_cut(n_reached, n, self.memory.window)
+        return n_reached <= n or _cut_to(self.memory, n_reached, n) == n
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether it computes nothing yet, because another one's frames already bring its prompt."""
@@ -649,6 +647,11 @@ class Scheduler:
 
     def _go_on(self, sequence: Sequence) -> None:
         (self._ready if sequence.n_to_send == 1 else self._prefilling).append(sequence)
+
+
+def _cut_to(memory: CacheMemory | None, end: int, n: int) -> int:
+    """See `CacheMemory.cut_to`; without memory nothing is known of the nodes' caches."""
+    return UNKNOWN.cut_to(end, n) if memory is None else memory.cut_to(end, n)
 
 
 def next_slice(sequence: Sequence, n_rows: int, guesses: Collection[int] = (), is_prompt: bool = False) -> PlannedSlice:

@@ -36,9 +36,9 @@ from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterWeights
-from mdi.stages.window_budget import window_of
 from mdi.tensor.group import Division, RingStage, SharingOut, division_by_hand, node_blocks, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec

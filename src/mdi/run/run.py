@@ -53,11 +53,11 @@ from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.side import LM, SideNetwork, check_base, read_side
 from mdi.stages.spec import NO_GRADIENTS
-from mdi.stages.window_budget import window_of
 from mdi.terminal import reporting
 
 NO_TAPS = (

@@ -15,10 +15,10 @@ from mdi.files import default_cache_dir
 from mdi.host.computing import Computing
 from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
 from mdi.stages.starter_weights import ShardWeights, StarterWeights
-from mdi.stages.window_budget import window_of
 
 
 class StarterSupply:

@@ -18,7 +18,7 @@ from mdi.engine.starter import StarterEngine
 from mdi.errors import Code, UsageError
 from mdi.metrics import SampleMetrics
 from mdi.spec.model import ModelConfig
-from mdi.text.harmony import InlineStream
+from mdi.text.answers.stream import InlineStream
 from mdi.text.texts import TextCodec, TextStream, stop_test
 
 OnText = Callable[[str], None]
@@ -53,7 +53,7 @@ class Sample:
     """
 
     def __init__(
-        self, index: int, prompt: str, prompt_ids: Sequence[int], streams: Callable[[], TextStream],
+        self, index: int, prompt: str, prompt_ids: Sequence[int], streams: Callable[[], TextStream | InlineStream],
         begin: float, on_text: OnText | None = None,
     ) -> None:  # fmt: skip
         self.index = index
@@ -320,10 +320,10 @@ class RunTexts:
     def _sample(self, prompt: str, prompt_ids: Sequence[int], stop: Sequence[str], on_text: OnText | None) -> Sample:
         # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
         codec = self._codec  # and not self, which knows the sample
-        is_bare, in_channels = codec.prompt_style is None, codec.answers_in_channels
+        is_bare, form = codec.prompt_style is None, codec.form
 
-        def stream() -> TextStream:
-            return InlineStream(codec, stop) if in_channels else TextStream(codec, stop, is_bare)
+        def stream() -> TextStream | InlineStream:  # marks that are no text are shown as those that are
+            return InlineStream(codec, form, stop) if form.special else TextStream(codec, stop, is_bare)
 
         sample = Sample(next(self._indices), prompt, prompt_ids, stream, self._begin, on_text)
         self.samples.append(sample)

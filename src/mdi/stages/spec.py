@@ -21,9 +21,9 @@ from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats, ModelId
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import run_bytes
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group
 
 
@@ -69,7 +69,7 @@ class StageSpec:
         share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
         return (
             self.model.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.extent.kv_dtype, self.model.formats, share, self.window,
+            self.computing.key, self.extent.kv_dtype, self.model.formats, share, self.window,
             None if self.window is None else (
                 self.extent.max_length, self.extent.n_sequences, self.kv_memory, self.n_rows, self.beside
             ),

@@ -45,7 +45,6 @@ _KEPT_INPUTS: WeakKeyDictionary[Backend, KeptInputs] = WeakKeyDictionary()
 MARGIN_SHARE = 0.15
 MARGIN_BYTES = 64 << 20
 N_CLASSES_LIMIT = 1000
-_SHARE = "cache_share"
 
 
 @dataclass(frozen=True)
@@ -108,17 +107,6 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
         raise UsageError(NO_GRADIENTS, code=Code.KERNELS)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
-
-
-def share_extensions(share: float) -> dict[str, Any]:
-    """The extension of `/init` with the share of free memory for a run's caches; empty if that is all of it."""
-    return {} if share == 1.0 else {_SHARE: share}
-
-
-def share_in(extensions: Mapping[str, Any]) -> float:
-    """The share in such an extension; anything invalid means all."""
-    share = extensions.get(_SHARE)
-    return share if isinstance(share, float) and 0 < share < 1 else 1.0
 
 
 def check_capacity(name: str, stage: Backend, max_length: int, device: str, promised: int = 0) -> None:
@@ -270,14 +258,6 @@ class HeldStage:
     @property
     def device(self) -> str:
         return self.spec.computing.device
-
-    @property
-    def model(self) -> str:
-        return self.spec.model.name
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        return self.spec.blocks
 
     @property
     def weight_bytes(self) -> int:
@@ -632,7 +612,7 @@ class StageStore:
         while unused and free - (_bytes_of([*used, *unused]) - _bytes_of(used)) < needed:
             dropped = unused.pop(0)
             self.remove(dropped)
-            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.model or "a model")
+            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.spec.model.name or "a model")
 
 
 def _is_ready(held: HeldStage | None, spec: StageSpec) -> bool:

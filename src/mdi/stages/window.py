@@ -34,8 +34,9 @@ from mdi.kernels.weight_formats import weight_format
 from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.spec.model import ModelConfig
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
-from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
+from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
 from mdi.units import megabytes, size
 
