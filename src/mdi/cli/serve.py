@@ -70,7 +70,7 @@ def run(options: Options, cancel: Cancel) -> int:
 def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, cancel: Cancel) -> int:
     """Raises MdiError."""
     from mdi.checkpoint.model_store import default_store
-    from mdi.cli import Obeyed, ignore_interrupts
+    from mdi.cli import Acknowledged, ignore_interrupts
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
 
     options = with_model(options, cancel)
@@ -95,7 +95,7 @@ def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, ca
         ignore_interrupts()
         api.close()
     logger.info("the server has ended")
-    return Obeyed(0)
+    return Acknowledged(0)
 
 
 def _serve(options: Options, api: ApiProcess, catalog: Catalog, discovery: Discovery, cancel: Cancel) -> None:

@@ -66,7 +66,7 @@ logger = logging.getLogger("mdi")
 
 
 class Run(StatusOnly):
-    """See the module. Left with an error, or not: the run is ended on all nodes, and everything is given back.
+    """Left with an error, or not: the run is ended on all nodes, and everything is given back.
 
     What it measured can still be asked afterwards. A run is opened once.
 
@@ -613,7 +613,6 @@ class Run(StatusOnly):
         return measured_here(self.names[0], self.model.weights.blocks[0], former, self.engine)
 
     def may_differ_from(self, sample: Sample) -> int | None:
-        """See SampleMetrics."""
         found = differing(self._loop.differs_from if self._loop is not None else {}, [sample])
         known = [sample.may_differ_from, *(one["token"] for one in found)]
         return min((n for n in known if n is not None), default=None)

@@ -75,12 +75,12 @@ class CacheReport:
     @classmethod
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
-        told = decode(_Told, data, f"{where}, of its caches", ControlError)
+        told = decode(_Reported, data, f"{where}, of its caches", ControlError)
         return cls(told.limit_bytes, told.is_by_hand, tuple(PageClass(*one) for one in told.classes), told.device)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reported:
     """A report as it travels; a class is (window, page_bytes)."""
 
     limit_bytes: Bytes
@@ -281,7 +281,7 @@ class HeldStage:
 
 
 class StageStore:
-    """See the module. All methods may be called from any thread.
+    """All methods may be called from any thread.
 
     Args:
         available: memory of a device that is free, or would be if stages that are not in use were dropped; None asks the
