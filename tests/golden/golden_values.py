@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import yaml
 from litgpt.config import name_to_config
+from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from safetensors.numpy import save_file
 
 from families import FAMILIES, config_of
@@ -35,7 +36,6 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.control.swarm import Announced, ModelFacts, model_id
 from mdi.errors import MdiError
-from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.kernels.weight_formats import LAYOUTS
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import plan
