@@ -24,6 +24,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 
 DEADLINE_S = 60.0
@@ -147,7 +148,7 @@ def test_a_node_of_todays_system_refuses_an_earlier_model(tmp_path: Path) -> Non
 
 
 def test_a_stage_wants_whole_texts() -> None:
-    stage = WholeTextStage(gpt2_of_reference(), 0, 2)
+    stage = WholeTextStage(ModelConfig.from_litgpt(gpt2_of_reference()), 0, 2)
     with pytest.raises(EngineError) as caught:
         stage(torch.zeros(1, 32), [(0, 5, 1)])
     assert caught.value.code == "length"

@@ -15,6 +15,7 @@ import numpy as np
 
 from mdi.kernels.layout import bf16_from_float32, floats
 from mdi.kernels.page_sizes import PAGE
+from mdi.model.spec import Alibi, Rotary
 from mdi.spec.model import ModelConfig
 
 Floats = np.ndarray
@@ -25,37 +26,43 @@ def n_tables(config: ModelConfig) -> int:
 
 
 def rope_tables(config: ModelConfig, max_length: int) -> tuple[Floats, Floats]:
-    """Cosines and sines, float32 (n_tables, max_length, rope_n_elem).
+    """Cosines and sines, float32 (n_tables, max_length, rope_n_elem)."""
+    n, condense, local = config.rope_n_elem, config.rope_condense_ratio, config.rope_local_base_freq
+    kinds = [Rotary(n, config.rope_base, condense, scaling=config.rope_adjustments)]
+    kinds += [] if local is None else [Rotary(n, local, condense)]
+    cos, sin = zip(*(rope_table(one, max_length) for one in kinds), strict=True)
+    return np.stack(cos), np.stack(sin)
+
+
+def rope_table(of: Rotary, max_length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines, float32 (max_length, n_elem).
 
     Angles are rounded where litgpt and transformers round them, to float32; their cosines are then exact to the last bit or so.
     """
-    n = config.rope_n_elem
-    theta, scaling = _scaled(config, n, max_length)
-    tables = [theta]
-    if config.rope_local_base_freq is not None:
-        tables.append(_frequencies(config.rope_local_base_freq, n))
-    positions = np.arange(max_length, dtype=np.float32) / np.float32(config.rope_condense_ratio)
-    angles = [np.tile(np.outer(positions, theta), (1, 2))[:, :n].astype(np.float64) for theta in tables]
-    cos = np.stack([np.cos(a).astype(np.float32) * scaling for a in angles])
-    sin = np.stack([np.sin(a).astype(np.float32) * scaling for a in angles])
-    return np.ascontiguousarray(cos, dtype=np.float32), np.ascontiguousarray(sin, dtype=np.float32)
+    theta, scaling = _scaled(of, max_length)
+    positions = np.arange(max_length, dtype=np.float32) / np.float32(of.condense)
+    angles = np.tile(np.outer(positions, theta), (1, 2))[:, : of.n_elem].astype(np.float64)
+    return np.cos(angles).astype(np.float32) * scaling, np.sin(angles).astype(np.float32) * scaling
 
 
 def score_bias(config: ModelConfig, max_length: int) -> Floats | None:
-    """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
+    """`alibi_terms` of a model; None for nothing."""
+    return alibi_terms(Alibi(config.alibi == "falcon"), config.n_head, config.head_size, max_length) if config.alibi else None
+
+
+def alibi_terms(of: Alibi, n_head: int, head_size: int, max_length: int) -> Floats:
+    """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages).
 
     ALiBi (Press et al. 2022): the heads' slopes times the position, counted from the text's first token as in transformers
-    (softmax takes the same from all keys). With "falcon", slopes, positions and their products are rounded to bfloat16, and
-    the whole is divided like the scores.
+    (softmax takes the same from all keys). Where they are rounded (Falcon), slopes, positions and their products are rounded to
+    bfloat16, and the whole is divided like the scores.
     """
-    if not config.alibi:
-        return None
-    slopes = alibi_slopes(config.n_head)[:, None]
+    slopes = alibi_slopes(n_head)[:, None]
     positions = np.arange(-(-max_length // PAGE) * PAGE, dtype=np.float32)[None]
-    if config.alibi == "bloom":
+    if not of.is_rounded:
         return np.ascontiguousarray(slopes * positions)
     products = _as_bf16(_as_bf16(slopes) * _as_bf16(positions))
-    return np.ascontiguousarray(products / np.float32(math.sqrt(config.head_size)))
+    return np.ascontiguousarray(products / np.float32(math.sqrt(head_size)))
 
 
 def score_bias_bytes(config: ModelConfig, max_length: int) -> int:
@@ -91,9 +98,9 @@ def _frequencies(base: float, n: int) -> Floats:
     return np.float32(1) / _powers(base, n)
 
 
-def _scaled(config: ModelConfig, n: int, max_length: int) -> tuple[Floats, np.float32]:
-    """Frequencies of the first table, and a factor on cosines and sines."""
-    one, base, adjustments = np.float32(1), config.rope_base, config.rope_adjustments
+def _scaled(of: Rotary, max_length: int) -> tuple[Floats, np.float32]:
+    """Frequencies, and a factor on cosines and sines."""
+    one, n, base, adjustments = np.float32(1), of.n_elem, of.base, of.scaling
     theta = _frequencies(base, n)
     if not adjustments:
         return theta, one

@@ -55,12 +55,6 @@ class ModelFamily:
 
         return TextCodec.from_checkpoint(directory, prompt_style)
 
-    def torch_config(self, config: ModelConfig) -> Any:
-        """The same for stages of torch, whose modules are made of it."""
-        from litgpt.config import Config
-
-        return Config(**config.litgpt_plain())
-
     def kernel_config(self, config: ModelConfig) -> ModelConfig | None:
         """The same for the kernels; None if this is no model of theirs."""
         return config
@@ -83,17 +77,15 @@ class ModelFamily:
         """
         from mdi.stages.torch_stage import Stage, StarterStage
 
-        own = self.torch_config(config)
-        return StarterStage(own, blocks[1]) if has_ends else Stage(own, *blocks, cancel)
+        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
 
     def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
-        own = self.torch_config(config)
-        caches = run_bytes(own, *blocks, max_length, TORCH_TYPES[kv_dtype])
-        return caches + module_bytes(own, *blocks)
+        caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        return caches + module_bytes(config, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
