@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from litgpt.config import Config
 from safetensors.torch import load_file, save_file
 
 from mdi.checkpoint.convert import convert
@@ -387,7 +386,7 @@ def test_torch_has_the_same_positions(name: str, tmp_path: Path) -> None:
     folder, ids, expected = folder_of(name, tmp_path)
     source = open_source(folder)
     n_layer = source.config.n_layer
-    stage = StarterStage(Config(**source.config.plain()), n_layer)
+    stage = StarterStage(source.config, n_layer)
     stage.load(stage_parts(0, n_layer, starter=True), source.tensors, torch.device("cpu"), torch.float32)
     stage.prepare(len(ids), torch.device("cpu"), torch.float32)
     slices = [(0, 0, len(ids))]

@@ -89,7 +89,9 @@ def choose_computing(
         try:
             spec_of(config)
         except ValueError as e:
-            raise UsageError(f"torch does not compute {e}, and the kernels do not compute {why}", code="kernels") from None
+            raise UsageError(
+                f"torch does not compute {e}, and the kernels do not compute {why}", code="kernels"
+            ) from None
     clips = asked.allow_clipping
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)

@@ -47,7 +47,11 @@ def rope_table(of: Rotary, max_length: int) -> tuple[Floats, Floats]:
 
 def score_bias(config: ModelConfig, max_length: int) -> Floats | None:
     """`alibi_terms` of a model; None for nothing."""
-    return alibi_terms(Alibi(config.alibi == "falcon"), config.n_head, config.head_size, max_length) if config.alibi else None
+    return (
+        alibi_terms(Alibi(config.alibi == "falcon"), config.n_head, config.head_size, max_length)
+        if config.alibi
+        else None
+    )
 
 
 def alibi_terms(of: Alibi, n_head: int, head_size: int, max_length: int) -> Floats:

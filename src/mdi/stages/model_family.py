@@ -8,7 +8,7 @@ Torch and litgpt are imported only for stages in torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mdi.block_ranges import ADAPTER_PREFIX
 from mdi.cancel import Cancel

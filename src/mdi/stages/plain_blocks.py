@@ -141,7 +141,9 @@ class PlainBlocks:
             x = torch.cat([x[:, : len(prompt)] + prompt[: x.size(1)], x[:, len(prompt) :]], dim=1)
         elif (key := own.get("prefix_key")) is not None:
             if not isinstance(block.attn, Heads) or block.attn.of.window:
-                raise UsageError("a prefix cannot stand before attention in windows, or latent attention", code="kernels")
+                raise UsageError(
+                    "a prefix cannot stand before attention in windows, or latent attention", code="kernels"
+                )
             prefix = [key, own["prefix_value"]]
         n_texts, n_tokens, _ = x.shape
         positions = Positions(n_tokens + (len(prefix[0]) if prefix else 0), x.device)

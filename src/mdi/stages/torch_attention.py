@@ -264,9 +264,7 @@ class Texts:
         prefix: keys and values (n, G * size) that all rows see, as if they stood before the first one.
     """
 
-    def __init__(
-        self, n_texts: int, n_tokens: int, positions: Positions, prefix: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, n_texts: int, n_tokens: int, positions: Positions, prefix: Sequence[torch.Tensor] = ()) -> None:
         self._n_texts, self._positions, self._prefix = n_texts, positions, prefix
         self._n_before = len(prefix[0]) if prefix else 0
         self._numbers = torch.arange(self._n_before, self._n_before + n_tokens, device=positions.device)
@@ -317,7 +315,7 @@ def unfolded(y: torch.Tensor, n: int) -> torch.Tensor:
 def mask_of(
     queries: torch.Tensor, keys: torch.Tensor, of: Mixer, terms: torch.Tensor | None, n_groups: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What rows at these positions see of keys at those: (R, L) boolean or, with terms, (G, R, L) that is added; see `attend`."""
+    """What rows at these positions see of keys at those: (R, L) boolean; with terms (G, R, L), to be added."""
     n_repeat = of.n_head // n_groups
     if terms is not None:
         return added(queries, keys, terms, of.window, dtype).view(n_groups, -1, len(keys))

@@ -1,7 +1,7 @@
 """A block in torch, as its BlockSpec says. Its parameters have the names in which weights are stored.
 
-Rows come as (N, width). Where they stand, and what else they see, `rows` knows: the rows of a frame with their caches
-(`mdi.stages.torch_attention.Batch`), or whole texts without any (`mdi.stages.torch_attention.Texts`), through which gradients go.
+Rows come as (N, width). Where they stand, and what they see, an object of `mdi.stages.torch_attention` knows: `Batch` of a
+frame's rows and their caches, or `Texts` of whole texts without caches, through which gradients go.
 """
 
 from __future__ import annotations

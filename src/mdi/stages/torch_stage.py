@@ -1,7 +1,7 @@
 """A stage in torch: one node's part of the model, run over the rows of a frame.
 
-Its blocks (`mdi.stages.torch_block`) are named as in the full model, so that a chunk is a selection of its tensors. `TorchStage`
-is such a stage for a whole run, with device and types decided. Nothing else of a secondary needs torch.
+Its blocks (`mdi.stages.torch_block`) are named as in the full model, so that a chunk is a selection of its tensors.
+`TorchStage` is such a stage for a whole run, with device and types decided. Nothing else of a secondary needs torch.
 """
 
 from __future__ import annotations
