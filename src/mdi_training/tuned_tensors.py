@@ -150,14 +150,19 @@ _LLAMA = {
 _NEOX = {"projection": "attention.dense", "mlp": "mlp.dense_h_to_4h mlp.dense_4h_to_h"} | dict.fromkeys(
     ("query", "key", "value"), "attention.query_key_value"
 )
+_FALCON = {name: modules.replace("attention.", "self_attention.") for name, modules in _NEOX.items()}
 _MODULES = {
-    "gpt_neox": _NEOX,
-    "falcon": {name: modules.replace("attention.", "self_attention.") for name, modules in _NEOX.items()},
+    "gpt_neox": _NEOX, "falcon": _FALCON, "bloom": _FALCON,
+    "gpt2": {"projection": "attn.c_proj", "mlp": "mlp.c_fc mlp.c_proj"}
+    | dict.fromkeys(("query", "key", "value"), "attn.c_attn"),
+    "opt": {**_LLAMA, "projection": "self_attn.out_proj", "mlp": "fc1 fc2"},
     "phi": {**_LLAMA, "projection": "self_attn.dense", "mlp": "mlp.fc1 mlp.fc2"},
     "phi3": {"projection": "self_attn.o_proj", "mlp": "mlp.gate_up_proj mlp.down_proj"}
     | dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
-}
-_PATHS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h"}
+}  # fmt: skip
+_PATHS = {"gpt_neox": "gpt_neox.layers", "opt": "model.decoder.layers"} | dict.fromkeys(
+    ("falcon", "bloom", "gpt2"), "transformer.h"
+)
 
 
 class Lora(TunedTensors):
@@ -176,6 +181,7 @@ class Lora(TunedTensors):
         super().__init__(kind, config, seed)
         family = transformers_type(self.config)
         known, self._path = _MODULES.get(family, _LLAMA), _PATHS.get(family, "model.layers")
+        self._of_family = {module for modules in known.values() for module in modules.split()}
         self._modules = list(dict.fromkeys(module for one in kind.targets for module in known[one].split()))
         self._rows = {(i, module): self._rows_of(i, module) for i in self._blocks for module in self._modules}
         self._gains: dict[str, torch.Tensor] = {}
@@ -213,7 +219,10 @@ class Lora(TunedTensors):
         return found
 
     def _settings(self) -> dict[str, Any]:
-        names = sorted({module.rpartition(".")[2] for module in self._modules})
+        last = [module.rpartition(".")[2] for module in self._of_family]
+        names = sorted(
+            module if last.count(name := module.rpartition(".")[2]) > 1 else name for module in self._modules
+        )
         return {
             "peft_type": "LORA", "r": self.kind.rank, "lora_alpha": self.kind.alpha, "lora_dropout": 0.0, "bias": "none",
             "target_modules": names, **({"modules_to_save": ["score"]} if self.kind.labels else {}),
@@ -230,7 +239,7 @@ class Prompt(TunedTensors):
     _score = SCORE_OF_VIRTUAL
 
     def __init__(
-        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
+        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray, int], np.ndarray] | None
     ) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(False, config)) is not None:
@@ -239,7 +248,7 @@ class Prompt(TunedTensors):
         rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
         if embed is not None:
             ids = torch.randint(0, config.vocab_size, (kind.length,), generator=self._generator)
-            rows.data = torch.tensor(embed(ids.numpy()))
+            rows.data = torch.tensor(embed(ids.numpy()[None], 0)[0])
         for i in self._blocks[1:] if kind.method == DEEP_PROMPT else ():
             self._add(f"transformer.h.{i}.prompt", (kind.length, config.n_embd), 0)
 
@@ -288,7 +297,7 @@ class Prefix(TunedTensors):
 
 def new_tensors(
     kind: TuningKind, config: ModelConfig, seed: int, source: Callable[[str], WeightSource],
-    embed: Callable[[np.ndarray], np.ndarray] | None = None,
+    embed: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> TunedTensors:  # fmt: skip
     """Tensors that are not trained yet. Raises UsageError, CheckpointError: the model cannot have them.
 

@@ -136,7 +136,9 @@ def test_gradients_are_those_of_finite_differences(source: LitCheckpoint) -> Non
         own = {name.removeprefix(f"transformer.h.{i}."): one for name, one in source.tensors(f"block.{i}").items()}
         block.load_state_dict(own, assign=True)
         block.double()
-    learned = [p for block in blocks for name, p in block.named_parameters() if "qkv" in name or name.startswith("mlp.proj")]
+    learned = [
+        p for block in blocks for name, p in block.named_parameters() if "qkv" in name or name.startswith("mlp.proj")
+    ]
     x, dy = draw(2 * 25, spec.width).requires_grad_(), draw(2 * 25, spec.width)
 
     def value() -> torch.Tensor:
