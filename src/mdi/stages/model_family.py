@@ -1,8 +1,8 @@
 """Facts about a model that the nodes of a ring share: which node gets which parts, and how weights become stages.
 
-The family here is that of all models that litgpt describes. Others derive from it and are given to Run and
+The family here is that of all models of a ModelConfig. Others derive from it and are given to Run and
 SecondaryNode; everything else, from the control plane to the frames, is the same for all families.
-Torch and litgpt are imported only for stages in torch.
+Torch is imported only for stages in torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModelFamily:
-    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
+    """Models of a ModelConfig: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
 
     Attributes:
         is_placed: whether nodes can measure themselves with such a model, so that a placement can be computed.
