@@ -163,7 +163,7 @@ def busy_texts(nodes: Nodes, n_texts: int, seed: int) -> list[list[Held]]:
 
 def measure(n_runs: int, n_texts: int, seed: int = 1) -> dict[str, Any]:
     """Both, on one set of nodes."""
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from tiny_checkpoint import write_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="mdi-endurance-") as folder:

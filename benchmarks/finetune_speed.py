@@ -43,7 +43,7 @@ SHOWN_S = 0.05  # a shorter pass is told of as one of 0.0 s
 @contextlib.contextmanager
 def opened(args: argparse.Namespace, n_nodes: int, length: int, n_texts: int, **fields: Any) -> Iterator[Any]:
     """A run over processes of this machine, each with its own share of the threads."""
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.nodes import OwnProcesses
     from mdi.run.run import Run
     from mdi.spec.options import StarterOptions

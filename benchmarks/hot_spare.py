@@ -50,7 +50,7 @@ def main() -> None:
 
 def kill(args: argparse.Namespace, way: str, n_positions: int) -> dict[str, Any]:
     """One text of which the first secondary is lost; its tokens are those of a run without a loss."""
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
 
     args.n_samples, args.n_prompt = 1, n_positions - N_TOKENS_BEFORE
     with LocalRing(args.nodes, None, 1, args.ckpt, False, False, n_spares=1) as ring:
@@ -64,7 +64,7 @@ def kill(args: argparse.Namespace, way: str, n_positions: int) -> dict[str, Any]
 
 def speed(args: argparse.Namespace, has_hot: bool, n_texts: int) -> dict[str, Any]:
     """Tokens of all texts in a second, where no node is lost."""
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
 
     args.n_samples, args.n_prompt = n_texts, 8
     with LocalRing(args.nodes, None, 1, args.ckpt, False, False, n_spares=1) as ring:

@@ -102,7 +102,7 @@ def secondary(folder: Path, chunk: Path) -> Iterator[tuple[subprocess.Popen[byte
     """
     from mdi.control.client import ControlClient
     from mdi.errors import ControlError
-    from mdi.node.local import free_ports
+    from mdi.run.local import free_ports
     from mdi.spec.cluster import load_cluster
 
     ports = free_ports(4)
@@ -152,15 +152,14 @@ def time_until_ready(path: Path, client: Any) -> float:
     """Seconds from /init until the status says READY; the run is then called off."""
     from mdi.checkpoint.chunks import ChunkFile
     from mdi.control.messages import InitRequest, PartSpec
+    from mdi.spec.extent import Extent
 
     chunk = ChunkFile(path)
     manifest, run = chunk.manifest, f"{secrets.randbits(64):016x}"
     parts = tuple(PartSpec(p.name, p.sha256, p.n_bytes) for p in manifest.parts)
     request = InitRequest(
         run=run, epoch=run, index=1, names=("starter", "secondary0"), placement="overheads", next_addr=HOST, next_port=1,
-        model=manifest.model, config=manifest.config, config_hash=manifest.config_hash, stored_dtype=manifest.dtype,
-        stored_format=manifest.format,
-        blocks=manifest.blocks, parts=parts, max_length=manifest.config.block_size,
+        model=chunk.model_id, blocks=manifest.blocks, parts=parts, extent=Extent(manifest.config.block_size),
     )  # fmt: skip
     begin = time.perf_counter()
     client.init(request)

@@ -182,7 +182,7 @@ class Cluster:
         return [_medians(results) for results in found]
 
     def open(self, folder: Path) -> None:
-        from mdi.node.local import free_ports
+        from mdi.run.local import free_ports
 
         ports = iter(free_ports(2 * len(self.shares)))
         entries = [

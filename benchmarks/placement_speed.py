@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from mdi.model.caches import PageClass  # noqa: E402
 from mdi.placement import search  # noqa: E402
 from mdi.placement.cost import CostModel  # noqa: E402
 from mdi.placement.methods import place  # noqa: E402
@@ -42,7 +43,7 @@ def cluster(n_nodes: int, n_layer: int, n_sequences: int, link_share: float, dif
         for b in nodes
         if a is not b and rnd.random() < link_share
     )
-    block = BlockShape(100_000_000, 400_000_000, 100_000_000, 2048)
+    block = BlockShape(100_000_000, 400_000_000, 100_000_000, PageClass(None, 2048))
     dense = replace(block, weight_bytes=30_000_000, macs=30_000_000)
     blocks = tuple(dense if differ and i < 3 else block for i in range(n_layer))
     shape = ModelShape("m", "", "int8", 4096, 16384, blocks, 500_000_000, 130_000_000, 500_000_000, 130_000_000, 32, 32000,

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from mdi.checkpoint.ggufsource import gguf_directory  # noqa: E402
 from mdi.engine.sequence import SamplingParams  # noqa: E402
 from mdi.files import default_cache_dir  # noqa: E402
-from mdi.node.local import LocalRing  # noqa: E402
+from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import standalone  # noqa: E402

@@ -58,7 +58,7 @@ def main() -> None:
 
 def measure_kill(args: argparse.Namespace, how: str) -> dict[str, Any]:
     """One run whose first secondary is lost in the middle, and the same one undisturbed."""
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
 
     with LocalRing(args.nodes, None, 1, args.ckpt, False, False, n_spares=1) as ring:
         disturbed, found = run(args, ring, lambda: os.kill(ring.pids[0], KINDS[how]))
@@ -148,7 +148,7 @@ def predicted_s(ring: Any, options: Any, args: argparse.Namespace) -> float:
     ) as run:
         model = run.model
     length = args.n_prompt + N_TOKENS_BEFORE
-    shape = model_shape(model.weights.config, model.computing.format, model.computing.kv_dtype)
+    shape = model_shape(model.weights.config, model.computing.format, model.cache_type)
     cost = CostModel(model.profile, shape, Workload(args.n_samples, args.n_prompt + args.n_tokens))
     start, stop = model.weights.blocks[1]
     n_chunks = args.n_samples * length / CHUNK_ROWS

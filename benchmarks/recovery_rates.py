@@ -172,12 +172,13 @@ class Ring:
 
     def fail(self, i: int) -> bool:
         """Secondary `i` drops its caches and connections; False if it has none now."""
+        from mdi.errors import Code
         from mdi.net.hello import Fault
 
         job, name = self._nodes[i].runs.latest, self._nodes[i].config.name
         ring = None if job is None else job.ring
         if ring is not None:
-            ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
+            ring.fail(Fault(name, "its caches and connections are dropped", name, Code.FAILED))
         return ring is not None
 
 

@@ -86,7 +86,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[int, subprocess.Popen[by
 @contextlib.contextmanager
 def answering(command: list[str]) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A server that takes --port and has /v1/models, once it answers; its port and process."""
-    from mdi.node.local import free_ports
+    from mdi.run.local import free_ports
 
     (port,) = free_ports(1)
     process = subprocess.Popen([*command, "--port", str(port)])

@@ -62,17 +62,17 @@ from mdi.host.threads import n_threads  # noqa: E402
 from mdi.kernels.slices import Slice, SliceTable  # noqa: E402
 from mdi.net.ring import LoopbackRing  # noqa: E402
 from mdi.net.wire import Frame  # noqa: E402
-from mdi.node.local import LocalRing  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
+from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402
 from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.spec.options import StarterOptions  # noqa: E402
+from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.stages.model_family import ModelFamily  # noqa: E402
-from mdi.stages.window_budget import WindowMemory, WindowOptions  # noqa: E402
 from random_checkpoint import config_of, make_checkpoint  # noqa: E402
 from records import save, told  # noqa: E402
 from ring.quota import Quotas  # noqa: E402

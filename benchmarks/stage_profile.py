@@ -40,12 +40,13 @@ sys.path.insert(0, str(ROOT / "src"))
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import model_shapes  # noqa: E402
-from mdi.kernels.blocks import Context, Linear, Weights, model_of  # noqa: E402
+from mdi.kernels.blocks import Context, Linear, Weights  # noqa: E402
 from mdi.kernels.layout import Matrix  # noqa: E402
-from mdi.kernels.page_sizes import CACHE_TYPES, PAGE, cache_shape  # noqa: E402
 from mdi.kernels.pages import Pool  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
+from mdi.model.caches import CACHE_TYPES, PAGE, kind_of  # noqa: E402
+from mdi.model.plain import spec_of  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
@@ -73,7 +74,7 @@ class Profiled:
 
         resident = Resident([f"block.{i}" for i in range(n_blocks)], weights)
         self.stage = KernelStage(self.config, 0, n_blocks, resident, n_threads, cache_type)
-        self._context, self._model = Context(n_threads), model_of(self.config)
+        self._context = Context(n_threads)
 
     def fill(self, n_sequences: int, position: int) -> None:
         """The first sequence is computed; the others get pages of their own with the same bytes."""
@@ -89,7 +90,7 @@ class Profiled:
 
     def products(self, n_rows: int) -> Callable[[], None]:
         """What multiplies such rows by all matrices."""
-        layers = [Linear(self._context, self._model, None, matrix, None) for matrix in self.matrices]
+        layers = [Linear(self._context, matrix) for matrix in self.matrices]
         inputs = [rows_of(n_rows, matrix.n_in) for matrix in self.matrices]
 
         def run() -> None:
@@ -141,7 +142,7 @@ def rows_of(n_rows: int, width: int) -> np.ndarray:
 
 def attention_work(config: ModelConfig, cache_type: str, n_sequences: int, position: int) -> tuple[int, int]:
     """Of attention in one block, one row of each sequence at `position`: bytes of caches, and operations (two a product)."""
-    n_bytes = cache_shape(config).block_bytes(cache_type) * -(-position // PAGE)
+    n_bytes = kind_of(spec_of(config).blocks[0]).block_bytes(cache_type) * -(-position // PAGE)
     n_operations = 2 * 2 * config.n_head * config.head_size * position  # keys, then values
     return n_sequences * n_bytes, n_sequences * n_operations
 

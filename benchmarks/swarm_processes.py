@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from mdi.net.keys import new_secret, write_keys  # noqa: E402
-from mdi.node.local import free_ports  # noqa: E402
+from mdi.run.local import free_ports  # noqa: E402
 
 CKPT = ROOT / "assets" / "nano-llama"
 NAME = "churned"

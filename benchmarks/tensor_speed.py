@@ -109,7 +109,7 @@ class WaitingHalves(Resident):
 def halves_s(share: Share, n_blocks: int, whole_s: float) -> tuple[float, float]:
     """A node's part of the halves of a block, if all blocks take `whole_s` on one node and both halves as long."""
     half_s, width = whole_s / (2 * n_blocks), share.shares.columns[-1]
-    a, b = share.columns(width)
+    a, b = share.of(0).columns(width)
     return half_s * share.n_heads / share.shares.heads[-1], half_s * (b - a) / width
 
 

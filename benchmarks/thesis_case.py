@@ -39,7 +39,7 @@ def run_case(case: Case) -> dict[str, Any]:
     from mdi.engine.sequence import SamplingParams
     from mdi.host.threads import choose_threads
     from mdi.metrics import tokens_over_time
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.nodes import GivenNodes
     from mdi.run.run import Run
     from mdi.spec.options import StarterOptions

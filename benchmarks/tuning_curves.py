@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch.nn import functional
 
-from mdi.node.local import LocalRing
+from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone

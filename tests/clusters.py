@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from mdi.model.caches import PageClass
 from mdi.placement.cost import CostModel
 from mdi.placement.model import BlockShape, ModelShape, Workload
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
@@ -29,7 +30,7 @@ def cluster(*nodes: NodeProfile, links: tuple[LinkProfile, ...] = ()) -> Cluster
 def block(
     weight_mb: float = 10, macs: int = 2_500_000, page_bytes: int = 2048 * 32, window: int | None = None
 ) -> BlockShape:
-    return BlockShape(int(weight_mb * MB), int(weight_mb * MB), macs, page_bytes, window)
+    return BlockShape(int(weight_mb * MB), int(weight_mb * MB), macs, PageClass(window, page_bytes))
 
 
 def model(n_layer: int = 6, blocks: tuple[BlockShape, ...] | None = None, **changes: object) -> ModelShape:

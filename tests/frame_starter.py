@@ -20,6 +20,7 @@ from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameType, Limits, Slice
 from mdi.node.secondary import SecondaryNode
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.extent import Extent
 from secondaries import entry_of
 
 NAMES = ("starter", "secondary0")
@@ -43,8 +44,7 @@ class FrameStarter:
         self._n_layer, self.n_embd = source.config.n_layer, source.config.n_embd
         parts = [(name, source.info(name)) for name in (f"block.{i}" for i in range(self._n_layer))]
         self._fields: dict[str, Any] = {
-            "model": source.model, "config": source.config, "config_hash": source.config_hash,
-            "stored_dtype": source.dtype, "parts": tuple(PartSpec(name, one.sha256, one.n_bytes) for name, one in parts),
+            "model": source.model_id, "parts": tuple(PartSpec(name, one.sha256, one.n_bytes) for name, one in parts),
         }  # fmt: skip
         self.ring: TcpRing | None = None
         self._n_rings = 0
@@ -53,7 +53,7 @@ class FrameStarter:
         """Ask for a ring; its epoch."""
         self._n_rings += 1
         epoch = epoch or f"{int(self.run, 16) + self._n_rings:016x}"
-        fields = {"blocks": (0, self._n_layer), "max_length": 200, **self._fields, **changes}
+        fields = {"blocks": (0, self._n_layer), "extent": Extent(200), **self._fields, **changes}
         self.client.init(
             InitRequest(
                 run=self.run, epoch=epoch, index=1, names=NAMES, placement="p", next_addr="127.0.0.1",

@@ -19,7 +19,7 @@ from typing import Any
 
 import requests
 
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 DEADLINE_S = 120.0  # of whatever a test waits for: far beyond what it takes, so that a slow machine fails nothing

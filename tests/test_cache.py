@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE, CacheClass
+from mdi.model.caches import PAGE, PageClass
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from mdi.stages import torch_cache as cache_module
 from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
@@ -27,7 +28,7 @@ LATENT = replace(HEADS, latent_attention=_RANKS)
 
 def caches_of(config: ModelConfig, is_device: bool, dtype: torch.dtype = torch.float32) -> TorchCaches:
     """On the CPU; with `is_device` in slabs of two pages, as on a GPU."""
-    caches = TorchCaches(config, 0, 3, 640, CPU, dtype, 64 * 8192)
+    caches = TorchCaches(spec_of(config), 0, 3, 640, CPU, dtype, 64 * 8192)
     if is_device:
         for c, pool in enumerate(caches.pools):
             slabs = DevicePages(pool.page_bytes, pool.capacity, dtype, CPU)
@@ -132,8 +133,8 @@ def test_a_gpu_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_smallest_node_decides() -> None:
     nodes = (
-        NodeCaches("starter", 100_000, (CacheClass(None, 4000),)),
-        NodeCaches("secondary0", 80_000, (CacheClass(None, 4000), CacheClass(10, 2000))),
+        NodeCaches("starter", 100_000, (PageClass(None, 4000),)),
+        NodeCaches("secondary0", 80_000, (PageClass(None, 4000), PageClass(10, 2000))),
         NodeCaches("secondary1", 0, ()),  # a starter without blocks keeps nothing
     )
     memory = CacheMemory(nodes)

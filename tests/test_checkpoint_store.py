@@ -22,8 +22,8 @@ from mdi.cancel import Cancel
 from mdi.checkpoint import store
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.records import BELIEVED_S, stamp_of
-from mdi.checkpoint.store import COMING, PIECE_BYTES, BlockStore
-from mdi.errors import CheckpointError
+from mdi.checkpoint.store import PIECE_BYTES, BlockStore
+from mdi.errors import CheckpointError, Code
 from mdi.files import lock_file
 from mdi.spec.model import ModelConfig
 from mdi.stages.window_files import WeightBytes
@@ -319,11 +319,11 @@ def test_a_part_that_comes_to_another_process_is_waited_for(tmp_path: Path) -> N
         second.free_space(len(DATA), ())
 
     first.receive(INFO, 0, reader(try_as_well))
-    assert set(refused) == {COMING}
+    assert set(refused) == {Code.BUSY}
     assert first.path(INFO.sha256).read_bytes() == DATA
     with pytest.raises(CheckpointError, match="here already") as told:
         second.receive(INFO, 0, reader())
-    assert told.value.code == COMING and second.has(INFO.sha256) and not second.partial_bytes(INFO.sha256)
+    assert told.value.code == Code.BUSY and second.has(INFO.sha256) and not second.partial_bytes(INFO.sha256)
 
 
 def test_a_transfer_that_was_cut_off_goes_on_in_another_process(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_part_that_another_process_has_just_finished_is_not_written_to(
     monkeypatch.setattr(store, "lock_file", lock_late)
     with pytest.raises(CheckpointError) as told:
         second.receive(INFO, 0, reader())
-    assert told.value.code == COMING
+    assert told.value.code == Code.BUSY
     assert first.path(INFO.sha256).read_bytes() == DATA
 
 

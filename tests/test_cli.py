@@ -24,7 +24,7 @@ import torch
 
 import mdi
 from mdi.cli import COMMANDS, TERMINATED, Obeyed, launch, main
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from tiny_checkpoint import CONTEXT, TEXT, encode, reference, tiny_gpt, write_checkpoint
 
 SRC = Path(__file__).resolve().parents[1] / "src"

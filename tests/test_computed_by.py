@@ -24,6 +24,7 @@ from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Speeds
 from mdi.run.choice import planned_ring
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import Requested, StarterOptions
 from secondaries import entry_of, secondary
 from tiny_checkpoint import tiny_config
@@ -60,7 +61,7 @@ def test_a_secondary_says_what_computes(tmp_path: Path, monkeypatch: pytest.Monk
     )
     with secondary(0, tmp_path / "cache") as one:
         for config, dtype, path in asked:
-            request = ProfileRequest(config, "h" * 64, "float32", dtype=dtype)
+            request = ProfileRequest(ModelId("tiny", config, "h" * 64, "float32"), dtype=dtype)
             found = NodeProfile.from_json(ControlClient(entry_of(one)).profile(request)["profile"])
             assert found.computed_by == path
 
@@ -105,12 +106,12 @@ def tight() -> ClusterProfile:
 def test_a_run_is_placed_by_what_its_caches_hold() -> None:
     from types import SimpleNamespace
 
-    weights: Any = SimpleNamespace(model="tiny", config=CONFIG, config_hash=SHAPE.config_hash, dtype="float32")
+    weights: Any = SimpleNamespace(model=ModelId("tiny", CONFIG, SHAPE.config_hash, "float32"), config=CONFIG)
 
     def place(kv_dtype: str) -> Any:
-        computing = choose_computing(CONFIG, Requested(device="cpu", kv_dtype=kv_dtype), "float32")
+        computing = choose_computing(CONFIG, Requested(device="cpu"), "float32")
         work = Workload(16, CONFIG.block_size)
-        return planned_ring(tight(), weights, StarterOptions(ckpt=Path()), computing, work).placement
+        return planned_ring(tight(), weights, StarterOptions(ckpt=Path(), kv_dtype=kv_dtype), computing, work).placement
 
     assert place("int8").counts == (5,)
     with pytest.raises(PlacementError):

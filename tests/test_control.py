@@ -23,14 +23,16 @@ from hypothesis import strategies as st
 from mdi.cancel import Cancel
 from mdi.control import server as admission_module
 from mdi.control.client import ControlClient
-from mdi.control.messages import CODES, CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
+from mdi.control.messages import CONTROL_VERSION, InitRequest, PartSpec, ProfileRequest
 from mdi.control.reach import reach_node
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, RingError, UsageError
+from mdi.errors import CheckpointError, Code, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.stages.model_family import ModelFamily
 from waiting import until_gone
 
@@ -46,13 +48,10 @@ REQUEST = InitRequest(
     placement="a" * 64,
     next_addr="127.0.0.1",
     next_port=5002,
-    model="tiny",
-    config=ModelConfig(n_layer=5, name="tiny"),
-    config_hash="c" * 64,
-    stored_dtype="float32",
+    model=ModelId("tiny", ModelConfig(n_layer=5, name="tiny"), "c" * 64, "float32"),
     blocks=(1, 3),
     parts=(PART, PartSpec("block.2", "b" * 64, 7)),
-    max_length=100,
+    extent=Extent(100),
 )
 
 
@@ -156,11 +155,11 @@ def test_stop(node: FakeNode, client: ControlClient) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (ControlError("occupied by another run", 409, code="busy"), 409, "busy"),
+        (ControlError("occupied by another run", 409, code=Code.BUSY), 409, "busy"),
         (ControlError("no status given"), 500, "control"),
         (UsageError("you asked for something odd"), 400, "usage"),
         (CheckpointError("the disk is full"), 500, "weights"),
-        (NodeLostError("secondary1", "its memory is full", "memory"), 500, "memory"),
+        (NodeLostError("secondary1", "its memory is full", Code.MEMORY), 500, "memory"),
     ],
 )
 def test_what_a_node_raises_is_the_answer(
@@ -170,16 +169,14 @@ def test_what_a_node_raises_is_the_answer(
     with pytest.raises(ControlError, match=f"secondary0 at 127.0.0.1:[0-9]+: {error}") as caught:
         client.init(REQUEST)
     assert (caught.value.status, caught.value.code) == (status, code)
-    assert code in CODES
+    assert Code.of(code).travels
 
 
 def test_every_error_has_a_code_that_the_protocol_names() -> None:
     kinds = [MdiError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    # those of the server's API are OpenAI's
-    codes = [kind.code for kind in kinds if isinstance(kind.code, str) and not kind.__module__.startswith("mdi.serve")]
-    assert len(codes) > 10 and set(codes) <= set(CODES)
+    assert len({kind.code for kind in kinds}) > 10 and all(kind.code.travels for kind in kinds)
 
 
 def test_a_defect_in_a_node_is_an_answer_without_a_traceback(node: FakeNode, url: str) -> None:
@@ -325,11 +322,10 @@ OPTIONAL = {
     "dtype",
     "quantize",
     "quantize_head",
-    "stored_format",
-    "n_frames",
     "device",
     "threads",
-    "n_sequences",
+    "window",
+    "group",
     "silence_s",
     "refused_s",
 }
@@ -371,11 +367,18 @@ FIELDS_OF_VERSION[9] = (
     " ".join(sorted([*FIELDS_OF_VERSION[8][0].split(), "is_hot", "refused_s"])), FIELDS_OF_VERSION[8][1]
 )  # fmt: skip
 FIELDS_OF_VERSION[10] = FIELDS_OF_VERSION[9]  # tensors that are trained have a message of their own
+FIELDS_OF_VERSION[11] = (
+    "allow_clipping blocks cache_share compile control_version device dtype epoch exclusive extent gradients group hand_over "
+    "index is_ahead is_hot keep_caches keeps_received layout_version model n_spans names next_addr next_port parts "
+    "placement quantize quantize_head refused_s replay replay_bytes run silence_s taps threads window wire_dtype",
+    "allow_clipping cache_share compile device dtype fresh model n_spans quantize quantize_head run silence_s threads "
+    "wire_dtype",
+)
 
 
 def test_other_fields_are_another_version() -> None:
     init, profile = FIELDS_OF_VERSION[CONTROL_VERSION]
-    assert (FIELDS, sorted(ProfileRequest(ModelConfig(), "", "").to_json())) == (init.split(), profile.split())
+    assert (FIELDS, sorted(ProfileRequest(REQUEST.model).to_json())) == (init.split(), profile.split())
 
 
 def test_a_node_of_another_version_is_told_before_anything_else(
@@ -428,14 +431,19 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
             "hand_over",
             "is_hot",
             "keep_caches",
-            "extensions",
+            "gradients",
+            "is_ahead",
+            "keeps_received",
+            "taps",
             "placement",
             "next_addr",
-            "model",
-            "config_hash",
-            "stored_dtype",
         }
         assert key in of_that_type | OPTIONAL
+
+
+def of(config: Any) -> dict[str, Any]:
+    """The field of a model with another config."""
+    return {"model": {**REQUEST.model.to_json(), "config": config}}
 
 
 @pytest.mark.parametrize(
@@ -445,17 +453,17 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
         ({"blocks": [4, 6]}, r"blocks: \[4, 6\] is no range"),
         ({"blocks": [-1, 2]}, "request.blocks"),
         ({"blocks": [1, True]}, "request.blocks"),
-        ({"blocks": [0, 10**12], "config": {**ModelConfig().plain(), "n_layer": 10**12}}, "n_layer"),
-        ({"blocks": [0, 1000], "config": ModelConfig(n_layer=1000).plain()}, "the listed parts do not match blocks"),
+        ({"blocks": [0, 10**12], **of({**ModelConfig().plain(), "n_layer": 10**12})}, "n_layer"),
+        ({"blocks": [0, 1000], **of(ModelConfig(n_layer=1000).plain())}, "the listed parts do not match blocks"),
         ({"blocks": [2, 4]}, "the listed parts do not match blocks"),
-        ({"config": {}}, "config: the field 'name' is missing"),
-        ({"config": {**ModelConfig().plain(), "n_layer": "5"}}, "n_layer"),
+        (of({}), "config: the field 'name' is missing"),
+        (of({**ModelConfig().plain(), "n_layer": "5"}), "n_layer"),
         (
-            {"config": {**ModelConfig(n_layer=5).plain(), "n_head": 7}},
-            "request.config: .*n_head 7 is no multiple",
+            of({**ModelConfig(n_layer=5).plain(), "n_head": 7}),
+            "request.model.config: .*n_head 7 is no multiple",
         ),
-        ({"config": {**ModelConfig(n_layer=5).plain(), "newer": 1}}, "request.config: unknown field 'newer'"),
-        ({"config": []}, "request.config: expected an object"),
+        (of({**ModelConfig(n_layer=5).plain(), "newer": 1}), "request.model.config: unknown field 'newer'"),
+        (of([]), "request.model.config: expected an object"),
         ({"index": 0}, "request.index"),
         ({"index": 3}, "request.index: .* found 3"),
         ({"epoch": "0123456789ABCDEF"}, "request.epoch"),

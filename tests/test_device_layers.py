@@ -85,7 +85,12 @@ def test_formats_and_types_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     asked = choose_computing(config, Requested(device="cuda:0", quantize="int4", quantize_head="int4"), "bfloat16")
-    assert (asked.format, asked.head_format, asked.dtype, asked.kv_dtype) == ("int4", "int4", "bfloat16", "bf16")
+    assert (asked.format, asked.head_format, asked.dtype, asked.cache_type("auto")) == (
+        "int4",
+        "int4",
+        "bfloat16",
+        "bf16",
+    )
     assert asked.packing is None, "torch computes"
     stored = choose_computing(config, Requested(device="cuda:0", quantize="int8"), "bfloat16", "int8")
     assert stored.format == "int8", "what is stored packed stays so"

@@ -28,9 +28,9 @@ from mdi.host.diagnosis import CLOCK_LIMIT_S, LinkFinding, NodeFinding, Problem,
 from mdi.host.doctor import examine
 from mdi.kernels import library
 from mdi.net.invitation import GuestNode
-from mdi.node.local import free_ports
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
+from mdi.run.local import free_ports
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from secondaries import cluster_of, entry_of, secondaries
 from tiny_checkpoint import write_checkpoint

@@ -11,6 +11,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import pack, unpack
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 
 
@@ -43,7 +44,7 @@ def test_folded_weights_are_the_same_model(family: str) -> None:
             own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
             return {n: pack("float32", t) if t.ndim == 2 else t for n, t in own.items()}
 
-        blocks = Blocks(config, 0, 2, of_block, "float32", Context())
+        blocks = Blocks(spec_of(config), 0, 2, of_block, "float32", Context())
         blocks.prepare(16, [4] * len(blocks.classes))
         x = rows.copy()
         blocks.forward(x, [(0, 0, len(x))])

@@ -13,7 +13,7 @@ from loopback import Text, ring_of
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
+from mdi.model.caches import PAGE, SLACK, PageClass
 from test_prefixes import memory_of, ring_memory
 
 SAMPLED = SamplingParams(n_tokens=12, temperature=0.9, top_k=40)
@@ -96,9 +96,9 @@ def test_who_waits_for_a_text_that_is_cancelled_computes_the_prompt() -> None:
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_one_that_comes_later_shares_what_a_window_has_kept(window: int | None) -> None:
-    """The first text has gone on; its window has dropped the end of the prompt once it is WINDOW_SLACK ahead."""
-    for n_ahead, is_shared in ((WINDOW_SLACK // 2, True), (WINDOW_SLACK + PAGE, window is None)):
-        nodes = (NodeCaches("starter", 10_000, (CacheClass(window, 1),)),)
+    """The first text has gone on; its window has dropped the end of the prompt once it is SLACK ahead."""
+    for n_ahead, is_shared in ((SLACK // 2, True), (SLACK + PAGE, window is None)):
+        nodes = (NodeCaches("starter", 10_000, (PageClass(window, 1),)),)
         scheduler = Scheduler(memory=CacheMemory(nodes), chunk_rows=100)
         scheduler.submit(text(0, n_tokens=200))
         for _ in range(n_ahead):

@@ -20,8 +20,8 @@ from mdi.engine.sequence import Event, Request, SamplingParams
 from mdi.engine.sequence import Sequence as Text
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
 from mdi.kernels.slices import Slices
+from mdi.model.caches import PAGE, SLACK, PageClass
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame
 
@@ -75,7 +75,7 @@ class Remembering:
             assert one.start <= len(cache), "a gap"
             if self._window is not None:
                 assert max(0, one.start - self._window + 1) >= self._first.get(one.seq_id, 0), "the window has moved on"
-                kept = (one.start - self._window - WINDOW_SLACK) // PAGE * PAGE
+                kept = (one.start - self._window - SLACK) // PAGE * PAGE
                 self._first[one.seq_id] = max(self._first.get(one.seq_id, 0), kept)
             del cache[one.start :]
             for i in range(at, at + one.n_rows):
@@ -295,7 +295,7 @@ def test_guesses_change_no_text(
 
 def memory_of(n_pages: int, window: int | None) -> CacheMemory:
     """One node that holds so many pages, but always one text of full length."""
-    node = NodeCaches("starter", 0, (CacheClass(None, 1), *([] if window is None else [CacheClass(window, 1)])))
+    node = NodeCaches("starter", 0, (PageClass(None, 1), *([] if window is None else [PageClass(window, 1)])))
     return CacheMemory((replace(node, limit_bytes=max(n_pages, node.n_bytes(MAX_LENGTH))),))
 
 
@@ -345,11 +345,11 @@ def test_a_wrong_guess_with_numbers_that_are_not_finite_ends_nothing(at_once: tu
 
 
 def test_a_prefix_is_not_cut_where_its_windows_have_moved_on() -> None:
-    memory = CacheMemory((NodeCaches("node", 1 << 20, (CacheClass(None, 1), CacheClass(16, 1))),))
+    memory = CacheMemory((NodeCaches("node", 1 << 20, (PageClass(None, 1), PageClass(16, 1))),))
     prefixes = Prefixes(memory)
     ids = tuple(range(200))
     prefixes.add(Kept(1, "me", ids, (1,), len(ids) + MOST_GUESSES))
-    behind = len(ids) + MOST_GUESSES - WINDOW_SLACK
+    behind = len(ids) + MOST_GUESSES - SLACK
     assert prefixes.find("me", [*ids[: behind - 1], 999, 999]) is None
     assert prefixes.find("me", [*ids[:behind], 999, 999]) == (1, behind)
 

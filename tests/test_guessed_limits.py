@@ -26,9 +26,9 @@ from mdi.engine.sequence import Sequence as Text
 from mdi.engine.speculation import N_ROUNDS, Speculation
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.slices import Slice, SliceTable
 from mdi.metrics import RunMetrics, SampleMetrics
+from mdi.model.caches import PAGE
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame, FrameType
 from test_guessed_frames import (

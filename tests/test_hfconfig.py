@@ -150,7 +150,7 @@ def test_models_are_as_large_as_their_makers_say(name: str) -> None:
     shape = model_shape(config, "mxfp4")
     assert (shape.head_macs + sum(block.macs for block in shape.blocks)) / 1e9 == pytest.approx(active, rel=differs)
     if "gpt-oss" in name:
-        assert [block.window for block in shape.blocks[:4]] == [128, None, 128, None]
+        assert [block.cache.window for block in shape.blocks[:4]] == [128, None, 128, None]
         assert 4.25 < 8 * shape.weight_bytes / n_all < 4.75  # bits: nearly all are in experts
 
 

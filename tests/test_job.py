@@ -15,8 +15,8 @@ from mdi.cli.access import DIAL_PORT, own_address
 from mdi.cli.discover import Discovery, reachable
 from mdi.cli.job import Place, address_towards, first_host, head_flags, place_of, wait_of
 from mdi.errors import ControlError, UsageError
-from mdi.node.local import free_ports
 from mdi.node.round_robin import RoundRobin
+from mdi.run.local import free_ports
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.options import Options
 

@@ -39,7 +39,7 @@ LIGHT = [
     "mdi_tools.token_times",
     "mdi.placement.profile",
     "mdi.kernels.weight_formats",
-    "mdi.node.local",
+    "mdi.run.local",
     "mdi.serve.api",
     "mdi.serve.process",
     "mdi.text.limited",
@@ -166,7 +166,7 @@ def test_nodes_without_torch_can_be_imported() -> None:
             OF_NODES,
         ),
         (
-            ("mdi.node.secondary", "mdi.node.local", "mdi.run.run", "mdi.control.discovery", "mdi.host.doctor"),
+            ("mdi.node.secondary", "mdi.run.local", "mdi.run.run", "mdi.control.discovery", "mdi.host.doctor"),
             OF_NODES,
         ),
     ],

@@ -21,10 +21,13 @@ from mdi.checkpoint.shapes import full_config, model_shapes
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
-from mdi.kernels.page_sizes import windows_of
+from mdi.model.caches import kind_of
+from mdi.model.plain import spec_of
 from mdi.model.spec import BlockSpec
+from mdi.spec.extent import Extent
 from mdi.spec.limits import LIMITS, excess
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_stage import Stage, module_bytes, run_bytes
 from secondaries import entry_of, secondary
@@ -52,13 +55,16 @@ def told(plain: dict[str, Any]) -> Any:
     return SimpleNamespace(plain=lambda: plain)
 
 
+def model_id(config: Any) -> ModelId:
+    return ModelId("m", config, config_hash(config) if isinstance(config, ModelConfig) else "c", "float32")
+
+
 def init_request(config: Any, stop: int) -> InitRequest:
     """One that claims that its parts have a byte each."""
     parts = tuple(PartSpec(f"block.{i}", f"{i:064x}", 1) for i in range(1, stop))
     return InitRequest(
         run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
-        model="m", config=config, config_hash=config_hash(config) if isinstance(config, ModelConfig) else "c",
-        stored_dtype="float32", blocks=(1, stop), parts=parts, max_length=10,
+        model=model_id(config), blocks=(1, stop), parts=parts, extent=Extent(10),
     )  # fmt: skip
 
 
@@ -82,7 +88,7 @@ def test_what_is_too_large_is_refused_at_each_door(name: str) -> None:
     assert excess(config)
     for read, request in (
         (InitRequest.from_json, init_request(told(config), stop).to_json()),
-        (ProfileRequest.from_json, ProfileRequest(told(config), "c", "float32").to_json()),
+        (ProfileRequest.from_json, ProfileRequest(model_id(told(config))).to_json()),
     ):
         with pytest.raises(ControlError) as caught:
             read({**request, "parts": [vars(part) for part in request.get("parts", ()) if isinstance(part, PartSpec)]})
@@ -166,9 +172,9 @@ def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_of_blocks_that_are_not_built(family: str) -> None:
     config = config_of(family)
-    stage = Stage(ModelConfig.from_litgpt(config), 1, config.n_layer)
-    own, windows = ModelConfig.from_litgpt(config), [block.attn.of.window for block in stage.blocks]
-    assert windows_of(own, 1, config.n_layer) == windows
+    own = ModelConfig.from_litgpt(config)
+    stage = Stage(own, 1, config.n_layer)
+    assert [kind_of(one).window for one in spec_of(own).blocks[1:]] == [block.attn.of.window for block in stage.blocks]
     assert run_bytes(own, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
 
 
@@ -200,12 +206,9 @@ def test_modules_count_as_memory(built: list[int]) -> None:
     """Where torch computes, many experts take memory even without weights: on a small board more than there is."""
     config = ModelConfig.from_litgpt(config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512))
     request = init_request(config, 64)
-    caches = run_bytes(config, 1, 64, request.max_length, torch.float32)
-    assert (
-        ModelFamily().stage_bytes(config, (1, 64), request.max_length, "float32") - caches
-        == module_bytes(config, 1, 64)
-        > 300e6
-    )
+    caches = run_bytes(config, 1, 64, request.extent.max_length, torch.float32)
+    needed = ModelFamily().stage_bytes(config, (1, 64), replace(request.extent, kv_dtype="float32"))
+    assert needed - caches == module_bytes(config, 1, 64) > 300e6
     assert built == []
 
 
@@ -215,7 +218,7 @@ def test_a_stranger_s_request_leaves_the_node_free(tmp_path: Path, built: list[i
         for config in (HOSTILE["experts"], HOSTILE["blocks"], HOSTILE["blocks with windows"]):
             for ask in (
                 lambda config=config: client.init(init_request(told(config), 2)),
-                lambda config=config: client.profile(ProfileRequest(told(config), "c", "float32")),
+                lambda config=config: client.profile(ProfileRequest(model_id(told(config)))),
             ):
                 with pytest.raises(ControlError) as caught:
                     ask()  # type: ignore[no-untyped-call]
@@ -240,7 +243,7 @@ def test_measuring_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: py
     with secondary(0, tmp_path / "cache") as node:
         client = ControlClient(entry_of(node))
         with pytest.raises(ControlError) as caught:
-            client.profile(replace(ProfileRequest(config, config_hash(config), "float32"), fresh=True))
+            client.profile(ProfileRequest(model_id(config), fresh=True))
         assert caught.value.status == 504
         go_on.set()
         while client.status()["measuring"]:

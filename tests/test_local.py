@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 import mdi.control.client
-import mdi.node.local
-import mdi.node.setup
+import mdi.run.local
+import mdi.run.setup
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
 from mdi.control.reach import reach_node
 from mdi.errors import NodeLostError
-from mdi.node.local import FIRST_PAUSE_S, LAST_PAUSE_S, LOCK, PREFIX, LocalRing, Pause, RingFolder, sweep
+from mdi.run.local import FIRST_PAUSE_S, LAST_PAUSE_S, LOCK, PREFIX, LocalRing, Pause, RingFolder, sweep
 from mdi.spec.cluster import NodeConfig
 from test_exchange import served
 from waiting import until
@@ -108,13 +108,13 @@ def test_a_folder_of_a_killed_ring_is_removed_and_no_other(folder: Path) -> None
     code = f"""
 import signal, os, tempfile
 tempfile.tempdir = {str(folder)!r}
-from mdi.node.local import RingFolder
+from mdi.run.local import RingFolder
 kept = RingFolder()
 (kept.path / "cache0").mkdir()
 (kept.path / "cache0" / "part").write_bytes(bytes(9))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    src = str(Path(mdi.node.local.__file__).parents[2])
+    src = str(Path(mdi.run.local.__file__).parents[2])
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": src}, timeout=DEADLINE_S)
     (left,) = folder.glob(f"{PREFIX}*")
     other = folder / f"{PREFIX}of-somebody"
@@ -153,7 +153,7 @@ def test_a_child_that_waits_for_its_stdin_can_end_before() -> None:
         "import sys, threading, time\nfrom mdi.cli.secondary import leave_with_stdin\n"
         "threading.Thread(target=leave_with_stdin, daemon=True).start()\ntime.sleep(float(sys.argv[1]))"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(mdi.node.local.__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(mdi.run.local.__file__).parents[2])}
     for seconds, status in ((0.1, 0), (60, -signal.SIGTERM)):
         command = [sys.executable, "-c", code, str(seconds)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as child:

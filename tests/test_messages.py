@@ -24,14 +24,15 @@ from mdi.cancel import Cancel, CancelledError
 from mdi.control import message_server as asked_module
 from mdi.control.client import ControlClient
 from mdi.control.message_server import ECHO_LIMIT_BYTES, N_OF_ANYBODY, EchoOnly
-from mdi.control.messages import CODES, CONTROL_VERSION, ForwardRequest, PartSpec, ProbeRequest, ProfileRequest
-from mdi.errors import AccessError, CheckpointError, ControlError, UsageError
+from mdi.control.messages import CONTROL_VERSION, ForwardRequest, PartSpec, ProbeRequest, ProfileRequest
+from mdi.errors import AccessError, CheckpointError, Code, ControlError, UsageError
 from mdi.net import message as message_module
 from mdi.net.keys import KeyFile
 from mdi.net.message import PIECE_BYTES, ExchangeError, Message
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, read_frame, send_frame
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from node_ports import BareNode, Pushing, opened, ring_port_of
 from waiting import until
 
@@ -39,7 +40,7 @@ DEADLINE_S = 30.0
 DATA = bytes(range(256)) * 8192  # 2 MiB
 PART = PartSpec("block.1", hashlib.sha256(DATA).hexdigest(), len(DATA))
 RUN = "0123456789abcdef"
-PROFILE = ProfileRequest(ModelConfig(n_layer=5, name="x" * 9000), "c" * 64, "float32")
+PROFILE = ProfileRequest(ModelId("x", ModelConfig(n_layer=5, name="x" * 9000), "c" * 64, "float32"))
 
 
 class Node(BareNode):
@@ -153,7 +154,7 @@ def test_a_node_says_what_it_measures_until_nobody_waits(node: Node, client: Con
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (ControlError("occupied by another run", 409, code="busy"), 409, "busy"),
+        (ControlError("occupied by another run", 409, code=Code.BUSY), 409, "busy"),
         (ControlError("no status given"), 500, "control"),
         (UsageError("you asked for something odd"), 400, "usage"),
         (CheckpointError("the disk is full"), 500, "weights"),
@@ -173,7 +174,7 @@ def test_what_a_node_raises_is_the_answer(
             ask()
         assert (caught.value.status, caught.value.code) == (status, code)
         assert str(error) in str(caught.value) and "Traceback" not in str(caught.value)
-    assert code in CODES
+    assert Code.of(code).travels
 
 
 def test_a_part_that_is_refused_in_the_middle_is_answered(
@@ -229,7 +230,7 @@ def test_a_starter_answers_echoes_only() -> None:
 
 def test_an_echo_that_would_disturb_a_run_is_refused(node: Node, client: ControlClient) -> None:
     def busy() -> None:
-        raise ControlError("a run", 409, code="busy")
+        raise ControlError("a run", 409, code=Code.BUSY)
 
     node.check_echo = busy  # type: ignore[method-assign]
     with pytest.raises(ControlError) as caught:

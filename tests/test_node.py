@@ -23,19 +23,21 @@ from mdi.checkpoint.chunks import ChunkFile, find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, SplitError, UsageError
+from mdi.errors import CheckpointError, Code, ControlError, MdiError, NodeLostError, SplitError, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.threads import fair_threads
 from mdi.kernels import library
 from mdi.net.wire import SILENCE_S
-from mdi.node.local import LocalRing, free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
+from mdi.run.local import LocalRing, free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import check_capacity
@@ -82,7 +84,7 @@ def test_chunks_beside_the_checkpoint_are_used(chunked: Path) -> None:
     with weights_of(chunked, None, 3, None) as weights:
         assert weights.blocks == [(0, 0), (0, 4), (4, 5)]
         assert not reads_checkpoint(weights), "nothing needs to be hashed"
-        assert weights.model == "tiny-random" and weights.dtype == "float32"
+        assert (weights.model.name, weights.model.dtype) == ("tiny-random", "float32")
 
 
 def test_another_cut_or_count_takes_the_checkpoint(chunked: Path) -> None:
@@ -197,8 +199,8 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
-    computing = Computing("cpu", "float32", "float32", None)
-    stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32")
+    computing = Computing("cpu", "float32")
+    stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32", "float32")
     with pytest.raises(UsageError) as e:
         check_capacity("secondary4", stage, 64, "cpu")
     assert "blocks 1-2 on secondary4" in str(e.value) and e.value.code == "memory"
@@ -431,9 +433,8 @@ def test_the_same_starter_is_used_for_several_samples_after_one_another(ring: Ri
 def request(**changes: Any) -> InitRequest:
     fields: dict[str, Any] = {
         "run": "0" * 16, "epoch": "0" * 16, "index": 1, "names": ("starter", "secondary0"), "placement": "p",
-        "next_addr": "127.0.0.1", "next_port": 1, "model": "m", "config": ModelConfig(n_layer=1), "config_hash": "h",
-        "stored_dtype": "float32",
-        "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "max_length": 10,
+        "next_addr": "127.0.0.1", "next_port": 1, "model": ModelId("m", ModelConfig(n_layer=1), "h", "float32"),
+        "blocks": (0, 1), "parts": (PartSpec("block.0", "a" * 64, 100),), "extent": Extent(10),
     }  # fmt: skip
     return InitRequest(**{**fields, **changes})
 
@@ -446,7 +447,7 @@ def test_a_busy_node_is_waited_for_whatever_it_says(ring: Ring, monkeypatch: pyt
         nonlocal n_asked
         n_asked += 1
         if n_asked < 3:
-            raise ControlError("besetzt", 409, code="busy")
+            raise ControlError("besetzt", 409, code=Code.BUSY)
         return init(self, request)
 
     monkeypatch.setattr(SecondaryNode, "init", occupied)

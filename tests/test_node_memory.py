@@ -17,8 +17,8 @@ from mdi.host import threads as node_threads
 from mdi.host.computing import Computing
 from mdi.host.device import choose_kv_dtype
 from mdi.host.threads import pin_to_cores
-from mdi.kernels.page_sizes import CacheClass, cache_type_named
-from mdi.node.local import cores_of_node
+from mdi.model.caches import PageClass, cache_type_named
+from mdi.run.local import cores_of_node
 from mdi.stages.store import CacheReport, report_caches, share_out
 from mdi.stages.torch_stage import TorchStage
 
@@ -36,8 +36,8 @@ def test_what_a_stage_reports(free: None, family: str) -> None:
     stage = stages_of(model_of(family), ())[0]
 
     def told(kv_dtype: str, by_hand: int | None, is_mapped: bool) -> CacheReport:
-        computing = Computing("cpu", "float32", kv_dtype, None)
-        loaded = TorchStage(stage, computing, "float32" if is_mapped else None)
+        computing = Computing("cpu", "float32")
+        loaded = TorchStage(stage, computing, kv_dtype, "float32" if is_mapped else None)
         loaded.prepare(160)
         return report_caches(loaded, "cpu", by_hand)
 
@@ -59,8 +59,8 @@ def test_what_a_stage_reports(free: None, family: str) -> None:
 def test_a_limit_bounds_what_is_reserved_and_what_is_reserved_the_limit(
     free: None, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computing = Computing("cpu", "float32", "float32", None)
-    stage = TorchStage(stages_of(model_of(family), ())[0], computing, None)
+    computing = Computing("cpu", "float32")
+    stage = TorchStage(stages_of(model_of(family), ())[0], computing, "float32", None)
     stage.prepare(64, 100_000)
     assert all(0 <= pool.capacity * pool.page_bytes - 100_000 < pool.page_bytes for pool in stage.caches.pools)
     assert report_caches(stage, "cpu", 100_000).limit_bytes == 100_000
@@ -70,7 +70,7 @@ def test_a_limit_bounds_what_is_reserved_and_what_is_reserved_the_limit(
         assert limit == stage.caches.pools[0].page_bytes < 100_000
 
 
-REPORT = CacheReport(100, False, (CacheClass(None, 7), CacheClass(16, 3)), "cpu")
+REPORT = CacheReport(100, False, (PageClass(None, 7), PageClass(16, 3)), "cpu")
 
 
 def test_a_report_travels_as_json() -> None:
@@ -97,7 +97,7 @@ def test_no_report_is_refused(data: object) -> None:
 
 def test_nodes_that_share_a_memory_do_not_count_it_twice() -> None:
     def report(n: int, by_hand: bool = False, device: str = "cpu", classes: int = 1) -> CacheReport:
-        return CacheReport(n, by_hand, (CacheClass(None, 1),) * classes, device)
+        return CacheReport(n, by_hand, (PageClass(None, 1),) * classes, device)
 
     nodes = share_out(
         [

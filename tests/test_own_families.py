@@ -45,12 +45,15 @@ from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.model.plain import spec_of
+from mdi.model.spec import Alibi, Attention, Rotary
 from mdi.net.ring import LoopbackRing
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, WindowOptions
+from mdi.stages.window_budget import RunMemory
 from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
@@ -276,7 +279,9 @@ def expected_of_experts(source: LitCheckpoint, ids: np.ndarray) -> np.ndarray:
 
 def expected_gpt_oss(c: ModelConfig, w: Arrays, ids: np.ndarray) -> np.ndarray:
     n, size, n_head, n_groups = len(ids), c.head_size, c.n_head, c.n_query_groups
-    cos, sin = (table[0].astype(np.float64) for table in rope_tables(c, n))
+    rotary = spec_of(c).blocks[0].mixer.positions
+    assert isinstance(rotary, Rotary)
+    cos, sin = (table.astype(np.float64) for table in rope_tables(rotary, n))
     distance = np.arange(n)[:, None] - np.arange(n)
 
     def norm(x: np.ndarray, path: str) -> np.ndarray:
@@ -638,8 +643,7 @@ def test_nodes_without_kernels_have_the_same_tokens(source: LitCheckpoint, tmp_p
     tokenizer().save(str(source.path / "tokenizer.json"))
     with secondaries(1, tmp_path) as nodes:
         assert generated(cluster_of(nodes), source.path, ids, len(found))[0] == found
-        request = ProfileRequest(source.config, source.config_hash, source.dtype)
-        assert ControlClient(entry_of(nodes[0])).profile(request)
+        assert ControlClient(entry_of(nodes[0])).profile(ProfileRequest(source.model_id))
 
 
 @pytest.mark.parametrize(
@@ -676,12 +680,12 @@ def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:
 
 def test_falcons_positions_are_rounded_to_bfloat16() -> None:
     """Numbers of 9 bits lose their last one: 257 becomes 256, and 259 becomes 260."""
-    config = ModelConfig(alibi="falcon", n_head=2, head_size=16, rotary_percentage=0.0)
-    found = score_bias(config, 300)
+    attention = Attention(2, 2, 16, 0.25, positions=Alibi(2, is_rounded=True))
+    found = score_bias(attention, 300)
     assert found is not None and found.shape == (2, 320)
     assert found[0, [255, 257, 259, 261]].tolist() == [n * 2.0**-4 / 4 for n in (255, 256, 260, 260)]
     # As transformers writes it; of twelve heads, four have slopes that are no powers of two.
     slopes = torch.from_numpy(alibi_slopes(12)).bfloat16()[:, None]
     expected = (slopes * torch.arange(320)).float().numpy() / 4
-    twelve = score_bias(replace(config, n_head=12, n_query_groups=12), 300)
+    twelve = score_bias(Attention(12, 12, 16, 0.25, positions=Alibi(12, is_rounded=True)), 300)
     assert twelve is not None and np.array_equal(twelve, expected)

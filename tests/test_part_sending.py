@@ -16,15 +16,17 @@ import pytest
 from cluster_keys import key_file
 from loopback import DEADLINE_S
 from mdi.cancel import Cancel
+from mdi.checkpoint.parts import from_offset
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, NodeLostError
-from mdi.node import part_sending
-from mdi.node.part_sending import N_FORWARDS, Holders, PartSending, from_offset
+from mdi.errors import Code, ControlError, NodeLostError
+from mdi.node import forwards
+from mdi.node.forwards import N_FORWARDS
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import RingWorker
 from mdi.run.nodes import GivenNodes
+from mdi.run.part_sending import Holders, PartSending
 from mdi.run.policy import Better, Form, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import NodeConfig, standalone
@@ -101,7 +103,7 @@ def test_nodes_that_take_nothing_do_not_hold_this_one(
     tmp_path: Path, tarpit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few are waited for; the node refuses the next one at once, and is there for the others."""
-    monkeypatch.setattr(part_sending, "FORWARD_ANSWER_S", 4.0)
+    monkeypatch.setattr(forwards, "FORWARD_ANSWER_S", 4.0)
     errors: list[ControlError] = []
 
     def ask(node: SecondaryNode) -> None:
@@ -127,7 +129,7 @@ def test_nodes_that_take_nothing_do_not_hold_this_one(
 
 def test_a_part_that_is_taken_too_slowly_is_given_up() -> None:
     times = iter([1.0, 2.0, 3.0])
-    pieces = part_sending.until(2.5, [b"a", b"b", b"c"], lambda: next(times))
+    pieces = forwards.until(2.5, [b"a", b"b", b"c"], lambda: next(times))
     assert [next(pieces), next(pieces)] == [b"a", b"b"]
     with pytest.raises(ControlError) as caught:
         next(pieces)
@@ -178,7 +180,7 @@ def test_the_starter_goes_on_where_a_holder_failed() -> None:
 
 
 def test_nodes_beside_the_ring_are_asked_for_what_no_node_of_it_has() -> None:
-    lacks = ControlError("not here", 404, code="weights")
+    lacks = ControlError("not here", 404, code=Code.WEIGHTS)
     target, without, there, last = Fake("b"), Fake("a", lacks), Fake("c"), Fake("d")
     sending(target, {}, without, beside=[without, there, last]).send(PART, 7)
     assert (without.asked, there.asked, last.asked, target.sent) == ([("b", 7)], [("b", 7)], [], b"")
@@ -187,7 +189,7 @@ def test_nodes_beside_the_ring_are_asked_for_what_no_node_of_it_has() -> None:
 
 
 def test_a_node_that_has_no_part_in_the_run_is_no_reason_to_stop_asking() -> None:
-    target, outside, there = Fake("b"), Fake("a", ControlError("no part", 409, code="run")), Fake("c")
+    target, outside, there = Fake("b"), Fake("a", ControlError("no part", 409, code=Code.RUN)), Fake("c")
     sending(target, {}, outside, there).send(PART, 0)
     assert (there.asked, target.sent) == ([("b", 0)], b"")
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import mdi.cancel
-import mdi.node.setup
 import mdi.placement.cluster_measurement
 import mdi.placement.profiler
+import mdi.run.setup
 import mdi.stages.torch_stage
 from caches import own_cache
 from mdi.cancel import Cancel
@@ -27,20 +27,30 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
 from mdi.control.server import open_ports
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import CheckpointError, ControlError, MdiError, NodeLostError, NoMemoryError, PlacementError, UsageError
+from mdi.errors import (
+    CheckpointError,
+    Code,
+    ControlError,
+    MdiError,
+    NodeLostError,
+    NoMemoryError,
+    PlacementError,
+    UsageError,
+)
 from mdi.host.computing import Computing
 from mdi.host.threads import host_of
-from mdi.node.local import free_ports
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
 from mdi.placement.planning import format_blocks
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Bench, Speeds, Subject
+from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.torch_stage import Stage
@@ -295,7 +305,7 @@ def test_a_cut_anew_needs_all_its_parts(tmp_path: Path) -> None:
 # The survey
 
 
-REQUEST = ProfileRequest(ModelConfig(n_layer=1), "h", "float32")
+REQUEST = ProfileRequest(ModelId("m", ModelConfig(n_layer=1), "h", "float32"))
 OWN = NodeProfile("starter", "cpu", 1.0, GB, GB, 0.0, 1e9, (), (), 0)
 
 
@@ -429,8 +439,8 @@ def test_a_node_that_stays_busy(tmp_path: Path) -> None:
     def profile(self: ControlClient, request: ProfileRequest, *waiting: Any) -> dict[str, Any]:
         asked.append(self.node.name)
         if len(asked) == 3:
-            raise ControlError(f"{self.node.name} cannot measure itself", 409, code="usage")
-        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code="busy")
+            raise ControlError(f"{self.node.name} cannot measure itself", 409, code=Code.USAGE)
+        raise ControlError(f"{self.node.name} is busy with another run (RUNNING)", 409, code=Code.BUSY)
 
     with secondaries(1, tmp_path) as nodes, pytest.raises(ControlError) as caught:
         measurement_of(cluster_of(nodes), ask=profile).run()

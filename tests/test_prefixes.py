@@ -9,14 +9,14 @@ from loopback import InProcessRing, Text, ring_of
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
-from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
+from mdi.model.caches import PAGE, SLACK, PageClass
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 
 
 def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
     """Nodes on which a page takes one byte."""
-    return CacheMemory(tuple(NodeCaches(f"node{i}", n_pages, (CacheClass(window, 1),)) for i in range(n_nodes)))
+    return CacheMemory(tuple(NodeCaches(f"node{i}", n_pages, (PageClass(window, 1),)) for i in range(n_nodes)))
 
 
 def ring_memory(family: str, n_nodes: int) -> CacheMemory:
@@ -127,7 +127,7 @@ def test_windows_are_not_cut_beyond_what_they_kept() -> None:
     ids = tuple(range(10 * PAGE))
     kept.add(Kept(1, "a", ids, (10,)))
     assert kept.find("a", ids[: 5 * PAGE]) is None
-    assert kept.find("a", ids[: 10 * PAGE - WINDOW_SLACK + 1]) == (1, 10 * PAGE - WINDOW_SLACK)
+    assert kept.find("a", ids[: 10 * PAGE - SLACK + 1]) == (1, 10 * PAGE - SLACK)
 
 
 class Wrong:
@@ -159,7 +159,7 @@ def test_what_is_kept_says_how_far_the_nodes_got_behind_its_tokens(
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.update(plan.number, {s.seq_id: [next(drawn)] for s in plan.slices if s.n_logits})
-    n = n_far - WINDOW_SLACK - (not is_copied)
+    n = n_far - SLACK - (not is_copied)
     scheduler.submit(Sequence(2, (*ids[:n], 1, 2), GREEDY, 1000, owner="a"))
     plan = scheduler.schedule()
     assert plan is not None and bool(plan.copies) == is_copied

@@ -26,7 +26,9 @@ from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import FILE, Profiler, bench_of
 from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from secondaries import entry_of, secondary
 from tiny_checkpoint import tiny_config
 from waiting import until
@@ -154,13 +156,14 @@ def node(tmp_path: Path) -> Iterator[SecondaryNode]:
         yield one
 
 
-REQUEST = ProfileRequest(CONFIG, "h" * 64, "float32")
+REQUEST = ProfileRequest(ModelId(CONFIG.name, CONFIG, "h" * 64, "float32"))
 
 
 def init_request(**changes: Any) -> InitRequest:
     return InitRequest(
-        "0" * 16, "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1, "m", ModelConfig(n_layer=1), "h", "float32",
-        (0, 1), (PartSpec("block.0", "a" * 64, 100),), 10, **changes,
+        "0" * 16, "0" * 16, 1, ("starter", "secondary0"), "p", "127.0.0.1", 1,
+        ModelId("m", ModelConfig(n_layer=1), "h", "float32"), (0, 1), (PartSpec("block.0", "a" * 64, 100),), Extent(10),
+        **changes,
     )  # fmt: skip
 
 
@@ -280,11 +283,15 @@ def test_a_node_in_a_run_does_not_measure_itself(node: SecondaryNode, monkeypatc
     monkeypatch.undo()
 
 
+def with_config(plain: dict[str, Any]) -> dict[str, Any]:
+    return {**REQUEST.to_json(), "model": {**REQUEST.model.to_json(), "config": plain}}
+
+
 @pytest.mark.parametrize(
     "body",
-    [{}, [], {"config": {}}, {**REQUEST.to_json(), "fresh": 1}, {**REQUEST.to_json(), "quantize": 4},
-     {**REQUEST.to_json(), "config": {**CONFIG.plain(), "n_layer": -1}}, {**REQUEST.to_json(), "dtype": "float7"},
-     {**REQUEST.to_json(), "config": {**CONFIG.plain(), "n_head": 7}}],
+    [{}, [], {"model": {}}, {**REQUEST.to_json(), "fresh": 1}, {**REQUEST.to_json(), "quantize": 4},
+     with_config({**CONFIG.plain(), "n_layer": -1}), {**REQUEST.to_json(), "dtype": "float7"},
+     with_config({**CONFIG.plain(), "n_head": 7})],
 )  # fmt: skip
 def test_a_subject_that_makes_no_sense_is_refused(node: SecondaryNode, body: Any) -> None:
     data = json.dumps(body).encode()

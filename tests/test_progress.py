@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdi.node.setup import WINDOW_S, Progress
+from mdi.run.setup import WINDOW_S, Progress
 
 MB = 1_000_000
 

@@ -31,7 +31,9 @@ from mdi.run.nodes import Losses
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
 from mdi.serve.host import ModelHost
 from mdi.serve.models import Models
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from waiting import until
 
 
@@ -344,8 +346,8 @@ def test_a_fixed_run_ends_with_its_ring() -> None:
 def request(number: int) -> InitRequest:
     return InitRequest(
         run="a" * 16, epoch=f"{int('a' * 16, 16) + number:016x}", index=1, names=("starter", "secondary0"), placement="p",
-        next_addr="127.0.0.1", next_port=1, model="m", config=ModelConfig(n_layer=1), config_hash="c", stored_dtype="float32",
-        blocks=(0, 1), parts=(PartSpec("block.0", "a" * 64, 300),), max_length=10,
+        next_addr="127.0.0.1", next_port=1, model=ModelId("m", ModelConfig(n_layer=1), "c", "float32"),
+        blocks=(0, 1), parts=(PartSpec("block.0", "a" * 64, 300),), extent=Extent(10),
     )  # fmt: skip
 
 

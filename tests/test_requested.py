@@ -11,7 +11,7 @@ from mdi.errors import ControlError
 from mdi.spec.decode import decode
 from mdi.spec.options import ANYTHING, Requested, StarterOptions
 
-ASKED = Requested(device="cuda:1", threads=2, quantize="int8", kv_dtype="bf16", compile=True)
+ASKED = Requested(device="cuda:1", threads=2, quantize="int8", wire_dtype="fp16", compile=True)
 
 
 def read(values: object) -> Requested:
@@ -20,7 +20,9 @@ def read(values: object) -> Requested:
 
 def test_every_field_has_a_flag_and_travels() -> None:
     parser = parser_of(starter)
-    args = parser.parse_args(["--device", "cuda:1", "--threads", "2", "--quantize", "int8", "--kv-dtype", "bf16", "-c"])
+    args = parser.parse_args(
+        ["--device", "cuda:1", "--threads", "2", "--quantize", "int8", "--wire-dtype", "fp16", "-c"]
+    )
     assert options_of(parser, parser.parse_args(["--allow-clipping"])).allow_clipping is True
     assert all(hasattr(args, f.name) for f in fields(Requested))
     assert Requested.of(options_of(parser, args)) == ASKED
@@ -30,7 +32,7 @@ def test_every_field_has_a_flag_and_travels() -> None:
 def test_what_a_node_was_started_with_goes_first() -> None:
     own = Requested(device="cpu", dtype="float32")
     assert own.over(ASKED) == Requested(
-        device="cpu", dtype="float32", threads=2, quantize="int8", kv_dtype="bf16", compile=True
+        device="cpu", dtype="float32", threads=2, quantize="int8", wire_dtype="fp16", compile=True
     )
     assert own.over(
         replace(ASKED, allow_clipping=True)
@@ -39,7 +41,7 @@ def test_what_a_node_was_started_with_goes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"threads": 0}, {"kv_dtype": "int3"}, {"compile": 1}, {"dtype": 5}, {"wire_dtype": None}]
+    "changes", [{"threads": 0}, {"wire_dtype": "int3"}, {"compile": 1}, {"dtype": 5}, {"wire_dtype": None}]
 )
 def test_a_request_is_checked(changes: dict[str, object]) -> None:
     with pytest.raises(ControlError) as failure:

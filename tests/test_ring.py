@@ -15,7 +15,7 @@ import pytest
 
 from loopback import DEADLINE_S, PLACEMENT, Nodes, listener, names_of, nodes, seats_of
 from mdi.cancel import Cancel, CancelledError
-from mdi.errors import NodeLostError, RingEndedError, RingError
+from mdi.errors import Code, NodeLostError, RingEndedError, RingError
 from mdi.net import handshake as handshake_module
 from mdi.net import link as link_module
 from mdi.net.handshake import close_starter_ring, join_ring
@@ -23,7 +23,7 @@ from mdi.net.hello import Fault, connected
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import HANDSHAKE, PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from waiting import until
 
 EPOCH = 11
@@ -256,7 +256,7 @@ def test_strangers_before_and_after_the_ring_is_closed_change_nothing() -> None:
 def test_a_failure_is_told_in_both_directions() -> None:
     """The nodes before the one that fails know as soon as those after it, by its own words."""
     with nodes(5) as n:
-        n.rings[2].fail(Fault("secondary1", "it failed: no memory", "secondary1", "memory"))
+        n.rings[2].fail(Fault("secondary1", "it failed: no memory", "secondary1", Code.MEMORY))
         for index in (1, 0, 3, 4):
             error = loss(n.rings[index])
             assert isinstance(error, NodeLostError) and (error.node, error.code) == ("secondary1", "memory")

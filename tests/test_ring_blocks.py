@@ -22,14 +22,14 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.node.local import LocalRing
+from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.ring_blocks import RingBlocks
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import random_gpt, tiny_config, tiny_gpt, write_checkpoint

@@ -13,7 +13,7 @@ from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.scheduler import AHEAD_POSITIONS, Scheduler
 from mdi.engine.sequence import Event, Plan, SamplingParams, Sequence
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import CacheClass
+from mdi.model.caches import PageClass
 
 EOS = 0
 
@@ -22,7 +22,7 @@ class Positions(CacheMemory):
     """A ring whose one node has room for so many positions, one by one."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__((NodeCaches("starter", limit, (CacheClass(None, 1),)),))
+        super().__init__((NodeCaches("starter", limit, (PageClass(None, 1),)),))
 
     def needs(self, length: int) -> tuple[int, ...]:
         return (length,)
@@ -528,7 +528,7 @@ def memories(draw: st.DrawFn) -> CacheMemory | None:
     nodes = []
     for i in range(draw(st.integers(1, 3))):
         windows = draw(st.lists(st.none() | st.integers(4, 200), max_size=2))
-        classes = tuple(CacheClass(window, draw(st.integers(20, 300))) for window in windows)
+        classes = tuple(PageClass(window, draw(st.integers(20, 300))) for window in windows)
         nodes.append(NodeCaches(f"node{i}", draw(st.integers(100, 20_000)), classes, 24))
     return CacheMemory(tuple(nodes))
 

@@ -10,9 +10,9 @@ import pytest
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, NodeLostError, UsageError
-from mdi.node.local import LocalRing
 from mdi.run.choice import Choice
 from mdi.run.form import Former
+from mdi.run.local import LocalRing
 from mdi.run.loop import RingLoop
 from mdi.run.nodes import NodeSource, OwnProcesses
 from mdi.run.run import Run

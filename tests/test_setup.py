@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 import mdi.node.secondary
-import mdi.node.setup
+import mdi.run.setup
 from mdi.cancel import Cancel, CancelledError
-from mdi.checkpoint.store import COMING
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSpec
 from mdi.control.reach import reach_node
-from mdi.errors import ControlError, KernelError, MdiError, NodeLostError
+from mdi.errors import Code, ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
 from mdi.node.secondary_status import run_status
-from mdi.node.setup import Patience, SecondarySetup
 from mdi.node.worker import Waits
+from mdi.run.setup import Patience, SecondarySetup
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from node_ports import BareNode, Pushing, client_of
 from secondaries import entry_of, secondary
 from waiting import until
@@ -32,8 +33,8 @@ RUN = "0123456789abcdef"
 PARTS = tuple(PartSpec(f"block.{i}", f"{i:064x}", 10) for i in (1, 2))
 REQUEST = InitRequest(
     run=RUN, epoch=RUN, index=1, names=("starter", "secondary0"), placement="p",
-    next_addr="127.0.0.1", next_port=1, model="tiny", config=ModelConfig(n_layer=5), config_hash="c",
-    stored_dtype="float32", blocks=(1, 3), parts=PARTS, max_length=9,
+    next_addr="127.0.0.1", next_port=1, model=ModelId("tiny", ModelConfig(n_layer=5), "c", "float32"),
+    blocks=(1, 3), parts=PARTS, extent=Extent(9),
 )  # fmt: skip
 
 
@@ -55,8 +56,8 @@ class Loading(BareNode):
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mdi.node.setup, "STALL_S", 0.3)
-    monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.02)
+    monkeypatch.setattr(mdi.run.setup, "STALL_S", 0.3)
+    monkeypatch.setattr(mdi.run.setup, "SIGN_S", 0.02)
     yield
 
 
@@ -135,7 +136,7 @@ class Slow(Loading):
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         self.lacks = [None, None, []]
-        raise ControlError("another starter sends it", 409, code=COMING)
+        raise ControlError("another starter sends it", 409, code=Code.BUSY)
 
 
 class Weights:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mdi.node.setup
 import mdi.node.worker
+import mdi.run.setup
 from frame_starter import FrameStarter, frame_starter
 from loopback import DEADLINE_S
 from mdi.checkpoint.parts import Part
@@ -24,14 +24,14 @@ from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, EngineError, NodeLostError, RingError
+from mdi.errors import Code, ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
-from mdi.node.runs import ahead_extension
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
+from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
 from secondaries import cluster_of, secondaries, secondary
@@ -149,7 +149,7 @@ def test_a_ring_that_breaks_leaves_the_other_one_alone(checkpoints: list[Path], 
     with secondaries(2, tmp_path) as nodes, started(nodes, checkpoints[0]) as going:
         with started(nodes, checkpoints[1]) as broken:
             assert broken.ring is not None
-            broken.ring.link.fail(Fault("starter", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            broken.ring.link.fail(Fault("starter", "it failed", "starter", Code.ENGINE))  # type: ignore[union-attr]
             with pytest.raises((RingError, EngineError)):  # the engine may have ended before the text comes
                 texts_of(broken, 5)
         assert texts_of(going, 30) == expected(4, 30)
@@ -176,7 +176,7 @@ def rows(n: int, n_embd: int, seed: int = 0) -> np.ndarray:
 def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryNode, checkpoints: list[Path]) -> None:
     """Frames are sent to it until the node's queue is full, and nothing is taken from it."""
     with frame_starter(node, checkpoints[0], capacity=2) as stuck:
-        stuck.form(n_sequences=64, max_length=300)
+        stuck.form(extent=Extent(300, 64))
         x = rows(300, stuck.n_embd)
         over = threading.Event()
 
@@ -244,7 +244,7 @@ def test_another_stage_is_prepared_beside_the_present_one(node: SecondaryNode, c
     with frame_starter(node, checkpoints[0]) as starter:
         starter.form()
         (present,) = node.stages.listed
-        longer = {"max_length": 300, "extensions": ahead_extension()}
+        longer = {"extent": Extent(300), "is_ahead": True}
         starter.init(**longer)
         starter.wait("READY")
         assert [held.use for held in node.stages.listed] == ["USED", "USED"]
@@ -265,8 +265,8 @@ def test_a_stage_that_was_prepared_beside_the_present_one_is_ready_for_the_next_
         starter.form()
         (present,), data = node.stages.listed, rows(6, starter.n_embd)
         starter.compute(0, data[:3], 0)
-        longer = {"max_length": 300, "quantize": "int8"}
-        epoch = starter.init(**longer, extensions=ahead_extension())
+        longer = {"extent": Extent(300), "quantize": "int8"}
+        epoch = starter.init(**longer, is_ahead=True)
         starter.wait("READY")
         ring = node.runs.find(starter.run)
         assert ring is not None and ring.request.epoch == epoch and len(node.runs.active) == 2
@@ -293,7 +293,7 @@ def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: li
 
 def test_a_run_may_want_a_node_for_itself(node: SecondaryNode, checkpoints: list[Path]) -> None:
     with frame_starter(node, checkpoints[0]) as first, frame_starter(node, checkpoints[0]) as second:
-        first.form(n_sequences=1)
+        first.form(extent=Extent(200, 1))
         with pytest.raises(ControlError) as caught:
             second.init(exclusive=True)
         assert (caught.value.status, caught.value.code) == (409, "busy")
@@ -311,7 +311,7 @@ def test_a_starter_that_is_gone_takes_nothing_with_it(
 ) -> None:
     """Whatever its run was doing: the other run goes on, and what was reserved is given back."""
     node.waits = Waits(lease_s=0.5)
-    monkeypatch.setattr(mdi.node.setup, "SIGN_S", 0.05)  # the other run's starter may be slow, but it lives
+    monkeypatch.setattr(mdi.run.setup, "SIGN_S", 0.05)  # the other run's starter may be slow, but it lives
     with started([node], checkpoints[0], "2,3") as going:
         gone = FrameStarter(node, checkpoints[0])
         try:

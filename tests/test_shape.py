@@ -12,8 +12,9 @@ from families import DEEPSEEK_V3, config_of
 from mdi.block_ranges import head_cost_blocks
 from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
-from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
+from mdi.model.caches import CACHE_TYPES, cache_classes
+from mdi.model.plain import spec_of
 from mdi.placement.model import model_shape
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import StarterStage
@@ -42,7 +43,7 @@ def test_caches_are_those_of_the_stage(family: str) -> None:
         ours = sum(block.cache_bytes(length) for block in shape.blocks) + shape.table_bytes * length
         rounded = sum(
             c.n_pages(length) * mmap.PAGESIZE
-            for c in cache_classes(ModelConfig.from_litgpt(config), 0, config.n_layer, "float32")[0]
+            for c in cache_classes(spec_of(ModelConfig.from_litgpt(config)), 0, config.n_layer, "float32")[0]
         )
         assert ours <= stage.run_bytes(length, torch.float32) < ours + rounded
 
@@ -52,7 +53,7 @@ def test_latent_attention_and_dense_layers_make_blocks_differ() -> None:
 
     config = Config(**DEEPSEEK_V3)
     shape = model_shape(ModelConfig.from_litgpt(config), "float32")
-    assert shape.blocks[0].page_bytes == 32 * 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
+    assert shape.blocks[0].cache.n_bytes(32) == 32 * 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
     assert shape.is_uniform == (not config.first_k_dense_replace)
 
 
@@ -79,7 +80,7 @@ def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
         assert block.weight_bytes >= plain.weight_bytes - linear * (4 - each)
         widest = max(m.weight.shape[1] for m in stage.blocks[0].modules() if isinstance(m, torch.nn.Linear))
         assert block.load_bytes == 64 * 48 * widest and plain.load_bytes == 0
-        assert block.page_bytes == plain.page_bytes
+        assert block.cache == plain.cache
     assert set(FORMATS) >= {"float32", "bfloat16", "float16", *PACKED}
     assert tuple(LAYOUTS) == PACKED
     assert all(FORMATS[name].bits == layout.bits for name, layout in LAYOUTS.items())
@@ -90,7 +91,7 @@ def test_caches_of_a_plan_are_those_of_a_run(kv_dtype: str) -> None:
     """What admission reckons with, for every type of cache; Gemma 2 has blocks with and without a window."""
     config = ModelConfig.from_litgpt(config_of("Gemma-2-9b"))
     shape, n_rows = model_shape(config, "int8", kv_dtype), 2000
-    classes, _ = cache_classes(config, 0, shape.n_layer, kv_dtype)
+    classes, _ = cache_classes(spec_of(config), 0, shape.n_layer, kv_dtype)
     planned = sum(block.cache_bytes(n_rows) for block in shape.blocks)
     whole_pages = sum(
         c.n_pages(n_rows) * mmap.PAGESIZE for c in classes

@@ -16,19 +16,19 @@ import mdi
 import mdi.cancel
 import mdi.host.resources
 import mdi.node.secondary_status
-import mdi.node.setup
 import mdi.node.worker
+import mdi.run.setup
 import mdi.stages.torch_stage
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, UsageError
-from mdi.node.local import free_ports
 from mdi.node.node_weights import NodeWeights
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
+from mdi.run.local import free_ports
 from mdi.run.run import Run
+from mdi.run.supply import StarterSupply
 from mdi.run.texts import SampleReader
-from mdi.stages.starter_weights import StarterSupply
 from mdi.stages.torch_stage import Stage
 from test_node import generate, plain_checkpoint, ring, wait_state  # noqa: F401
 from tiny_checkpoint import encode, reference

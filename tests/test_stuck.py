@@ -13,15 +13,17 @@ from loopback import DEADLINE_S, Nodes, nodes
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 from mdi.kernels import library
-from mdi.net.link import STUCK, STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
+from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.round_robin import RoundRobin, Turn
 from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from secondaries import cluster_of, entry_of, secondaries
@@ -172,7 +174,7 @@ def test_neighbours_notice_a_node_that_is_stuck(n_nodes: int) -> None:
         say(ring, 1, lambda: Work(5, 0.1))
         for index in range(n_nodes):
             error = lost_by(ring, index)
-            assert (error.node, error.code) == ("secondary0", STUCK)
+            assert (error.node, error.code) == ("secondary0", Code.STUCK)
 
 
 def test_neighbours_are_patient_with_a_node_that_is_slow() -> None:
@@ -223,7 +225,7 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
             recoveries = starter.metrics().recoveries
             with pytest.raises(ControlError) as refused:
                 ControlClient(entry_of(found[0])).init(any_request())
-            assert refused.value.code == STUCK
+            assert refused.value.code is Code.STUCK
             starter.close()
         finally:
             go_on.set()
@@ -237,7 +239,6 @@ def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypat
 def any_request() -> InitRequest:
     return InitRequest(
         run="b" * 16, epoch="b" * 16, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1",
-        next_port=1, model="m", config=ModelConfig(n_layer=1, n_embd=8, n_head=1), config_hash="c",
-        stored_dtype="float32", blocks=(0, 1),
-        parts=(PartSpec("block.0", "a" * 64, 300),), max_length=10,
+        next_port=1, model=ModelId("m", ModelConfig(n_layer=1, n_embd=8, n_head=1), "c", "float32"), blocks=(0, 1),
+        parts=(PartSpec("block.0", "a" * 64, 300),), extent=Extent(10),
     )  # fmt: skip

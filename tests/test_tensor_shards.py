@@ -138,7 +138,7 @@ def test_finished_blocks_are_counted(family: str) -> None:
 
 def test_caches_hold_the_groups_that_a_node_reads() -> None:
     config = ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config)  # six heads, two groups
-    sizes = [Share(Shares((0, 2, 4, 6), (0, 21, 42, 64)), rank, config).groups for rank in range(3)]
+    sizes = [Share(Shares((0, 2, 4, 6), (0, 21, 42, 64)), rank, config).of(0).groups for rank in range(3)]
     assert sizes == [(0, 1), (0, 2), (1, 2)]
 
 

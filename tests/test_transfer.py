@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from mdi.checkpoint.source import open_source
-from mdi.checkpoint.store import COMING, BlockStore
+from mdi.checkpoint.store import BlockStore
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
-from mdi.errors import CheckpointError, ControlError, MdiError
+from mdi.errors import CheckpointError, Code, ControlError, MdiError
 from mdi.node.secondary import SecondaryNode
+from mdi.spec.extent import Extent
 from secondaries import cluster_of, entry_of, secondaries, secondary, text_of
 from tiny_checkpoint import reference, write_checkpoint
 from waiting import DEADLINE_S, until
@@ -45,7 +46,7 @@ def parts_of(checkpoint: Path) -> tuple[dict[str, Any], dict[PartSpec, bytes]]:
     for i in range(source.config.n_layer):
         raw = b"".join(bytes(piece) for piece in source.pieces(f"block.{i}"))
         data[PartSpec(f"block.{i}", hashlib.sha256(raw).hexdigest(), len(raw))] = raw
-    fields = {"model": source.model, "config": source.config, "config_hash": source.config_hash}
+    fields = {"model": source.model_id}
     source.close()
     return {**fields, "blocks": (0, len(data)), "parts": tuple(data)}, data
 
@@ -71,7 +72,7 @@ class Transfer:
         client = ControlClient(entry_of(node))
         request = InitRequest(
             run=run, epoch=run, index=1, names=("starter", "secondary0"), placement="p", next_addr="127.0.0.1", next_port=1,
-            stored_dtype="float32", max_length=10, **self.fields,
+            extent=Extent(10), **self.fields,
         )  # fmt: skip
         client.init(request)
         missing = self._missing(client, run)
@@ -373,7 +374,7 @@ def test_a_part_that_is_coming_already_is_to_be_asked_for_again(tmp_path: Path) 
 
     with pytest.raises(CheckpointError):
         store.receive(part, 0, slow)
-    assert refused == [COMING]
+    assert refused == [Code.BUSY]
     left = [raw]
     store.receive(part, 0, lambda n: left.pop() if left else b"")
     assert store.path(part.sha256).read_bytes() == raw

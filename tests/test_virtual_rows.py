@@ -32,11 +32,11 @@ from mdi.cli import launch
 from mdi.engine.cohort import Beams
 from mdi.engine.sampling import Row, log_probs, sample
 from mdi.engine.sequence import Request, SamplingParams
-from mdi.errors import CheckpointError, KernelError, MdiError, UsageError
+from mdi.errors import CheckpointError, Code, KernelError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
-from mdi.node.local import free_ports
 from mdi.run.journal import Journal
+from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -151,7 +151,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_texts_do_not_depend_on_who_shares_their_frames(
     way: str, made: Tuned, expected: Expected, tmp_path: Path
 ) -> None:
-    from mdi.stages.window_budget import WindowMemory, WindowOptions
+    from mdi.spec.window import WindowMemory, WindowOptions
 
     options = dict(WAYS[way])
     if "weight_memory" in options:
@@ -220,7 +220,7 @@ def test_texts_are_the_same_whatever_else_a_run_has(case: str, made: Tuned, expe
                 if n_shown == beside.at:
                     job = nodes[0].runs.latest
                     assert job is not None and job.ring is not None
-                    job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "lost"))
+                    job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", Code.LOST))
 
             samples = [run.submit(p, encode(p), GREEDY, on_text=show, adapter=name) for name, p in EACH]
             run.read()
@@ -309,7 +309,7 @@ def test_beams_are_those_of_the_forward_that_was_trained(is_lost: bool, made: Tu
 
                 def fail(text: str) -> None:
                     if job.ring is not None:
-                        job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", "lost"))
+                        job.ring.fail(Fault("secondary0", "its connections are dropped", "secondary0", Code.LOST))
 
                 run.submit("", ids, SamplingParams(4, temperature=0), on_text=fail)
             found = {

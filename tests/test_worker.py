@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 import mdi.node.worker
-from mdi.errors import NodeLostError
+from mdi.errors import Code, NodeLostError
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.node.worker import RingWorker
@@ -41,7 +41,7 @@ def job() -> RingWorker:
 
 def test_a_node_that_leaves_while_the_ring_is_closed_is_lost_and_does_not_end_the_run() -> None:
     """A STOP would tell the starter that the run was ended on purpose: random faults, seed 41, run 106."""
-    one, fault = job(), Fault("secondary0", "it was asked to end", "secondary0", "left")
+    one, fault = job(), Fault("secondary0", "it was asked to end", "secondary0", Code.LEFT)
     one.abort(fault)
     one.end()  # the process ends after that
     assert begun(one) == [fault]
@@ -98,7 +98,7 @@ def test_a_run_that_was_ended_keeps_no_caches() -> None:
     """Even where another node is lost at the same moment."""
     store = BreaksRing()
     one = with_caches(store)
-    store.before = lambda: one.abort(Fault("", "the run was stopped", "secondary0", "run"))
+    store.before = lambda: one.abort(Fault("", "the run was stopped", "secondary0", Code.RUN))
     one.start()
     one.join(DEADLINE_S)
     assert store.kept == [False]

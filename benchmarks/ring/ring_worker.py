@@ -28,7 +28,7 @@ from mdi.cli.session import run_options
 from mdi.engine.sequence import SamplingParams
 from mdi.host.threads import choose_threads
 from mdi.kernels.library import instruction_set
-from mdi.node.local import LocalRing
+from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.options import Options

@@ -15,6 +15,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError, UsageError
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_cache import TORCH_TYPES
@@ -61,13 +62,13 @@ class WholeTextFamily(ModelFamily):
         """Of a secondary's stage."""
         return WholeTextStage
 
-    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         no_blocks = WholeTextStage(config, 0, 0)
-        return no_blocks.run_bytes(max_length, TORCH_TYPES[kv_dtype])
+        return no_blocks.run_bytes(extent.max_length, TORCH_TYPES[extent.kv_dtype])
 
     def check(self, request: InitRequest) -> None:
-        if request.config.qkv_bias is None:
-            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
+        if request.model.config.qkv_bias is None:
+            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model.name}", 409)
         super().check(request)
 
     def max_length(self, config: ModelConfig) -> int:
@@ -126,8 +127,8 @@ class NanoFamily(WholeTextFamily):
             raise ControlError(f"this node was started as {self._role}, but the nodes file has it as {wanted}", 409)
         if wanted == "intermediate":
             super().check(request)
-        elif request.config.qkv_bias is None:
-            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model}", 409)
+        elif request.model.config.qkv_bias is None:
+            raise ControlError(f"this is a node of {self.system}, but the run is of {request.model.name}", 409)
 
     def widest_row(self, config: ModelConfig) -> int:
         return max(config.n_embd, config.padded_vocab_size)

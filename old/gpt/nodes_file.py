@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.cluster import ClusterConfig, NodeConfig, node_of, read_json, refuse_shared_ports
 
 
@@ -14,19 +14,19 @@ def load_nano_cluster(path: str | Path) -> ClusterConfig:
     nodes = read_json(path).get("nodes")
     where = f"{path}: nodes"
     if not isinstance(nodes, dict) or "starter" not in nodes:
-        raise UsageError(f"{where}: expected an object with starter, intermediate and finisher", code="nodes")
+        raise UsageError(f"{where}: expected an object with starter, intermediate and finisher", code=Code.NODES)
     if unknown := nodes.keys() - {"starter", "intermediate", "finisher"}:
         raise UsageError(
-            f"{where}: {sorted(unknown)[0]!r} is no role of NanoGPT: starter, intermediate, finisher", code="role"
+            f"{where}: {sorted(unknown)[0]!r} is no role of NanoGPT: starter, intermediate, finisher", code=Code.ROLE
         )
     listed = nodes.get("intermediate", [])
     if not isinstance(listed, list):
-        raise UsageError(f"{where}.intermediate: expected a list of nodes (it may be empty)", code="nodes")
+        raise UsageError(f"{where}.intermediate: expected a list of nodes (it may be empty)", code=Code.NODES)
     others = [node_of(entry, f"intermediate{i}", f"{where}.intermediate[{i}]") for i, entry in enumerate(listed)]
     if "finisher" in nodes:
         others.append(node_of(nodes["finisher"], "finisher", f"{where}.finisher"))
     elif others:
-        raise UsageError(f"{where}: the finisher is missing; only a starter alone goes without", code="missing")
+        raise UsageError(f"{where}: the finisher is missing; only a starter alone goes without", code=Code.MISSING)
     cluster = ClusterConfig(node_of(nodes["starter"], "starter", f"{where}.starter"), tuple(others))
     refuse_shared_ports(cluster, str(path))
     return cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.nodes_file import arrange, load_nano_cluster
-from mdi.node.local import LocalRing
+from mdi.run.local import LocalRing
 from mdi.spec.cluster import ClusterConfig
 
 OLD = Path(__file__).resolve().parents[1]

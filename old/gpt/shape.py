@@ -11,7 +11,7 @@ from typing import Any
 
 from litgpt.config import Config
 
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.spec.settings_file import check_counts
 
 GPT2_CONTEXT, GPT2_VOCAB = 1024, 50257
@@ -68,7 +68,7 @@ def config_of(fields: Any, where: str) -> GPTConfig:
         return config
     except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError(
-            f"{where} does not describe a GPT with learned positions: {' '.join(str(e).split())}", code="shape"
+            f"{where} does not describe a GPT with learned positions: {' '.join(str(e).split())}", code=Code.SHAPE
         ) from None
 
 

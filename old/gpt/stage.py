@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from mdi.cancel import Cancel
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.slices import Slices
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_attention import Positions, Texts
@@ -32,7 +32,7 @@ class WholeTextStage(Stage):
         self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
     ) -> None:
         self.max_length = max_length
-        self.caches = TorchCaches(self.config, 0, 0, max_length, device, dtype)  # of no blocks
+        self.caches = TorchCaches(self.spec, 0, 0, max_length, device, dtype)  # of no blocks
         self._positions = Positions(self.config.block_size, device)
 
     @torch.inference_mode()
@@ -47,7 +47,7 @@ class WholeTextStage(Stage):
                 raise EngineError(
                     f"positions {start} to {start + n_rows} of sequence {seq_id}: a stage without caches takes whole texts "
                     f"of at most {self.config.block_size} tokens",
-                    code="length",
+                    code=Code.LENGTH,
                 )
             outs.append(self._run(x[first : first + n_rows]))
             first += n_rows

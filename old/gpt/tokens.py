@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.spec.cluster import read_json
 from mdi.text.texts import TextCodec
 from mdi_training.vocabulary import Vocabulary, load_vocabulary
@@ -56,7 +56,7 @@ class CharCodec(TextCodec):
                 f"the prompt has {unknown[0]!r}, but the model knows only the {len(known)} characters of its text"
                 if unknown
                 else f"the prompt cannot be encoded: {e}",
-                code="vocabulary",
+                code=Code.VOCABULARY,
             ) from None
 
 
@@ -83,13 +83,13 @@ def _from_merges(directory: Path, prompt_style: str) -> TextCodec:
     vocab, merges = directory / "vocab.json", directory / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         raise CheckpointError(
-            f"no tokenizer in {directory}: expected tokenizer.json, or vocab.json and merges.txt", code="missing"
+            f"no tokenizer in {directory}: expected tokenizer.json, or vocab.json and merges.txt", code=Code.MISSING
         )
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as e:  # tokenizers raises bare Exception
         raise CheckpointError(
-            f"the tokenizer in {directory} cannot be used: {' '.join(str(e).split())}", code="unreadable"
+            f"the tokenizer in {directory} cannot be used: {' '.join(str(e).split())}", code=Code.UNREADABLE
         ) from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -25,7 +25,7 @@ from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.spec.cluster import nearest_existing, read_json
 from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_yaml
@@ -116,7 +116,7 @@ def read_nano_config(path: Path) -> GPTConfig:
     try:
         return parse_nano_config(path.read_bytes(), path)
     except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror or e}", code="unreadable") from None
+        raise CheckpointError(f"cannot read {path}: {e.strerror or e}", code=Code.UNREADABLE) from None
 
 
 def parse_nano_config(content: bytes, path: Path) -> GPTConfig:
@@ -169,7 +169,7 @@ def _weight_files(where: Path) -> list[WeightFile]:
             raise CheckpointError(f"{index}: expected a weight_map from tensors to files")
         names = sorted(set(listed.values()))
         if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{index} names a file outside its folder", code="unsafe")
+            raise CheckpointError(f"{index} names a file outside its folder", code=Code.UNSAFE)
         return [open_weight_file(where / name) for name in names]
     if (where / "pytorch_model.bin").is_file():
         return [open_weight_file(where / "pytorch_model.bin")]
@@ -183,7 +183,7 @@ def _gpt2_config(where: Path) -> GPTConfig:
     except UsageError as e:
         raise CheckpointError(str(e)) from None
     if data.get("model_type", "gpt2") != "gpt2":
-        raise CheckpointError(f"{path} is of a model of type {data['model_type']!r}, not of GPT-2", code="shape")
+        raise CheckpointError(f"{path} is of a model of type {data['model_type']!r}, not of GPT-2", code=Code.SHAPE)
     wanted: Mapping[str, tuple[Any, ...]] = {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -192,23 +192,25 @@ def _gpt2_config(where: Path) -> GPTConfig:
     for key, allowed in wanted.items():
         if data.get(key, allowed[0]) not in allowed:
             raise CheckpointError(
-                f"{path}: {key} is {data[key]!r}, but this model computes with {allowed[0]!r}", code="shape"
+                f"{path}: {key} is {data[key]!r}, but this model computes with {allowed[0]!r}", code=Code.SHAPE
             )
     sizes = {}
     for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"):
         value = data.get(key, data.get("n_ctx") if key == "n_positions" else None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{path}: {key}: expected a whole number from 1 on, found {value!r}", code="shape")
+            raise CheckpointError(f"{path}: {key}: expected a whole number from 1 on, found {value!r}", code=Code.SHAPE)
         sizes[key] = value
     context = sizes.pop("n_positions")
     if sizes["n_embd"] % sizes["n_head"]:
         raise CheckpointError(
-            f"{path}: n_embd {sizes['n_embd']} is no multiple of n_head {sizes['n_head']}", code="shape"
+            f"{path}: n_embd {sizes['n_embd']} is no multiple of n_head {sizes['n_head']}", code=Code.SHAPE
         )
     config = gpt2_config(where.absolute().name, context=context, **sizes)
     eps, width = data.get("layer_norm_epsilon", 1e-5), data.get("n_inner") or 4 * config.n_embd
     if not isinstance(eps, float) or not isinstance(width, int):
-        raise CheckpointError(f"{path}: layer_norm_epsilon {eps!r}, n_inner {width!r}: expected numbers", code="shape")
+        raise CheckpointError(
+            f"{path}: layer_norm_epsilon {eps!r}, n_inner {width!r}: expected numbers", code=Code.SHAPE
+        )
     config.norm_eps, config.intermediate_size = eps, width
     return config
 
@@ -223,11 +225,11 @@ def _check_tensors(config: GPTConfig, specs: Mapping[str, TensorSpec], where: Pa
     wanted = _shapes(config)
     for name, shape in wanted.items():
         if name not in specs:
-            raise CheckpointError(f"{where} lacks the tensor {name}, of shape {list(shape)}", code="tensor")
+            raise CheckpointError(f"{where} lacks the tensor {name}, of shape {list(shape)}", code=Code.TENSOR)
         if specs[name].shape != shape:
             raise CheckpointError(
                 f"{where}: tensor {name} has the shape {list(specs[name].shape)}, expected {list(shape)} by the config",
-                code="tensor",
+                code=Code.TENSOR,
             )
     if unknown := next((name for name in specs if name not in wanted), None):
         raise CheckpointError(f"{where} holds the tensor {unknown}, which this model does not have")
@@ -246,9 +248,8 @@ class GPTWeights(StarterWeights):
         source = self._source
         self.sources.append(source)
         self.directory = source.path
-        self.model, self.config, self.dtype = source.model, source.config, source.dtype
-        self.config_hash = source.config_hash
-        self.quantize = self.quantize_head = self.stored_format = self.native = None
+        self.model = source.model_id
+        self.quantize = self.quantize_head = self.native = None
         self.is_cut_by_chunks = False
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:

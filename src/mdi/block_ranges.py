@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mdi.errors import SplitError
+from mdi.model.plain import spec_of
+from mdi.model.spec import Experts
+from mdi.model.tensors import block_tensors
 from mdi.spec.model import ModelConfig
 
 ADAPTER_PREFIX = "adapter."  # of a part with what adapters add to a block, before its number (checkpoint.adapters)
@@ -108,19 +112,11 @@ def head_cost_blocks(config: ModelConfig) -> float:
 
 
 def _block_weights(config: ModelConfig) -> int:
-    """Weights that one token meets in one block; of experts, those that it is sent to."""
-    n_embd, n_head = config.n_embd, config.n_head
-    if latent := config.latent_attention:
-        rope, nope, value = latent["qk_rope_head_dim"], latent["qk_nope_head_dim"], latent["v_head_dim"]
-        q_rank, kv_rank = latent["q_lora_rank"], latent["kv_lora_rank"]
-        query = (n_embd + n_head * (rope + nope)) * q_rank if q_rank else n_embd * n_head * (rope + nope)
-        attention = query + n_embd * (kv_rank + rope) + kv_rank * n_head * (nope + value) + n_head * value * n_embd
-    else:
-        groups, head_size = config.n_query_groups or n_head, config.head_size or n_embd // n_head
-        attention = n_embd * head_size * (2 * n_head + 2 * groups)
-    width = config.intermediate_size or 4 * n_embd
-    kind = config.mlp_class_name
-    if kind == "LLaMAMoE":
-        n_experts = config.n_expert_per_token + (config.n_shared_expert or 0)
-        width = n_experts * (config.moe_intermediate_size or width)
-    return int(attention + (2 if kind in ("GptNeoxMLP", "ReluMLP") else 3) * n_embd * width)
+    """Weights that one token meets in the last block; of experts, those that it is sent to. The router is left out."""
+    spec = spec_of(config)
+    block, found = spec.blocks[-1], 0.0
+    used = block.mlp.n_used / block.mlp.n if isinstance(block.mlp, Experts) else 1.0
+    for name, shape in block_tensors(block, spec.width).items():
+        if len(shape) == 2 and name != "mlp.gate.weight":
+            found += math.prod(shape) * (used if name.startswith("mlp.experts.") else 1)
+    return round(found)

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mdi.errors import MdiError
+from mdi.errors import Code, MdiError
 
 
 class CancelledError(MdiError):
     """The result of a wait is not wanted any more."""
 
-    code = "cancelled"
+    code = Code.CANCELLED
 
 
 class Cancel:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.files import replacing
 from mdi.metrics import SampleMetrics, tokens_over_time
 
@@ -188,7 +188,7 @@ def _figure(path: str | Path) -> Any:
     except ImportError as e:
         raise UsageError(
             f"the figure {path} cannot be drawn: matplotlib is not installed ({e}); run `pip install matplotlib`",
-            code="library",
+            code=Code.LIBRARY,
         ) from None
     # Without pyplot: no global state, and no window system even where one is set up.
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 
 _NAME = re.compile(r"tokens_time_samples_(\d+)nodes_(.+)_(\d+)samples\.csv")
 
@@ -40,7 +40,7 @@ def find_runs(folder: Path, names: Sequence[str], n_samples: int) -> list[RunFil
         UsageError: there are none; names the existing ones.
     """
     if not folder.is_dir():
-        raise UsageError(f"no such folder: {folder}; starter.py --plots writes its files there", code="missing")
+        raise UsageError(f"no such folder: {folder}; starter.py --plots writes its files there", code=Code.MISSING)
     all_runs = [run for path in sorted(folder.glob("*.csv")) if (run := parse_name(path)) is not None]
     plain = {re.sub(r"[^\w.+-]+", "-", name).strip("-.").lower() for name in names}
     found = [run for run in all_runs if run.model.lower() in plain and run.n_samples == n_samples]
@@ -49,7 +49,7 @@ def find_runs(folder: Path, names: Sequence[str], n_samples: int) -> list[RunFil
         raise UsageError(
             f"{folder} holds no run of {' or '.join(names)} with {n_samples} samples; it has "
             f"{', '.join(have) or 'none at all'}; starter.py --plots writes them",
-            code="missing",
+            code=Code.MISSING,
         )
     return sorted(found, key=lambda run: run.n_nodes)
 
@@ -68,9 +68,9 @@ def read_token_times(path: Path) -> list[tuple[float, int]]:
                     continue
                 points.append(_point(row, points, f"{path}, line {n}"))
     except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise UsageError(f"{path} cannot be read: {e}", code="unreadable") from e
+        raise UsageError(f"{path} cannot be read: {e}", code=Code.UNREADABLE) from e
     if not points:
-        raise UsageError(f"{path} holds no tokens", code="empty")
+        raise UsageError(f"{path} holds no tokens", code=Code.EMPTY)
     return points
 
 
@@ -83,6 +83,6 @@ def _point(row: list[str], before: list[tuple[float, int]], where: str) -> tuple
     if not good or (before and (time_s < before[-1][0] or n_tokens < before[-1][1])):
         raise UsageError(
             f"{where}: expected a time in seconds and a count of tokens, both rising, found {','.join(row)!r}",
-            code="value",
+            code=Code.VALUE,
         )
     return time_s, n_tokens

@@ -12,7 +12,7 @@ from litgpt.model import GPT
 
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.checkpoint.source import LitCheckpoint
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi_training.checkpoint import KEPT_FILES, STATE_NAME, WEIGHTS_NAME, Base, SavedRun
 from mdi_training.data import DataSet
 from mdi_training.loop import Trainer, TrainingProgress
@@ -92,7 +92,7 @@ def from_state(folder: Path, saved: SavedRun, data: DataSet) -> Beginning:
     _load(model, base, has_adapters=True)
     if _base(base) != saved.base:
         raise CheckpointError(
-            f"the weights in {base} are not those that the adapters in {folder} began with", code="changed"
+            f"the weights in {base} are not those that the adapters in {folder} began with", code=Code.CHANGED
         )
     model.load_state_dict(saved.weights, strict=False)
     return Beginning(model, config, files, saved.lora, saved.base, saved, notes)
@@ -127,7 +127,7 @@ def check_free(folder: Path, overwrite: bool) -> None:
             raise UsageError(
                 f"{folder / name} exists already; --overwrite replaces it, --init resume continues it, --out "
                 "chooses another folder",
-                code="exists",
+                code=Code.EXISTS,
             )
 
 
@@ -141,7 +141,7 @@ def check_fit(config: Config, data: DataSet) -> None:
         raise UsageError(
             f"{data.folder} has {data.vocab_size} token ids, but the model {config.name} has only "
             f"{config.padded_vocab_size}; use --fit-vocab, or prepare the data with fewer",
-            code="vocabulary",
+            code=Code.VOCABULARY,
         )
 
 
@@ -167,7 +167,7 @@ def _fill(model: GPT, state: dict[str, Any], where: str) -> None:
         model.load_state_dict(state, strict=True)
     except RuntimeError as err:
         raise CheckpointError(
-            f"{where} does not fit the shape of the model: {str(err).splitlines()[-1].strip()}", code="shape"
+            f"{where} does not fit the shape of the model: {str(err).splitlines()[-1].strip()}", code=Code.SHAPE
         ) from err
 
 

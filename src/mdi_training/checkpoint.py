@@ -23,7 +23,7 @@ from mdi.checkpoint.adapters import BASE_KEY, CONFIG_FILE, WEIGHTS_FILE, weights
 from mdi.checkpoint.parts import serialize
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.source import open_source
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.files import replacing
 from mdi_training.loop import TrainingProgress
 from mdi_training.lora import ADAPTER_NAME, has_adapters, merged_weights, peft_settings, peft_tensors, trained_weights
@@ -153,7 +153,7 @@ def load_state(folder: Path) -> SavedRun:
     if not path.is_file():
         found = sorted(str(p.parent) for p in folder.glob(f"*/{STATE_NAME}"))
         hint = f"; there is one in {', '.join(found)}" if found else "; it is written by a run of train.py"
-        raise CheckpointError(f"nothing to resume: {folder} holds no {STATE_NAME}{hint}", code="missing")
+        raise CheckpointError(f"nothing to resume: {folder} holds no {STATE_NAME}{hint}", code=Code.MISSING)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["format_version"] != FORMAT_VERSION:
@@ -175,7 +175,7 @@ def load_state(folder: Path) -> SavedRun:
         raise CheckpointError(
             f"{path} cannot be used: {type(err).__name__}: {reason:.200}; start again, or begin with the weights by "
             "--init finetune",
-            code="unreadable",
+            code=Code.UNREADABLE,
         ) from err
 
 

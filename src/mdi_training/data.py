@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.files import replacing
 from mdi.spec.settings_file import parse_json
 from mdi_training.encoders import encoded
@@ -98,7 +98,8 @@ def encode_texts(
         file.flush()
     except OSError as err:
         raise UsageError(
-            f"cannot write the encoded text: {err.strerror or err}; choose another disk with --out", code="unwritable"
+            f"cannot write the encoded text: {err.strerror or err}; choose another disk with --out",
+            code=Code.UNWRITABLE,
         ) from err
     if n_bytes == 0:
         return np.empty(0, dtype=dtype)
@@ -128,12 +129,12 @@ def write_data_set(
         UsageError: the text is too short, or the folder cannot be written.
     """
     if len(ids) < MIN_TOKENS:
-        raise UsageError(f"the text is too short: {len(ids)} tokens, expected at least {MIN_TOKENS}", code="short")
+        raise UsageError(f"the text is too short: {len(ids)} tokens, expected at least {MIN_TOKENS}", code=Code.SHORT)
     n_train = int(len(ids) * (1 - val_fraction))
     if not 0 < n_train < len(ids):
         raise UsageError(
             f"--val-fraction {float(val_fraction)} of {len(ids)} tokens leaves no tokens to train on or to test",
-            code="value",
+            code=Code.VALUE,
         )
     make_folder(folder)
     hashes = {
@@ -177,19 +178,21 @@ def load_data_set(folder: Path) -> DataSet:
         UsageError: something is missing, damaged, or of another format; says which file and what to do.
     """
     if not folder.is_dir():
-        raise UsageError(missing(folder, "the data set"), code="missing")
+        raise UsageError(missing(folder, "the data set"), code=Code.MISSING)
     path = folder / "meta.json"
     if not path.is_file():
-        raise UsageError(f"{folder} holds no meta.json, so it is no prepared data set; {AGAIN}", code="missing")
+        raise UsageError(f"{folder} holds no meta.json, so it is no prepared data set; {AGAIN}", code=Code.MISSING)
     try:
         meta = parse_json(path.read_text(encoding="utf-8"))
         dtype = ID_TYPES[meta["dtype"]]
         version, vocab_size, hashes = int(meta["format_version"]), int(meta["vocab_size"]), dict(meta["sha256"])
         n_train, n_val = int(meta["n_train"]), int(meta["n_val"])
     except (OSError, ValueError, KeyError, TypeError) as err:
-        raise UsageError(f"{path} cannot be used: {type(err).__name__}: {err}; {AGAIN}", code="unreadable") from err
+        raise UsageError(f"{path} cannot be used: {type(err).__name__}: {err}; {AGAIN}", code=Code.UNREADABLE) from err
     if version != FORMAT_VERSION:
-        raise UsageError(f"{path} has format_version {version}, expected {FORMAT_VERSION}; {AGAIN}", code="unreadable")
+        raise UsageError(
+            f"{path} has format_version {version}, expected {FORMAT_VERSION}; {AGAIN}", code=Code.UNREADABLE
+        )
     train = _open_ids(folder / "train.bin", dtype, n_train, vocab_size, hashes.get("train.bin"))
     val = _open_ids(folder / "val.bin", dtype, n_val, vocab_size, hashes.get("val.bin"))
     return DataSet(folder, train, val, vocab_size, _read_tokenizer(folder, hashes), hashes["train.bin"])
@@ -201,13 +204,13 @@ def _open_ids(path: Path, dtype: IdType, count: int, vocab_size: int, sha256: st
     if found != expected or count < 1:
         state = "is missing" if found is None else f"has {found} bytes"
         raise UsageError(
-            f"{path} {state}, expected {expected} bytes ({count} ids of {dtype.name}); {AGAIN}", code="damaged"
+            f"{path} {state}, expected {expected} bytes ({count} ids of {dtype.name}); {AGAIN}", code=Code.DAMAGED
         )
     if sha256_file(path) != sha256:
-        raise UsageError(f"{path} is not the one that meta.json describes (sha256 differs); {AGAIN}", code="damaged")
+        raise UsageError(f"{path} is not the one that meta.json describes (sha256 differs); {AGAIN}", code=Code.DAMAGED)
     ids: TokenIds = np.memmap(path, dtype=dtype, mode="r")
     if int(ids.max()) >= vocab_size:
-        raise UsageError(f"{path} holds id {ids.max()}, expected less than {vocab_size}; {AGAIN}", code="damaged")
+        raise UsageError(f"{path} holds id {ids.max()}, expected less than {vocab_size}; {AGAIN}", code=Code.DAMAGED)
     return ids
 
 
@@ -220,9 +223,9 @@ def _read_tokenizer(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
             if hashlib.sha256(content).hexdigest() != hashes[name]:
                 raise UsageError(
                     f"{path} is missing or not the one that meta.json describes (sha256 differs); {AGAIN}",
-                    code="damaged",
+                    code=Code.DAMAGED,
                 )
             files[name] = content
     if not files.keys() & {"tokenizer.json", "tokenizer.model"}:
-        raise UsageError(f"{folder / 'meta.json'} names no tokenizer; {AGAIN}", code="damaged")
+        raise UsageError(f"{folder / 'meta.json'} names no tokenizer; {AGAIN}", code=Code.DAMAGED)
     return files

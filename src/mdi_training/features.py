@@ -22,7 +22,7 @@ import numpy as np
 
 from mdi.checkpoint.disk_space import check_disk
 from mdi.engine.rows import ENCODERS
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.files import replacing
 from mdi.spec.decode import decode_text
 from mdi_training.examples import Example
@@ -153,7 +153,7 @@ class Features:
                     raise UsageError(
                         f"{folder} has outputs for other examples, another model or other flags: give another --out, or "
                         "remove it",
-                        code="exists",
+                        code=Code.EXISTS,
                     )
             self._outputs = StoredRows(folder, "features", self._first, kind.row_bytes, is_new)
             self.logits = (
@@ -164,7 +164,7 @@ class Features:
                     os.fchmod(file.fileno(), 0o600)
                     file.write(json.dumps(asdict(kind)).encode())
         except (OSError, ValueError) as e:  # ValueError: a file of another length
-            raise UsageError(f"{folder} cannot be used for the blocks' outputs: {e}", code="unwritable") from e
+            raise UsageError(f"{folder} cannot be used for the blocks' outputs: {e}", code=Code.UNWRITABLE) from e
 
     def missing(self) -> list[int]:
         """Examples whose outputs are not here as a whole."""

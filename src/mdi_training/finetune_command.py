@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
-from mdi.errors import EngineError, UsageError
+from mdi.errors import Code, EngineError, UsageError
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, SIDE_FILE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
@@ -91,14 +91,14 @@ def run(options: Options, cancel: Cancel) -> int:
 
     asked = options.tuning
     if options.out is None or (asked.data is None) == (asked.predict is None):
-        raise UsageError("give --out DIR, and --data FILE to learn from, or --predict FILE", code="flags")
+        raise UsageError("give --out DIR, and --data FILE to learn from, or --predict FILE", code=Code.FLAGS)
     if options.nodes is not None and options.nodes_config is not None:
         raise UsageError(
-            "--nodes makes a ring of its own; --nodes-config has one already: give one of them", code="flags"
+            "--nodes makes a ring of its own; --nodes-config has one already: give one of them", code=Code.FLAGS
         )
     if options.quantize == "auto":
         raise UsageError(
-            "--quantize auto: say which format, so that an interrupted fine-tuning can go on", code="flags"
+            "--quantize auto: say which format, so that an interrupted fine-tuning can go on", code=Code.FLAGS
         )
     options = replace(options, key=with_machines(options).key)
     options = with_model(options, cancel)
@@ -234,7 +234,8 @@ def _settings(options: Options) -> TuningSettings:
 def _check_new(options: Options, work: Path, result: Path) -> None:
     if options.resume is None and (result.exists() or work.exists()):
         raise UsageError(
-            f"{options.out} has a fine-tuning already: give --resume to go on with it, or another --out", code="exists"
+            f"{options.out} has a fine-tuning already: give --resume to go on with it, or another --out",
+            code=Code.EXISTS,
         )
 
 
@@ -281,7 +282,7 @@ def _taps(asked: tuple[int, ...] | int, n_layer: int) -> tuple[int, ...]:
     if len(asked) > MOST_TAPS or any(tap >= n_layer - 1 for tap in asked):
         raise UsageError(
             f"--taps: at most {MOST_TAPS} blocks below {n_layer - 1}; the outputs of the last one come always",
-            code="value",
+            code=Code.VALUE,
         )
     return asked
 
@@ -291,7 +292,7 @@ def _n_logits(asked: TuningOptions, config: ModelConfig) -> int:
     if not asked.keep_logits:
         return 0
     if asked.task != "lm" or config.final_logit_softcapping is not None:
-        raise UsageError("--keep-logits: only with --head lm, and for models whose logits have no cap", code="flags")
+        raise UsageError("--keep-logits: only with --head lm, and for models whose logits have no cap", code=Code.FLAGS)
     return config.padded_vocab_size
 
 
@@ -415,7 +416,9 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
     assert out is not None
     n_before = 0 if asked.method == LORA else asked.prompt_length
     if n_before >= model.max_length:
-        raise UsageError(f"--prompt-length {n_before}: a text can have {model.max_length} tokens in all", code="length")
+        raise UsageError(
+            f"--prompt-length {n_before}: a text can have {model.max_length} tokens in all", code=Code.LENGTH
+        )
     examples, n_train, labels = _examples(options, model, model.max_length - n_before)
     kind = _kind(options, labels)
     new_tensors(kind, config, 0, model.weights.source_of)  # complain now
@@ -514,7 +517,7 @@ def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
     base = weights_hash(model.weights.sources[0])
     tuned = read_tensors(options.out, model.weights.config, model.weights.source_of, base)
     if not tuned.kind.labels:
-        raise UsageError(f"--predict: {options.out} knows no labels, and writes texts", code="flags")
+        raise UsageError(f"--predict: {options.out} knows no labels, and writes texts", code=Code.FLAGS)
     longest = model.max_length - tuned.kind.length
     examples = class_examples(read_rows(options.tuning.predict), model.codec, longest, None)
     length = tuned.kind.length + max(len(one.ids) for one in examples)
@@ -533,7 +536,7 @@ def _predict_through(options: Options, model: _Model, cancel: Cancel) -> int:
 
 def _nodes(options: Options, cancel: Cancel) -> NodeSource:
     from mdi.cli.session import nodes_of, processes_of
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.spec.cluster import load_cluster, standalone
 
     if options.nodes is not None:
@@ -559,7 +562,7 @@ def _predict(options: Options, model: _Model, cancel: Cancel) -> int:
     shape: SideShape = network.shape
     check_base(shape, base_of(model.weights), model.weights.config, options.out)
     if shape.head != CLASSES:
-        raise UsageError(f"--predict: {options.out} knows no labels, and writes texts: use --adapter", code="flags")
+        raise UsageError(f"--predict: {options.out} knows no labels, and writes texts: use --adapter", code=Code.FLAGS)
     examples = class_examples(read_rows(options.tuning.predict), model.codec, model.max_length, None)
     logits: dict[int, np.ndarray] = {}
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from mdi.checkpoint.hub_files import fetch, look_up
-from mdi.errors import DownloadError
+from mdi.errors import Code, DownloadError
 from mdi_training.texts import ROW_SUFFIXES, TEXT_SUFFIXES
 
 _FULL = "free some space, choose another disk with --out, or fewer files with --files"
@@ -60,7 +60,7 @@ def choose_texts(names: Sequence[str], pattern: str | None, split: str, repo_id:
             f"matches {pattern!r}" if pattern is not None else f"is one of {', '.join((*TEXT_SUFFIXES, *ROW_SUFFIXES))}"
         )
         have = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
-        raise DownloadError(f"{repo_id} has no file that {what}; it has {have or 'none at all'}", code="no_files")
+        raise DownloadError(f"{repo_id} has no file that {what}; it has {have or 'none at all'}", code=Code.NO_FILES)
     return found
 
 

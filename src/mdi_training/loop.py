@@ -17,7 +17,7 @@ import torch
 from litgpt.model import GPT
 from torch.nn import functional
 
-from mdi.errors import MdiError, UsageError
+from mdi.errors import Code, MdiError, UsageError
 from mdi_training.processes import Processes
 from mdi_training.schedule import learning_rate
 from mdi_training.training_settings import TrainingSettings
@@ -105,7 +105,7 @@ class Trainer:
             raise UsageError(
                 f"--grad-acc-steps {settings.grad_acc_steps}: expected a multiple of the {self._processes.count} "
                 "processes, which share these forward passes",
-                code="value",
+                code=Code.VALUE,
             )
         self._device = next(model.parameters()).device
         self._on_pass: Callable[[str], object] = _unwatched
@@ -173,7 +173,7 @@ class Trainer:
         if not math.isfinite(total):
             raise MdiError(
                 f"the loss became {total} at step {self.progress.n_steps}; use a smaller --lr or --dtype float32",
-                code="loss",
+                code=Code.LOSS,
             )
         if settings.grad_clip > 0:
             self.scaler.unscale_(self.optimizer)

@@ -14,7 +14,7 @@ from litgpt import lora
 from litgpt.config import Config
 from litgpt.model import GPT
 
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi_training.training_settings import LORA_TARGETS, LoraSettings
 
 ADAPTER_NAME = "lit_model.pth.lora"
@@ -36,7 +36,7 @@ def add_adapters(config: Config, settings: LoraSettings, seed: int) -> GPT:
     """
     if config.latent_attention is not None:
         raise UsageError(
-            f"--lora-r: litgpt has no adapters for latent attention ({config.name}); train without", code="flags"
+            f"--lora-r: litgpt has no adapters for latent attention ({config.name}); train without", code=Code.FLAGS
         )
     flags = {f"lora_{name}": name in settings.targets for name in LORA_TARGETS}
     shape = lora.Config(

@@ -17,7 +17,7 @@ from litgpt.config import Config, name_to_config
 from litgpt.model import GPT
 
 from mdi.checkpoint.folder import CONFIG_FILE
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.spec.model import ModelConfig, litgpt_fields
 from mdi.spec.settings_file import parse_yaml
 from mdi_training.storage import missing
@@ -36,14 +36,14 @@ def load_shape(source: str | Path) -> Config:
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
             raise CheckpointError(
-                f"{folder} holds no {CONFIG_FILE}: put one there, or give the shape with --config", code="missing"
+                f"{folder} holds no {CONFIG_FILE}: put one there, or give the shape with --config", code=Code.MISSING
             )
     elif not path.is_file():
-        raise CheckpointError(missing(path, "the checkpoint folder"), code="missing")
+        raise CheckpointError(missing(path, "the checkpoint folder"), code=Code.MISSING)
     try:
         return parse_shape(path.read_bytes(), path)
     except OSError as err:
-        raise CheckpointError(f"{path} cannot be read: {err.strerror or err}", code="unreadable") from err
+        raise CheckpointError(f"{path} cannot be read: {err.strerror or err}", code=Code.UNREADABLE) from err
 
 
 def parse_shape(content: bytes, where: Path) -> Config:
@@ -52,7 +52,7 @@ def parse_shape(content: bytes, where: Path) -> Config:
         return Config(**litgpt_fields(ModelConfig.of(parse_yaml(content, str(where)))))
     except (TypeError, ValueError, AssertionError, AttributeError, ZeroDivisionError) as err:
         raise CheckpointError(
-            f"{where} does not describe a litgpt model: {type(err).__name__}: {err}", code="shape"
+            f"{where} does not describe a litgpt model: {type(err).__name__}: {err}", code=Code.SHAPE
         ) from err
 
 
@@ -101,7 +101,7 @@ def _named(name: str) -> Config:
         near = difflib.get_close_matches(name.split("/")[-1], list(name_to_config), n=3)
         hint = f"; names like it: {', '.join(near)}" if near else ""
         raise CheckpointError(
-            missing(Path(name), "the checkpoint folder") + f", nor does litgpt know the name{hint}", code="missing"
+            missing(Path(name), "the checkpoint folder") + f", nor does litgpt know the name{hint}", code=Code.MISSING
         )
     return config
 

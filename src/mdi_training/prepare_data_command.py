@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.parser import Parser
 
 logger = logging.getLogger("mdi")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     val_fraction = parse_fraction(args.val_fraction)
     if not 1 <= args.workers <= 1024:
-        raise UsageError(f"--workers {args.workers}: expected from 1 to 1024", code="value")
+        raise UsageError(f"--workers {args.workers}: expected from 1 to 1024", code=Code.VALUE)
     out, paths = find_data(args)
     logger.info("reading %d files", len(paths))
     if args.tokenizer is None:
@@ -126,7 +126,7 @@ def unnamed_file_near(folder: Path) -> BinaryIO:
         return tempfile.TemporaryFile(dir=near if near.is_dir() else near.parent)
     except OSError as e:
         raise UsageError(
-            f"cannot write in {near}: {e.strerror or e}; choose another folder with --out", code="unwritable"
+            f"cannot write in {near}: {e.strerror or e}; choose another folder with --out", code=Code.UNWRITABLE
         ) from e
 
 
@@ -137,5 +137,5 @@ def parse_fraction(text: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not 0 < value < 1:
-        raise UsageError(f"--val-fraction {text}: expected more than 0 and less than 1, e.g. 0.1", code="value")
+        raise UsageError(f"--val-fraction {text}: expected more than 0 and less than 1, e.g. 0.1", code=Code.VALUE)
     return value

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # A process that waits longer than this counts the others as dead. Writing a large checkpoint takes minutes.
@@ -53,12 +53,12 @@ class Processes:
             rank, count, local_rank, local_count = (int(os.environ[name]) for name in VARIABLES)
         except (KeyError, ValueError) as err:
             raise UsageError(
-                f"torchrun's variables {', '.join(VARIABLES)} are not whole ({err})", code="environment"
+                f"torchrun's variables {', '.join(VARIABLES)} are not whole ({err})", code=Code.ENVIRONMENT
             ) from None
         if not (0 <= rank < count and 0 <= local_rank < local_count <= count):
             raise UsageError(
                 f"torchrun's variables contradict each other: rank {rank} of {count}, {local_rank} of {local_count}",
-                code="environment",
+                code=Code.ENVIRONMENT,
             )
         return cls(rank, count, local_rank, local_count)
 
@@ -77,12 +77,12 @@ class Processes:
             return name
         if name != "cuda":
             raise UsageError(
-                f"--device {name}: several processes can share the cpu or take a GPU each (cuda)", code="device"
+                f"--device {name}: several processes can share the cpu or take a GPU each (cuda)", code=Code.DEVICE
             )
         n_gpus = torch.cuda.device_count()
         if self.local_count > n_gpus:
             raise UsageError(
-                f"{self.local_count} processes, but this machine has {n_gpus} GPUs; use --device cpu", code="device"
+                f"{self.local_count} processes, but this machine has {n_gpus} GPUs; use --device cpu", code=Code.DEVICE
             )
         return f"cuda:{self.local_rank}"
 

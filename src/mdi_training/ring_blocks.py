@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mdi.block_ranges import block_span
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.run.passes import Passes, Traffic
 from mdi.run.run import Run
 
@@ -36,7 +36,7 @@ class RingBlocks(torch.nn.Module):
         n_layer = run.model.weights.n_layer
         self.start, self.stop = start, n_layer if stop is None else stop
         if not 0 <= self.start < self.stop <= n_layer:
-            raise UsageError(f"{block_span(self.start, self.stop)} of a model of {n_layer}", code="value")
+            raise UsageError(f"{block_span(self.start, self.stop)} of a model of {n_layer}", code=Code.VALUE)
         self._passes, self._n_embd, self._max_length = run.passes, run.model.config.n_embd, run.max_length
 
     @property
@@ -56,7 +56,7 @@ class RingBlocks(torch.nn.Module):
         if x.dim() != 3 or x.size(2) != self._n_embd or not 0 < x.size(1) <= self._max_length or not len(x):
             raise UsageError(
                 f"rows of shape {tuple(x.shape)}; expected (texts, at most {self._max_length} tokens, {self._n_embd})",
-                code="value",
+                code=Code.VALUE,
             )
         trained = trained or {}
         found: torch.Tensor = _Through.apply(x, self._passes, self.start, self.stop, tuple(trained), *trained.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.cluster import nearest_existing
 
 PIECE_BYTES = 1 << 20
@@ -23,7 +23,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise UsageError(f"the folder {path} cannot be made: {err.strerror or err}", code="unwritable") from err
+        raise UsageError(f"the folder {path} cannot be made: {err.strerror or err}", code=Code.UNWRITABLE) from err
 
 
 def sha256_file(path: Path) -> str:

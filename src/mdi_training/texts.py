@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.settings_file import parse_json
 from mdi_training.storage import missing
 
@@ -29,7 +29,7 @@ def find_texts(path: Path) -> list[Path]:
         UsageError: the path does not exist, or the folder has no text.
     """
     if not path.exists():
-        raise UsageError(missing(path, "the text"), code="missing")
+        raise UsageError(missing(path, "the text"), code=Code.MISSING)
     if path.is_file():
         return [path]
     for suffixes in (TEXT_SUFFIXES, ROW_SUFFIXES):
@@ -37,7 +37,7 @@ def find_texts(path: Path) -> list[Path]:
         if found:
             return found
     raise UsageError(
-        f"{path} holds no {' or '.join(TEXT_SUFFIXES)} file, nor one of {', '.join(ROW_SUFFIXES)}", code="empty"
+        f"{path} holds no {' or '.join(TEXT_SUFFIXES)} file, nor one of {', '.join(ROW_SUFFIXES)}", code=Code.EMPTY
     )
 
 
@@ -75,12 +75,12 @@ def read_text(path: Path) -> str:
         raise UsageError(
             f"{path} is not UTF-8: byte 0x{raw[err.start]:02x} at offset {err.start}; "
             "convert it, e.g. with iconv -t UTF-8",
-            code="unreadable",
+            code=Code.UNREADABLE,
         ) from err
     except OSError as err:
-        raise UsageError(f"{path} cannot be read: {err.strerror or err}", code="unreadable") from err
+        raise UsageError(f"{path} cannot be read: {err.strerror or err}", code=Code.UNREADABLE) from err
     if not text.strip():
-        raise UsageError(f"{path} is empty ({len(raw)} bytes); expected text", code="empty")
+        raise UsageError(f"{path} is empty ({len(raw)} bytes); expected text", code=Code.EMPTY)
     return text
 
 
@@ -109,7 +109,7 @@ def _rows(path: Path, column: str) -> Iterator[str]:
         else:
             yield from _json_lines(path, column)
     except (OSError, EOFError, UnicodeDecodeError) as err:
-        raise UsageError(f"{path} cannot be read: {err}", code="unreadable") from err
+        raise UsageError(f"{path} cannot be read: {err}", code=Code.UNREADABLE) from err
 
 
 def _json_lines(path: Path, column: str) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _json_lines(path: Path, column: str) -> Iterator[str]:
                 try:
                     row = parse_json(line)
                 except ValueError as err:
-                    raise UsageError(f"{path}, line {n} is not JSON: {err}", code="unreadable") from err
+                    raise UsageError(f"{path}, line {n} is not JSON: {err}", code=Code.UNREADABLE) from err
                 yield _cell(row, column, f"{path}, line {n}")
 
 
@@ -130,7 +130,7 @@ def _csv(path: Path, column: str) -> Iterator[str]:
             for n, row in enumerate(csv.DictReader(file), start=2):
                 yield _cell(row, column, f"{path}, row {n}")
         except csv.Error as err:
-            raise UsageError(f"{path} is not a CSV file: {err}", code="unreadable") from err
+            raise UsageError(f"{path} is not a CSV file: {err}", code=Code.UNREADABLE) from err
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:
@@ -139,32 +139,32 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UsageError(
-            f"{path} is a Parquet file: run `pip install pyarrow`, or give the texts in another form", code="library"
+            f"{path} is a Parquet file: run `pip install pyarrow`, or give the texts in another form", code=Code.LIBRARY
         ) from None
     try:
         with ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
                 have = ", ".join(file.schema_arrow.names)
                 raise UsageError(
-                    f"{path} has no column {column!r}; it has {have}: choose one with --column", code="column"
+                    f"{path} has no column {column!r}; it has {have}: choose one with --column", code=Code.COLUMN
                 )
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from (_cell({column: text}, column, str(path)) for text in batch.column(0).to_pylist())
     except ArrowException as err:
         raise UsageError(
-            f"{path} is not a readable Parquet file: {str(err).splitlines()[0]}", code="unreadable"
+            f"{path} is not a readable Parquet file: {str(err).splitlines()[0]}", code=Code.UNREADABLE
         ) from err
 
 
 def _cell(row: Any, column: str, where: str) -> str:
     if not isinstance(row, dict) or column not in row:
         have = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise UsageError(f"{where} has no {column!r}; it has {have:.200}: choose one with --column", code="column")
+        raise UsageError(f"{where} has no {column!r}; it has {have:.200}: choose one with --column", code=Code.COLUMN)
     if row[column] is None:
         return ""
     if not isinstance(row[column], str):
         raise UsageError(
             f"{where}: {column!r} is not text but {type(row[column]).__name__}: choose another with --column",
-            code="column",
+            code=Code.COLUMN,
         )
     return str(row[column])

@@ -19,7 +19,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi_training.train_flags import add_arguments, make_lora, make_settings
 from mdi_training.training_settings import TrainingSettings
 
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, begin: Begin) -> int:
     from mdi_training.processes import Processes, joined
 
     if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads {args.threads}: expected at least 1", code="value")
+        raise UsageError(f"--threads {args.threads}: expected at least 1", code=Code.VALUE)
     processes = Processes.from_environment()
     choose_threads(args.threads, others=[None] * (processes.local_count - 1))
     load_torch("training")
@@ -122,16 +122,16 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
         if getattr(args, flag) and args.init != "scratch":
             raise UsageError(
                 f"--{flag.replace('_', '-')} is for --init scratch: the weights of --ckpt have their shape",
-                code="flags",
+                code=Code.FLAGS,
             )
     if args.force_old and args.init != "resume":
-        raise UsageError("-F/--force-old is for --init resume", code="flags")
+        raise UsageError("-F/--force-old is for --init resume", code=Code.FLAGS)
     folder = Path(args.ckpt).expanduser()
     seed = TrainingSettings.seed if args.seed is None else args.seed
     if args.init == "scratch":
         if lora is not None:
             raise UsageError(
-                "--lora-r adapts weights that were trained before: use it with --init finetune", code="flags"
+                "--lora-r adapts weights that were trained before: use it with --init finetune", code=Code.FLAGS
             )
         config = load_shape(args.config or folder)
         config = fit_vocabulary(config, data.vocab_size) if args.fit_vocab else config
@@ -140,7 +140,7 @@ def begin(args: argparse.Namespace, data: DataSet) -> tuple[Beginning, Path]:
         return from_scratch(config, seed, data), args.out or folder
     if args.init == "resume":
         if lora is not None:
-            raise UsageError("--lora-r: a resumed run keeps the adapters that it began with", code="flags")
+            raise UsageError("--lora-r: a resumed run keeps the adapters that it began with", code=Code.FLAGS)
         folder = args.out or folder
         return from_state(folder, load_state(folder), data), folder
     folder = find_checkpoint(args.ckpt, args.hf_token)
@@ -194,7 +194,7 @@ def pick_device(name: str) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as err:
         reason = str(err).splitlines()[0]
         raise UsageError(
-            f"--device {name}: this machine or this torch does not have it ({reason}); try cpu", code="device"
+            f"--device {name}: this machine or this torch does not have it ({reason}); try cpu", code=Code.DEVICE
         ) from err
     return name
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.parser import Parser
 from mdi_training.schedule import SCHEDULES
 from mdi_training.training_settings import DTYPES, LORA_TARGETS, LoraSettings, TrainingSettings
@@ -152,12 +152,12 @@ def make_settings(
         settings = replace(saved.settings, **given)
     if settings.dtype == "float16" and value_type != "cuda":
         raise UsageError(
-            f"--dtype float16 trains on cuda only, not on {device}; use bfloat16 or float32", code="device"
+            f"--dtype float16 trains on cuda only, not on {device}; use bfloat16 or float32", code=Code.DEVICE
         )
     if settings.sequence_length > block_size:
         raise UsageError(
             f"--sequence-length {settings.sequence_length} is more than the model's context of {block_size}",
-            code="value",
+            code=Code.VALUE,
         )
     return settings
 
@@ -169,7 +169,7 @@ def make_lora(args: argparse.Namespace) -> LoraSettings | None:
     if args.lora_r is None or args.lora_r == 0:
         if given:
             raise UsageError(
-                f"--lora-{next(iter(given))} without --lora-r: give the rank of the adapters, e.g. 8", code="flags"
+                f"--lora-{next(iter(given))} without --lora-r: give the rank of the adapters, e.g. 8", code=Code.FLAGS
             )
         return None
     if "targets" in given:

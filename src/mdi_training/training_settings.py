@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi_training.schedule import SCHEDULES
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,7 +79,7 @@ class TrainingSettings:
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected {expected}", code="value")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected {expected}", code=Code.VALUE)
 
     @property
     def n_tokens_per_step(self) -> int:
@@ -111,4 +111,4 @@ class LoraSettings:
 
 def _lora_check(name: str, value: object, good: bool, expected: str) -> None:
     if not good:
-        raise UsageError(f"--lora-{name} {value}: expected {expected}", code="value")
+        raise UsageError(f"--lora-{name} {value}: expected {expected}", code=Code.VALUE)

@@ -26,7 +26,7 @@ from mdi.checkpoint.virtual_adapters import DEEP_TYPE, EMBEDDINGS, PREFIX_TYPE, 
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, row_widths, why_no_rows
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
 from mdi.spec.decode import Meta, decode_text
@@ -46,7 +46,7 @@ class TuningKind:
 
     Attributes:
         method: of spec.options.METHODS, but not "side".
-        rank, alpha, targets: of LoRA; targets are of mdi.spec.options.LORA_TARGETS.
+        rank, alpha, targets: of LoRA; targets are of spec.options.ADAPTED.
         length: rows of a prompt or prefix.
         labels: of the classes; none where texts are written.
     """
@@ -196,7 +196,7 @@ class Lora(TunedTensors):
         if not rows:
             raise UsageError(
                 f"--lora-targets: block {block} has no {module} that can be adapted: experts, their router and latent "
-                "attention cannot; name others", code="kernels",
+                "attention cannot; name others", code=Code.KERNELS,
             )  # fmt: skip
         path = f"base_model.model.{self._path}.{block}.{module}"
         bound = n_in**-0.5
@@ -243,7 +243,9 @@ class Prompt(TunedTensors):
     ) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(False, config)) is not None:
-            raise UsageError(f"--method {kind.method}: {config.name} {why_not}: choose lora or prefix", code="kernels")
+            raise UsageError(
+                f"--method {kind.method}: {config.name} {why_not}: choose lora or prefix", code=Code.KERNELS
+            )
         self.n_rows = kind.length
         rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
         if embed is not None:
@@ -271,7 +273,7 @@ class Prefix(TunedTensors):
     def __init__(self, kind: TuningKind, config: ModelConfig, seed: int) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(True, config)) is not None:
-            raise UsageError(f"--method {PREFIX}: {config.name} {why_not}", code="kernels")
+            raise UsageError(f"--method {PREFIX}: {config.name} {why_not}", code=Code.KERNELS)
         self._width = row_widths(config)[PREFIX_KEY]
         for i in self._blocks:
             for name in ("key", "value"):
@@ -323,7 +325,7 @@ def read_tensors(
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        raise UsageError(f"{folder} has no {WEIGHTS_FILE}: give a folder that `mdi finetune` wrote", code="missing")
+        raise UsageError(f"{folder} has no {WEIGHTS_FILE}: give a folder that `mdi finetune` wrote", code=Code.MISSING)
     file = SafetensorsFile(path, STRANGERS_LIMIT_BYTES)
     if KEY not in file.metadata:
         raise CheckpointError(f"{path} was not written by `mdi finetune`")
@@ -331,7 +333,7 @@ def read_tensors(
     if kind.method not in (LORA, PROMPT, DEEP_PROMPT, PREFIX) or not {*kind.targets} <= {*ADAPTED}:
         raise CheckpointError(f"{path}: its description is none of `mdi finetune`")
     if base is not None and file.metadata.get(BASE_KEY, base) != base:
-        raise CheckpointError(f"{path} was trained on other weights than this model's", code="adapter")
+        raise CheckpointError(f"{path} was trained on other weights than this model's", code=Code.ADAPTER)
     found = new_tensors(kind, config, 0, source)
     wanted = {name: TensorSpec("F32", tuple(one.shape)) for name, one in found._arrays().items()}
     if file.specs != wanted:

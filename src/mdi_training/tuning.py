@@ -18,7 +18,7 @@ import torch
 from safetensors.numpy import load, save
 
 from mdi.checkpoint.safetensors_layout import read_header
-from mdi.errors import CheckpointError, MdiError, UsageError
+from mdi.errors import CheckpointError, Code, MdiError, UsageError
 from mdi.files import replacing
 from mdi_training.examples import Example, digest_of
 from mdi_training.frozen_head import Sum
@@ -100,7 +100,7 @@ class Tuning(ABC):
         self._optimizer.zero_grad()
         total = self.learn(indices)
         if not np.isfinite(total):
-            raise MdiError(f"the loss is {total} at step {self.n_steps + 1}: try a smaller --lr", code="loss")
+            raise MdiError(f"the loss is {total} at step {self.n_steps + 1}: try a smaller --lr", code=Code.LOSS)
         torch.nn.utils.clip_grad_norm_(self.named.values(), CLIP)
         self._optimizer.step()
         self.n_steps += 1
@@ -146,7 +146,7 @@ class Tuning(ABC):
                 raise UsageError(
                     f"{path} is of a training with other examples, another model or other number formats: give those of that "
                     f"training, give another --out, or remove {folder}",
-                    code="exists",
+                    code=Code.EXISTS,
                 )
             wanted = {
                 "n_steps": facts["n_steps"],
@@ -238,7 +238,7 @@ def _lines(path: Path, n: int) -> list[list[Any]]:
     except FileNotFoundError:
         return []
     except OSError as e:
-        raise UsageError(f"{path} cannot be read: {e.strerror or e}", code="unreadable") from e
+        raise UsageError(f"{path} cannot be read: {e.strerror or e}", code=Code.UNREADABLE) from e
 
 
 def _write_lines(path: Path, rows: Sequence[Sequence[Any]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.settings_file import parse_json
 from mdi_training.storage import missing
 
@@ -53,7 +53,7 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Vocabulary:
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
             f"--vocab-size {vocab_size} is too small, expected at least {MIN_VOCAB_SIZE} (all bytes and one)",
-            code="value",
+            code=Code.VALUE,
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,12 +86,12 @@ def load_vocabulary(path: Path) -> Vocabulary:
         UsageError: it does not exist, or cannot be read as a tokenizer.
     """
     if not path.exists():
-        raise UsageError(missing(path, "the tokenizer"), code="missing")
+        raise UsageError(missing(path, "the tokenizer"), code=Code.MISSING)
     folder = path if path.is_dir() else path.parent
     names = ("tokenizer.json", "tokenizer.model") if path.is_dir() else (path.name,)
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
-        raise UsageError(f"{path} holds no tokenizer, expected {' or '.join(names)}", code="missing")
+        raise UsageError(f"{path} holds no tokenizer, expected {' or '.join(names)}", code=Code.MISSING)
     files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES[2:] if (folder / n).is_file()}
     content = (folder / name).read_bytes()
     try:
@@ -99,7 +99,7 @@ def load_vocabulary(path: Path) -> Vocabulary:
             return _from_sentencepiece({"tokenizer.model": content, **files})
         return _from_json({"tokenizer.json": content, **files})
     except Exception as err:  # tokenizers raises bare Exception, sentencepiece RuntimeError
-        raise UsageError(f"{folder / name} cannot be read as a tokenizer: {err}", code="unreadable") from err
+        raise UsageError(f"{folder / name} cannot be read as a tokenizer: {err}", code=Code.UNREADABLE) from err
 
 
 def vocabulary_of(files: dict[str, bytes]) -> Vocabulary:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class Windows:
             raise UsageError(
                 f"{name} has {len(ids)} tokens, too few for one window of {length} and the token after it; "
                 "give more text or a smaller --sequence-length",
-                code="short",
+                code=Code.SHORT,
             )
         self._ids = ids
         self._length = length

@@ -12,8 +12,8 @@ from litgpt.model import GPT
 from backends import ALL, MAKERS, Loaded, embedded, logits
 from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK
 from mdi.kernels.slices import Slice
+from mdi.model.caches import PAGE, SLACK
 from mdi.stages.torch_cache import TORCH_TYPES
 from tolerance import assert_alike
 
@@ -187,6 +187,4 @@ def test_pages_that_no_window_sees_are_freed(name: str, family: str) -> None:
         found = last_logits(backend, gpt, 0, start, text[start : start + 8])
     assert_alike(found, whole(gpt, text)[-1], gpt.config)
     for cache_class, table in zip(backend.caches.classes, backend.caches.tables(0), strict=True):
-        assert (table.first > 0) == (
-            cache_class.window is not None and cache_class.window + WINDOW_SLACK + PAGE < CONTEXT - 8
-        )
+        assert (table.first > 0) == (cache_class.window is not None and cache_class.window + SLACK + PAGE < CONTEXT - 8)

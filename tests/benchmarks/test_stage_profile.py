@@ -2,7 +2,7 @@
 
 import pytest
 
-from mdi.kernels.page_sizes import PAGE
+from mdi.model.caches import PAGE
 from mdi.spec.model import ModelConfig
 from random_checkpoint import config_of
 from stage_profile import attention_work

@@ -20,8 +20,8 @@ from mdi import cli
 from mdi.cli import COMMANDS, launch
 from mdi.errors import MdiError
 from mdi.net.keys import new_secret, write_keys
-from mdi.node.local import free_ports
 from mdi.placement.profile import boards
+from mdi.run.local import free_ports
 from tiny_checkpoint import write_checkpoint
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from mdi.cancel import CancelledError
 from mdi.cli import discover
 from mdi.cli.access import free_port
 from mdi.cli.discover import Discovery
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from mdi.spec.options import Options
 from waiting import until
 

@@ -11,7 +11,7 @@ from gpt_models import TEXT, write_gpt2
 from gpt.model import PositionGPT, greedy
 from gpt.nodes_file import arrange
 from gpt.weights import GPTConfig, open_gpt2, open_nano
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from processes import Process, Spawn
 
 OLD = Path(__file__).resolve().parents[2] / "old"

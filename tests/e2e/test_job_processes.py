@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cluster_keys import key_file
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from processes import SOON_S, SRC, Spawn
 from tiny_checkpoint import TEXT, reference
 

@@ -15,7 +15,7 @@ import requests
 
 from mdi.checkpoint.chunks import find_chunk, write_chunks
 from mdi.checkpoint.source import open_source
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from processes import SOON_S, Cluster, Spawn, Starter, meanwhile
 from tiny_checkpoint import reference, write_checkpoint
 

@@ -20,7 +20,7 @@ from faulty_links import BACK, FRONT, FaultyLink, Network, Pace
 from mdi.control.client import ControlClient
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, MdiError
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import BROUGHT_DOWN, Decision, Event, Lost
 from mdi.run.run import Run

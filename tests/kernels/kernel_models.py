@@ -13,6 +13,7 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of, prompt
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 
 KNOWN = [f for f in FAMILIES if why_not_in_kernels(ModelConfig.from_litgpt(model_of(f).config)) is None]
@@ -51,7 +52,7 @@ def blocks_of(
     with forced(force):
         context = Context(n_threads)
     config = ModelConfig.from_litgpt(gpt.config)
-    blocks = Blocks(config, 0, config.n_layer, tensors, cache_type, context)
+    blocks = Blocks(spec_of(config), 0, config.n_layer, tensors, cache_type, context)
     blocks.prepare(CONTEXT, [64] * len(blocks.classes))
     return blocks
 

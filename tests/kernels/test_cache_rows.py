@@ -10,9 +10,10 @@ from families import random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context
 from mdi.kernels.cache_rows import CacheRows
-from mdi.kernels.page_sizes import CACHE_TYPES, PAGE
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.slices import Slice
+from mdi.model.caches import CACHE_TYPES, PAGE
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from tiny_checkpoint import tiny_config
 
@@ -26,7 +27,7 @@ def blocks_with(cache_type: str) -> Blocks:
     config = tiny_config(n_layer=1, n_head=4, n_query_groups=GROUPS, head_size=SIZE)
     gpt = random_gpt(config, 3)
     blocks = Blocks(
-        ModelConfig.from_litgpt(config), 0, 1, lambda i: tensors_of(gpt, i, "float32"), cache_type, Context(1)
+        spec_of(ModelConfig.from_litgpt(config)), 0, 1, lambda i: tensors_of(gpt, i, "float32"), cache_type, Context(1)
     )
     blocks.prepare(2 * N, [8])
     return blocks

@@ -15,6 +15,7 @@ from families import config_of, model_of, random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Context, Head
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, pack
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from tolerance import assert_alike
 
@@ -48,7 +49,7 @@ def test_the_head_gives_the_models_logits(family: str, force: str) -> None:
     state = {f"{path}.{n}": t.numpy() for path, part in parts.items() for n, t in part.state_dict().items()}
     state["lm_head.weight"] = pack("float32", state["lm_head.weight"])
     with forced(force):
-        head = Head(ModelConfig.from_litgpt(gpt.config), state, gpt.config.padded_vocab_size, Context())
+        head = Head(spec_of(ModelConfig.from_litgpt(gpt.config)), state, gpt.config.padded_vocab_size, Context())
     rows = 3 * torch.randn((9, gpt.config.n_embd), generator=torch.Generator().manual_seed(1))
     assert_alike(torch.from_numpy(head(rows.numpy())), logits(gpt, rows.numpy()), gpt.config)
 

@@ -15,9 +15,10 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of
 from mdi.errors import EngineError, KernelError
 from mdi.kernels import library
-from mdi.kernels.blocks import Blocks, Context, Head, why_not_in_kernels
+from mdi.kernels.blocks import Blocks, Context, Head, Linear, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import ROUNDED
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from tolerance import assert_alike
 
@@ -112,10 +113,7 @@ def test_large_numbers_keep_the_precision_of_the_others() -> None:
 
 
 def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    from mdi.kernels.blocks import Linear, model_of
-
-    config = ModelConfig.from_litgpt(globals()["model_of"]("Llama-3.1-8B").config)
-    return Linear(Context(), model_of(config), None, matrix, bias)(x)
+    return Linear(Context(), matrix, bias)(x)
 
 
 @pytest.mark.parametrize("cache_type", ["float32", "bf16", "fp16", "int8"])
@@ -183,7 +181,7 @@ def test_wrong_slices_and_tensors_are_refused() -> None:
     config = ModelConfig.from_litgpt(gpt.config)
     for change in ({"attn.qkv.weight": pack("int8", np.zeros((8, 8), np.float32))}, {"norm_1.weight": np.zeros(3)}):
         with pytest.raises(KernelError):
-            Blocks(config, 0, 1, lambda i, c=change: {**tensors_of(gpt, i, "int8"), **c}, "float32", Context())
+            Blocks(spec_of(config), 0, 1, lambda i, c=change: {**tensors_of(gpt, i, "int8"), **c}, "float32", Context())
     cut = pack("int8", np.zeros((8, 8), np.float32))
     with pytest.raises(KernelError):
         multiplied(Matrix("int8", 8, 8, cut.data[:-64]), np.zeros((1, 8), np.float32))
@@ -191,7 +189,7 @@ def test_wrong_slices_and_tensors_are_refused() -> None:
     head = {"lm_head.weight": pack("int8", np.zeros((16, n_embd), np.float32))}
     for name in ("transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.bias"):
         with pytest.raises(KernelError):
-            Head(config, {**head, name: np.zeros(3, np.float32)}, 16, Context())
+            Head(spec_of(config), {**head, name: np.zeros(3, np.float32)}, 16, Context())
 
 
 def test_a_half_is_what_forward_adds() -> None:
@@ -208,10 +206,10 @@ def test_a_half_is_what_forward_adds() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"n_head": 7}, {"n_query_groups": 0}, {"rotary_percentage": 2.0}, {"rope_indices": [0, 5]},
+    [{"n_head": 7}, {"n_query_groups": 0}, {"rotary_percentage": 2.0}, {"sliding_window_size": -5},
      {"mlp_class_name": "LLaMAMoE", "n_expert": 2, "n_expert_per_token": 3}, {"n_head": None}, {"mlp_class_name": [2, 1]},
-     {"norm_class_name": ["RMSNorm"]}, {"rotary_percentage": "all"}, {"rope_indices": 1e308}, {"rope_indices": [0]},
-     {"sliding_window_indices": [1]}, {"sliding_window_size": 0}, {"sliding_window_size": -5}],
+     {"norm_class_name": ["RMSNorm"]}, {"rotary_percentage": "all"}, {"rope_indices": 1e308}, {"sliding_window_size": 0},
+     {"rope_local_base_freq": 1e4, "rope_indices": [0]}, {"sliding_window_size": 8, "sliding_window_indices": [1]}],
 )  # fmt: skip
 def test_numbers_that_do_not_fit_each_other_never_reach_the_kernels(changes: dict[str, Any]) -> None:
     """A config may come from another node, and the kernels would read beyond their memory."""
@@ -237,7 +235,7 @@ def test_a_router_in_plain_numbers_as_files_hold_it() -> None:
     config, context = ModelConfig.from_litgpt(gpt.config), Context(1)
     plain = {"mlp.gate.weight": gpt.transformer.h[0].mlp.gate.weight.detach().numpy()}
     packed, found = (
-        Blocks(config, 0, 1, lambda i, own=own: {**tensors_of(gpt, i, "float32"), **own}, "float32", context)
+        Blocks(spec_of(config), 0, 1, lambda i, own=own: {**tensors_of(gpt, i, "float32"), **own}, "float32", context)
         for own in ({}, plain)
     )
     rows = np.random.default_rng(1).standard_normal((3, config.n_embd), dtype=np.float32)

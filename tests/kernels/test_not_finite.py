@@ -13,10 +13,8 @@ from kernel_models import Tensors, blocks_of, run
 from families import config_of, model_of, prompt, random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear
-from mdi.kernels.blocks import model_of as structure_of
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.spec.model import ModelConfig
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -27,8 +25,7 @@ CACHES = ["float32", "bf16", "fp16", "int8"]
 def product(force: str, matrix: Matrix, x: np.ndarray, softcap: float | None = None) -> np.ndarray:
     with forced(force):
         context = Context()
-    structure = structure_of(ModelConfig.from_litgpt(model_of("Llama-3.1-8B").config))
-    return Linear(context, structure, None, matrix, None, softcap)(x)
+    return Linear(context, matrix, softcap=softcap)(x)
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import tracemalloc
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,15 @@ from hypothesis import strategies as st
 
 from mdi.errors import EngineError
 from mdi.kernels import pages as pages_module
-from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass, cache_classes, classes_of, n_pages
 from mdi.kernels.pages import CachePages, Pool, capacity_of
-from mdi.spec.model import ModelConfig
+from mdi.model.caches import PAGE, SLACK, PageClass, n_pages
 
 BYTES = mmap.PAGESIZE
 
 
 def caches_of(windows: tuple[int | None, ...], capacity: int) -> CachePages:
     """One class for each window; a page has one uint64 for each position, and more."""
-    classes = [CacheClass(window, BYTES) for window in windows]
+    classes = [PageClass(window, BYTES) for window in windows]
     return CachePages(classes, [Pool(BYTES, capacity) for _ in classes])
 
 
@@ -69,7 +67,7 @@ class Model:
         elif "the window kept" in why:
             farthest, gone = self.lowest[seq_id], False
             for c, at in zip(self.caches.classes, farthest, strict=True):
-                gone |= c.window is not None and start < at - WINDOW_SLACK and at > c.window + WINDOW_SLACK
+                gone |= c.window is not None and start < at - SLACK and at > c.window + SLACK
             assert gone and start < len(text)
         else:
             assert any(pool.n_free < -(-n // PAGE) + 1 for pool in self.caches.pools)
@@ -111,7 +109,7 @@ class Model:
                     assert table.first == 0
                 else:
                     farthest = self.lowest[seq_id][c]
-                    assert table.first * PAGE <= max(0, farthest - cache_class.window - WINDOW_SLACK)
+                    assert table.first * PAGE <= max(0, farthest - cache_class.window - SLACK)
                 for p in range(table.first * PAGE, len(text)):
                     assert numbers_of(pool)[table.ids[p // PAGE - table.first], p % PAGE] == text[p], (seq_id, p)
             assert pool.n_used == len(users) and pool.n_free == pool.capacity - len(users)
@@ -173,11 +171,6 @@ def test_a_sequence_never_has_more_pages_than_were_reckoned(
         caches.extend(5, end, n)
         end += n
         assert caches.pools[0].n_used <= n_pages(window, end, chunk_rows) <= -(-end // PAGE)
-
-
-def test_a_window_takes_no_more_however_long_the_sequence() -> None:
-    assert n_pages(100, 1000) == n_pages(100, 90_000) == -(-(100 + WINDOW_SLACK + CHUNK_ROWS + PAGE - 1) // PAGE)
-    assert n_pages(100, 50) == n_pages(None, 50) == 2 and n_pages(None, 90_000) == 2813
 
 
 def test_when_pages_run_out_a_sequence_ends_where_it_was_to_go_on() -> None:
@@ -250,7 +243,7 @@ class StingyMmap:
 
 def test_a_system_that_refuses_a_reservation_gets_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "mmap", StingyMmap(10 * BYTES))
-    caches = CachePages([CacheClass(None, BYTES)], [Pool(BYTES, 64)])
+    caches = CachePages([PageClass(None, BYTES)], [Pool(BYTES, 64)])
     assert caches.pools[0].capacity == 4 and caches.most_bytes == 4 * BYTES
     caches.extend(0, 0, 4 * PAGE)
     with pytest.raises(EngineError):
@@ -262,11 +255,11 @@ def test_a_system_that_refuses_a_reservation_gets_a_smaller_one(monkeypatch: pyt
 
 
 def test_a_known_limit_bounds_what_is_reserved() -> None:
-    cache_class = CacheClass(None, 100)
+    cache_class = PageClass(None, 100)
     assert capacity_of(cache_class, 64, 1000) == 10
     assert capacity_of(cache_class, 64, 0) == 1  # nobody will be let in
     assert capacity_of(cache_class, 10**15) >= 10**15 // PAGE
-    assert capacity_of(CacheClass(None, 1 << 20), 64) > 64
+    assert capacity_of(PageClass(None, 1 << 20), 64) > 64
     assert CachePages([], []).most_bytes is None
 
 
@@ -277,18 +270,3 @@ def test_a_page_larger_than_all_memory_kept_free_is_given_back(monkeypatch: pyte
     pool.memory[page] = 1
     pool.release([page])
     assert not pool.memory[page].any() and pool.take() == page
-
-
-def test_classes_of_a_stage() -> None:
-    classes, places = classes_of([None, 8, 8, None, 8], 1000)
-    assert [c.window for c in classes] == [None, 8] and places == [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2)]
-    assert [c.page_bytes for c in classes] == [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in (2000, 3000)]
-    config = ModelConfig(
-        n_layer=3, sliding_window_size=16, sliding_window_indices=(1, 0, 1), n_head=2, n_query_groups=2, head_size=20
-    )
-    found, _ = cache_classes(config, 1, 3, "fp16")
-    assert [c.window for c in found] == [None, 16]
-    assert found[0].page_bytes == -(-2 * (20 + 32) * PAGE * 2 // mmap.PAGESIZE) * mmap.PAGESIZE
-    ranks = {"q_lora_rank": 8, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    big = replace(config, latent_attention=ranks, sliding_window_size=None, sliding_window_indices=None)
-    assert cache_classes(big, 0, 3, "float32")[0] == [CacheClass(None, 3 * 96 * PAGE * 4)]

@@ -11,6 +11,8 @@ import pytest
 
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.kernels.positions import rope_tables
+from mdi.model.plain import spec_of
+from mdi.model.spec import Rotary
 from mdi.spec.model import ModelConfig
 
 LLAMA: dict[str, Any] = {
@@ -71,8 +73,9 @@ def tables(scaling: dict[str, Any], base: float, length: int) -> tuple[np.ndarra
     config = derive_config(
         {**LLAMA, "rope_parameters": {**scaling, "rope_theta": base}}, "my-model", Path("config.json")
     )
-    cos, sin = rope_tables(config, length)
-    return cos[0], sin[0]
+    rotary = spec_of(config).blocks[0].mixer.positions
+    assert isinstance(rotary, Rotary)
+    return rope_tables(rotary, length)
 
 
 @pytest.mark.parametrize(("scaling", "base", "length", "cos", "sin"), RECORDED)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from mdi.checkpoint.ggufsource import gguf_directory
-from mdi.node.local import free_ports
+from mdi.run.local import free_ports
 from mdi.text.texts import TextCodec
 from real.answers import expected, published
 from real.cases import QUESTION, TOOLS, user

@@ -11,6 +11,7 @@ import pytest
 
 from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.engine.sequence import SamplingParams
+from mdi.errors import Code
 from mdi.kernels import library
 from mdi.metrics import RunMetrics
 from mdi.net.hello import Fault
@@ -19,7 +20,7 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, standalone
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.text.texts import TextCodec
 from real.answers import expected, published
 from real.cases import N_TOKENS, prompts
@@ -132,7 +133,7 @@ def test_a_node_is_lost(checkpoint: Path, right: dict[str, Any], folder: Path, r
         job, name = node.runs.latest, node.config.name
         assert job is not None and job.ring is not None
         close_ports(node)
-        job.ring.fail(Fault(name, "its process has ended", name, "lost"))
+        job.ring.fail(Fault(name, "its process has ended", name, Code.LOST))
 
     with secondaries(2, folder) as nodes:
         found, metrics = texts_of(

@@ -13,30 +13,30 @@ from test_policy import World
 
 from families import config_of
 from mdi.cli.resume import Journaling
-from mdi.host.computing import Computing
+from mdi.host.computing import Computing, choose_computing
+from mdi.kernels import library
 from mdi.metrics import RunMetrics, SampleMetrics
-from mdi.node.setup import arithmetic_of
-from mdi.run.identity import numbers_of
+from mdi.run.identity import RingArithmetic
 from mdi.run.journal import Journal, JournalText, find_run, read_record
 from mdi.run.policy import Form, Stage
 from mdi.run.report import REPLAY, TOKENS, Records, format_report
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.model import ModelConfig
-from mdi.spec.options import Options, StarterOptions
+from mdi.spec.model_id import Formats
+from mdi.spec.options import Options, Requested
 
 CONFIG = ModelConfig.from_litgpt(config_of("pythia-14m"))
-KERNELS = Computing("cpu", "float32", packing=SimpleNamespace(blocks="int8", head="int8"))  # type: ignore[arg-type]
-TORCH = Computing("cpu", "float32")
+KERNELS = Arithmetic("fused", Formats.one("int8"), "float32")
+TORCH = Arithmetic("torch", Formats.one("float32"), "float32")
 NAMES = ("starter", "a", "b")
 CUT = ((0, 2), (2, 4), (4, 6))
 
 
 def numbers(
     blocks: Sequence[tuple[int, int]] = CUT, names: Sequence[str] = NAMES, shares: Sequence[Any] = (None,) * 3,
-    arithmetic: str = "fused", computing: Computing = KERNELS, epoch: int = 1, config: Any = CONFIG, **options: Any,
-) -> str:  # fmt: skip
-    return numbers_of(
-        blocks, names, shares, dict.fromkeys(names, arithmetic), computing, StarterOptions(**options), epoch, config
-    )
+    arithmetic: Arithmetic = KERNELS, epoch: int = 1, wire_dtype: str = "auto",
+) -> RingArithmetic:  # fmt: skip
+    return RingArithmetic.of(names, blocks, [replace(arithmetic, share=one) for one in shares], wire_dtype, epoch)
 
 
 def shared(*heads: int) -> list[Any]:
@@ -49,7 +49,7 @@ ALL = ((0, 6),) * 3
 def test_kernels_give_the_same_bits_for_any_cut_and_any_nodes() -> None:
     assert numbers() == numbers(((0, 1), (1, 6)), ("starter", "x"), (None, None), epoch=2)
     assert numbers() == numbers(((0, 6),), ("starter",), (None,), epoch=3)
-    assert numbers() != numbers(arithmetic="plain")
+    assert numbers() != numbers(arithmetic=replace(KERNELS, unit="plain"))
 
 
 def test_groups_give_the_same_bits_only_with_the_same_shares() -> None:
@@ -77,25 +77,46 @@ def test_rounded_links_give_the_same_bits_only_between_the_same_blocks() -> None
 
 
 def test_torch_is_trusted_in_float32_on_the_same_nodes_of_a_cpu() -> None:
-    fields: dict[str, Any] = {"arithmetic": "torch", "computing": TORCH}
-    assert numbers(**fields) == numbers(**fields, epoch=2) != numbers(names=("starter", "x", "b"), **fields)
-    fields["computing"] = replace(TORCH, quantize="int8")
-    assert numbers(**fields) != numbers(**fields, epoch=2)
-    assert numbers(arithmetic="cuda") != numbers(arithmetic="cuda", epoch=2)
-
-
-def test_nodes_with_kernels_compute_in_torch_what_the_kernels_cannot() -> None:
     others = ("starter", "x", "b")
-    foreign: dict[str, Any] = {"computing": TORCH, "config": None}
-    assert numbers(**foreign) == numbers(**foreign, epoch=2) != numbers(names=others, **foreign)
-    half: dict[str, Any] = {"computing": replace(TORCH, dtype="bfloat16"), "dtype": "bfloat16"}
-    assert numbers(**half) != numbers(**half, epoch=2)
-    assert numbers(dtype="float32") == numbers(names=others, dtype="float32", epoch=2)
+    assert numbers(arithmetic=TORCH) == numbers(arithmetic=TORCH, epoch=2) != numbers(names=others, arithmetic=TORCH)
+    for one in (replace(TORCH, formats=Formats.one("bfloat16")), replace(TORCH, unit="cuda:0")):
+        assert numbers(arithmetic=one) == numbers(arithmetic=one) != numbers(arithmetic=one, epoch=2)
+
+
+def test_a_node_with_a_format_or_a_type_of_caches_of_its_own_gives_other_bits() -> None:
+    for own in (replace(KERNELS, formats=Formats.one("int4")), replace(KERNELS, kv_dtype="bf16")):
+        assert RingArithmetic.of(NAMES, CUT, [KERNELS, KERNELS, own], "auto", 1) != numbers()
+        assert numbers(arithmetic=own) == numbers(), "that is in `identity_of`"
 
 
 def test_what_a_node_computes_with_is_its_class_or_its_device() -> None:
-    assert arithmetic_of({"arithmetic": "fused", "device": "cpu"}) == "fused"
-    assert arithmetic_of({"arithmetic": "fused", "device": "cuda"}) == "cuda"
+    unit = library.arithmetic()
+    for asked, config, expected in ((Requested(), CONFIG, unit), (Requested(dtype="bfloat16"), CONFIG, "torch")):
+        assert choose_computing(config, asked, "float32").arithmetic("auto").unit == expected
+    assert choose_computing(None, Requested(), "float32").arithmetic("auto").unit == "torch"
+    assert Computing("cuda:0", "float32").arithmetic("auto").unit == "cuda:0"
+
+
+@pytest.mark.parametrize("unit", ["fused", "plain", "torch"])
+def test_a_row_has_the_same_bits_in_any_company_where_all_nodes_have_kernels(unit: str) -> None:
+    own = replace(KERNELS, unit=unit)
+    ring = RingArithmetic.of(NAMES, CUT, [KERNELS, own, KERNELS], "auto", 1)
+    assert ring.is_fixed is own.is_certain is (unit != "torch")
+    assert not replace(own, share=shared(0, 1, 2)[0]).is_certain, "of a group"
+
+
+def test_journals_of_earlier_versions_compare() -> None:
+    """By a hash of the same bytes."""
+    told = {
+        "fd7ed892f905fcbb": {},
+        "af8bb10fbb379e02": {"arithmetic": replace(KERNELS, unit="plain")},
+        "6229a7e6c8345b1a": {"wire_dtype": "fp16"},
+        "ae18f5c58e3a371a": {"blocks": ALL, "shares": shared(0, 2, 4, 6)},
+        "e830bcb0834a79df": {"arithmetic": TORCH},
+        "7ebdf2ffedaa933f": {"arithmetic": replace(TORCH, unit="cuda:0")},
+    }
+    for expected, changes in told.items():
+        assert numbers(epoch=7, **changes).sha256.startswith(expected)
 
 
 # Losses and moves
@@ -150,7 +171,8 @@ def session_of(numbers: str, told: dict[int, int | None]) -> Any:
     """A run as the journal sees it; `told` is what its starter says of its samples."""
     samples = [SimpleNamespace(index=i) for i in range(3)]
     run = SimpleNamespace(
-        numbers=numbers, identity="i", model=SimpleNamespace(formats=("int8", None)), samples=samples,
+        arithmetic=SimpleNamespace(sha256=numbers), identity="i", model=SimpleNamespace(formats=("int8", None)),
+        samples=samples,
         may_differ_from=lambda sample: told.get(sample.index), prompt_ids=[[1], [2], [3]],
     )  # fmt: skip
     run.record_to = lambda record: setattr(run, "record", record)

@@ -16,7 +16,7 @@ import mdi.run.form
 from mdi.control.client import ControlClient
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.worker import SecondaryLoop
-from mdi.errors import CheckpointError, NodeLostError
+from mdi.errors import CheckpointError, Code, NodeLostError
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
 from mdi.run.loop import RingLoop
@@ -63,7 +63,7 @@ def generate(starter: Run, at: dict[int, Callable[[], None]]) -> list[int]:
 def fail(node: SecondaryNode) -> None:
     job, name = node.runs.latest, node.config.name
     assert job is not None and job.ring is not None
-    job.ring.fail(Fault(name, "its caches and connections are dropped", name, "failed"))
+    job.ring.fail(Fault(name, "its caches and connections are dropped", name, Code.FAILED))
 
 
 @pytest.mark.parametrize("failed", [0, 1])  # the rows that it needs are the starter's, or another node's

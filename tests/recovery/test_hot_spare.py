@@ -20,7 +20,7 @@ from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.engine.rows import ArrayRows
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.worker import SecondaryLoop
-from mdi.errors import MdiError, NodeLostError, UsageError
+from mdi.errors import Code, MdiError, NodeLostError, UsageError
 from mdi.kernels.slices import SliceTable
 from mdi.net.hello import Fault
 from mdi.net.wire import REFUSED_S, Frame, FrameType, Slice
@@ -117,7 +117,7 @@ class World:
         for name in lost:
             self.alive.pop(name, None)
         n_asked = 0
-        decision = self.policy.next(Lost(NodeLostError(lost[0], f"{lost[0]} is lost", code)), self.now)
+        decision = self.policy.next(Lost(NodeLostError(lost[0], f"{lost[0]} is lost", Code(code))), self.now)
         while True:
             assert isinstance(decision, Form | Wait), decision
             if isinstance(decision, Wait):
@@ -350,7 +350,7 @@ def lose(node: SecondaryNode) -> None:
     )  # the starter may be ahead of it
     worker = node.runs.latest
     if worker is not None and worker.ring is not None:
-        worker.ring.fail(Fault(name, "its caches and connections are dropped", name, "lost"))
+        worker.ring.fail(Fault(name, "its caches and connections are dropped", name, Code.LOST))
 
 
 def texts_of(

@@ -19,7 +19,7 @@ from loopback import DEADLINE_S
 from mdi.checkpoint.store import BlockStore
 from mdi.control.discovery import Announcement, Arrivals
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, UsageError
+from mdi.errors import Code, ControlError, UsageError
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload
 from mdi.run.cut import MovingCut
@@ -29,7 +29,8 @@ from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions, taken_bytes
+from mdi.spec.window import WindowMemory, WindowOptions
+from mdi.stages.window_budget import taken_bytes
 from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 
@@ -201,7 +202,7 @@ def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
                 return
             if failure == "the node ends":
                 close_ports(later)
-            gate.error = ControlError("the disk is full", 507, code="disk")
+            gate.error = ControlError("the disk is full", 507, code=Code.DISK)
             gate.is_open.set()
             if failure == "the node ends":
                 wait_for(lambda: not is_loading())

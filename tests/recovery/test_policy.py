@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mdi.control.messages import COMPILING
-from mdi.errors import EngineError, MdiError, NodeLostError, RingError, UsageError
-from mdi.net.link import STUCK
+from mdi.errors import Code, EngineError, MdiError, NodeLostError, RingError, UsageError
 from mdi.run.loop import RingLoop
 from mdi.run.policy import BROUGHT_DOWN, Answer, Better, Form, Lost, Policy, Roll, Stage, Wait
 
@@ -117,7 +116,7 @@ class World:
     def lose(self, name: str, code: str = "lost") -> RingError:
         """A node dies, and somebody says so."""
         self.alive.pop(name, None)
-        return NodeLostError(name, f"{name} is lost", code)
+        return NodeLostError(name, f"{name} is lost", Code(code))
 
     def recover(self, error: RingError) -> None:
         """The ring broke: find another one."""
@@ -144,7 +143,7 @@ def test_a_spare_is_taken_at_once() -> None:
 def test_why_the_texts_wait_is_said_until_they_go_on() -> None:
     world = World(["x", "y"])
     assert world.policy.trouble == ""
-    world.refusals = [NodeLostError("x", "x is lost, too", "lost")]
+    world.refusals = [NodeLostError("x", "x is lost, too", Code.LOST)]
     world.recover(world.lose("a"))
     assert world.troubles == ["a was lost; its blocks move to x", "a was lost; its blocks move to x"], "x has lived on"
     assert world.policy.last_loss == "a was lost; its blocks move to x"
@@ -180,7 +179,7 @@ def test_without_a_spare_the_others_take_the_blocks_when_it_is_not_back() -> Non
 
 def test_a_node_that_was_told_to_end_is_not_waited_for() -> None:
     world = World()
-    error = NodeLostError("a", "a was asked to end", "left")  # it still answers
+    error = NodeLostError("a", "a was asked to end", Code.LEFT)  # it still answers
     world.recover(error)
     assert world.formed == [("starter", "b")] and world.now == 1000.0
 
@@ -243,14 +242,14 @@ def test_a_node_that_comes_and_goes_waits() -> None:
 
 def test_a_node_with_too_little_memory_gets_fewer_blocks() -> None:
     world = World()
-    world.refusals = [NodeLostError("starter", "it does not fit", "memory")]
+    world.refusals = [NodeLostError("starter", "it does not fit", Code.MEMORY)]
     world.recover(world.lose("a"))
     assert world.counts == [(3, 3), (2, 4)]
 
 
 def test_a_spare_that_cannot_hold_the_blocks_is_passed_over() -> None:
     world = World(["x", "y"])
-    world.refusals = [NodeLostError("x", "x has no such device", "usage")]
+    world.refusals = [NodeLostError("x", "x has no such device", Code.USAGE)]
     world.recover(world.lose("a"))
     assert world.formed == [("starter", "x", "b"), ("starter", "y", "b")]
 
@@ -345,7 +344,7 @@ def test_several_tries_after_one_loss_are_one_loss() -> None:
     """A ring that cannot be formed at once has computed nothing: no text is suspected for that."""
     world = World(["x", "y"])
     world.in_flight = {4: (10, 11)}
-    world.refusals = [NodeLostError("x", "x is lost", "lost"), None]
+    world.refusals = [NodeLostError("x", "x is lost", Code.LOST), None]
     world.recover(world.lose("a"))
     assert len(world.formed) == 2 and not world.cancelled and not world.isolated
 
@@ -366,7 +365,7 @@ def test_a_stuck_node_is_not_used_again_and_no_text_is_suspected() -> None:
     world = World(["x", "y"])
     world.in_flight, world.n_known = {7: (0, 10)}, {7: 10}
     for name in ("a", "b"):
-        world.recover(NodeLostError(name, "it stands still", STUCK))
+        world.recover(NodeLostError(name, "it stands still", Code.STUCK))
     assert world.formed == [("starter", "x", "b"), ("starter", "x", "y")] and world.now == 1000.0
     assert not world.cancelled and not world.isolated
 

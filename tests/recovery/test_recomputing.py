@@ -9,11 +9,11 @@ import pytest
 
 from mdi.cancel import Cancel
 from mdi.errors import EngineError, RingError
-from mdi.kernels.page_sizes import PAGE
+from mdi.model.caches import PAGE
 from mdi.net.wire import Frame, FrameType
-from mdi.run.form import RingBeside
+from mdi.run.form import VerifyRing
 from mdi.run.recomputing import OthersBlocks
-from mdi.stages.store import CacheClass, CacheReport
+from mdi.stages.store import CacheReport, PageClass
 
 N_COLS, PAGE_BYTES = 2, 100
 
@@ -43,8 +43,8 @@ class Echo:
 def blocks_behind(link: Echo, n_pages: int) -> OthersBlocks:
     """On a node that has memory for so many pages."""
     client = SimpleNamespace(node=SimpleNamespace(name="secondary1"))
-    caches = CacheReport(n_pages * PAGE_BYTES, True, (CacheClass(None, PAGE_BYTES),), "cpu")
-    return OthersBlocks(RingBeside(cast(Any, client), "1", cast(Any, link), "fused", caches), Cancel())
+    caches = CacheReport(n_pages * PAGE_BYTES, True, (PageClass(None, PAGE_BYTES),), "cpu")
+    return OthersBlocks(VerifyRing(cast(Any, client), "1", cast(Any, link), "fused", caches), Cancel())
 
 
 def rows(n: int) -> Frame:

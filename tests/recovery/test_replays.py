@@ -20,9 +20,9 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 from mdi.engine.worker import SecondaryLoop
 from mdi.errors import EngineError, RingEndedError
-from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, CacheClass
 from mdi.kernels.pages import CachePages, Pages
 from mdi.kernels.slices import SliceTable
+from mdi.model.caches import CHUNK_ROWS, PAGE, PageClass
 from mdi.net.wire import DTYPE_CODES, DTYPES, PLAIN, Frame, FrameCodec, FrameType, Limits, Slice
 
 EPOCH = 9
@@ -191,7 +191,7 @@ class Paper(Pages):
 class Node:
     """The ids whose rows its caches hold, and the pages that they would take: a window drops those that it has passed."""
 
-    def __init__(self, classes: Collection[CacheClass]) -> None:
+    def __init__(self, classes: Collection[PageClass]) -> None:
         self.ids: dict[int, list[int]] = {}
         self._pages = CachePages([*classes], [Paper(1, 10**6) for _ in classes])
 
@@ -218,7 +218,7 @@ class World:
     """
 
     def __init__(self, n_frames: int, chunk_rows: int, window: int | None = None, n_kept: int = 10**6) -> None:
-        self.classes = (CacheClass(None, 1), *([] if window is None else [CacheClass(window, 1)]))
+        self.classes = (PageClass(None, 1), *([] if window is None else [PageClass(window, 1)]))
         self.memory = None if window is None else CacheMemory((NodeCaches("node", 1 << 40, self.classes),))
         self.scheduler = Scheduler(n_frames, chunk_rows, self.memory)
         self.nodes = [Node(self.classes), Node(self.classes)]

@@ -20,7 +20,7 @@ from mdi.cancel import Cancel
 from mdi.control.messages import RowsRequest
 from mdi.engine.cohort import Beams
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, NoMemoryError, UsageError
 from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
@@ -33,7 +33,7 @@ from mdi.run.run import Run
 from mdi.run.texts import TAKEN_BACK
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.building import StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageStore
 from secondaries import cluster_of, entry_of, secondaries, secondary
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
@@ -329,7 +329,9 @@ def test_a_node_that_says_later_that_it_computes_otherwise_is_untrue(
     """Else it would not be verified any more."""
     with secondaries(2, tmp_path) as nodes:
         make_lie(nodes[0], LIARS["always"])
-        answer_with(nodes[0], lambda request, answer: {**answer, "numerics": ""})
+        answer_with(
+            nodes[0], lambda request, answer: {**answer, "arithmetic": {**answer["arithmetic"], "unit": "torch"}}
+        )
         with run_over(nodes, checkpoint, tmp_path) as run:
             assert texts_of(run) == honest
             assert run.verifier is not None
@@ -362,7 +364,7 @@ def test_rows_that_a_node_does_not_tell_are_asked_for_again(
     def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
         if request.which == "sent" and request.start < 32 and (request.seq_id, request.stop) not in refused:
             refused.add((request.seq_id, request.stop))
-            raise ControlError("busy", 409, code="busy")
+            raise ControlError("busy", 409, code=Code.BUSY)
         return answer
 
     with secondaries(2, tmp_path) as nodes:
@@ -381,7 +383,7 @@ def test_a_node_that_never_tells_its_rows_is_untrue(
 
     def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
         if request.which == "sent" and request.start < 32:
-            raise ControlError("busy", 409, code="busy")
+            raise ControlError("busy", 409, code=Code.BUSY)
         return answer
 
     with secondaries(2, tmp_path) as nodes:
@@ -660,7 +662,7 @@ def test_a_third_opinion_that_cannot_be_had_is_asked_for_again(
     def told(request: RowsRequest, answer: dict[str, Any]) -> dict[str, Any]:
         if request in asked and request.is_whole and not is_refused.is_set():  # a second time: for a third opinion
             is_refused.set()
-            raise ControlError("busy", 409, code="busy")
+            raise ControlError("busy", 409, code=Code.BUSY)
         asked.add(request)
         return answer
 

@@ -32,13 +32,15 @@ from mdi.control.signing import (
 from mdi.errors import AccessError, ControlError
 from mdi.net.keys import KeyFile, new_secret, write_keys
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 
 DEADLINE_S = 30.0
 REQUEST = InitRequest(
     run="0123456789abcdef", epoch="0123456789abcdef", index=1, names=("starter", "secondary0"), placement="p",
-    next_addr="127.0.0.1", next_port=1, model="tiny", config=ModelConfig(n_layer=5), config_hash="c", stored_dtype="float32",
-    blocks=(1, 2), parts=(PartSpec("block.1", "1" * 64, 10),), max_length=9,
+    next_addr="127.0.0.1", next_port=1, model=ModelId("tiny", ModelConfig(n_layer=5), "c", "float32"),
+    blocks=(1, 2), parts=(PartSpec("block.1", "1" * 64, 10),), extent=Extent(9),
 )  # fmt: skip
 RUN = "0123456789abcdef"
 STATUS = {"name": "secondary0", "version": "9", "state": "IDLE", "model": "secret"}

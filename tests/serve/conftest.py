@@ -32,7 +32,7 @@ class Server:
     """A server process, from its start to its end."""
 
     def __init__(self, folder: Path, *flags: object, certificate: Path | None = None) -> None:
-        from mdi.node.local import free_ports
+        from mdi.run.local import free_ports
 
         (self.port,) = free_ports(1)
         self._certificate = certificate

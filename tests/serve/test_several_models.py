@@ -9,7 +9,7 @@ import pytest
 from own_server import right, run, server
 
 from mdi.cancel import Cancel
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
 from mdi.run.run import Run
@@ -128,7 +128,7 @@ def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
             writing = asyncio.create_task(made.write("two", 200))
             load = made.client.state.statuses["one"]["load"]
             ring = made.host.loaded["one"].run.ring.link  # type: ignore[union-attr]
-            ring.fail(Fault("secondary0", "it failed", "starter", "engine"))  # type: ignore[union-attr]
+            ring.fail(Fault("secondary0", "it failed", "starter", Code.ENGINE))  # type: ignore[union-attr]
             await made.until(lambda: made.client.state.statuses["one"]["load"] != load)
             assert await made.write("one", 30) == right("one", 30)
             assert await writing == right("two", 200)

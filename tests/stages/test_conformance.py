@@ -23,11 +23,12 @@ from mdi.host.computing import Computing
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
 from mdi.spec.cluster import WeightMemory
-from mdi.stages.building import StageSpec
+from mdi.spec.extent import Extent
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageStore
-from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group, Member
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import share_out
@@ -93,8 +94,8 @@ def spec_of(chunk: ChunkFile, kind: str, window: WindowOptions | None, rank: int
     whole = {name: chunk.info(name) for name in names}
     parts = tuple(PartInfo(name, f"{rank if group else ''}{info.sha256}", info.n_bytes) for name, info in whole.items())
     return StageSpec(
-        "node", "tiny", chunk.config_hash, config, (0, config.n_layer), parts, Computing("cpu", "float32", packing=PACKING),
-        "float32", "float32", window, group, 2, LENGTH, 1,
+        "node", chunk.model_id, (0, config.n_layer), parts, Computing("cpu", "float32", packing=PACKING),
+        window, group, 2, Extent(LENGTH, 1, kv_dtype="float32"),
     )  # fmt: skip
 
 

@@ -18,11 +18,13 @@ from mdi.errors import EngineError, NoMemoryError
 from mdi.run.choice import starter_computing
 from mdi.run.nodes import GivenNodes, StarterPorts
 from mdi.run.run import Run
+from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import standalone
+from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.starter_weights import StarterSupply, StarterWeights
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import Claim, HeldStage, StageStore
 from tiny_checkpoint import encode, reference, write_checkpoint
 
@@ -50,12 +52,12 @@ class Starter:
 
     def acquire(self, max_length: int, instead_of: HeldStage | None, kv_memory: int | None = None) -> HeldStage:
         self.weights.loaded.clear()
-        spec = self.supply.spec(self.computing, max_length, 1, kv_memory)
+        spec = self.supply.spec(self.computing, Extent(max_length), kv_memory)
         claim = Claim(self.weights.id, self.weights.id, True)
         return self.store.acquire(spec, claim, self.supply, Cancel(), instead_of)
 
     def check_memory(self, held: HeldStage) -> None:
-        self.store.check_memory(self.supply.spec(self.computing), held)
+        self.store.check_memory(self.supply.spec(self.computing, Extent()), held)
 
 
 @pytest.fixture

@@ -11,23 +11,26 @@ import pytest
 
 import mdi.stages.store as module
 from mdi.cancel import Cancel
-from mdi.control.messages import N_TEXTS, PartSpec
+from mdi.control.messages import PartSpec
 from mdi.engine.replay import SentRows
 from mdi.errors import NoMemoryError
 from mdi.host.computing import Computing
-from mdi.kernels.page_sizes import CacheClass
+from mdi.model.caches import PageClass
 from mdi.net.wire import Frame, FrameType, Slice
+from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.model import ModelConfig
-from mdi.stages.building import StageSpec
+from mdi.spec.model_id import ModelId
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore
 from waiting import DEADLINE_S, until
 
-COMPUTING = Computing("cpu", "float32", "float32", None)
+COMPUTING = Computing("cpu", "float32")
+EXTENT = Extent(10, 1, kv_dtype="float32")
 MEMORY = 1000
 
 
 class FakeCaches:
-    classes = (CacheClass(None, 1),)
+    classes = (PageClass(None, 1),)
     most_bytes = None
     n_bytes = 0
 
@@ -54,7 +57,7 @@ class FakeStage:
 
 
 class FakeFamily:
-    def stage_bytes(self, fields: Any, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, fields: Any, blocks: tuple[int, int], extent: Extent) -> int:
         return 0
 
 
@@ -89,8 +92,8 @@ def wanted(
     **changes: Any,
 ) -> tuple[StageSpec, Claim]:  # fmt: skip
     spec = StageSpec(
-        "secondary0", model, model, ModelConfig(n_layer=1), (0, 1), (PartSpec("block.0", "a" * 64, n_bytes),), COMPUTING,
-        "float32", None, None, None, 2, 10, 1,
+        "secondary0", ModelId(model, ModelConfig(n_layer=1), model, "float32"), (0, 1),
+        (PartSpec("block.0", "a" * 64, n_bytes),), COMPUTING, None, None, 2, EXTENT,
     )  # fmt: skip
     return replace(spec, **changes), Claim(run, epoch or run, keeps_caches, replay_bytes)
 
@@ -100,7 +103,7 @@ def filled(slots: StageStore, of: tuple[StageSpec, Claim]) -> HeldStage:
 
 
 def models(slots: StageStore) -> list[str]:
-    return [held.model for held in slots.listed]
+    return [held.spec.model.name for held in slots.listed]
 
 
 def test_several_runs_have_their_stages_as_long_as_there_is_memory(slots: StageStore) -> None:
@@ -192,7 +195,12 @@ def test_what_is_kept_is_for_its_own_run(slots: StageStore, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("changes", "is_kept"),
-    [({}, True), ({"keeps_caches": False}, False), ({"max_length": 11}, False), ({"max_length": 9}, True)],
+    [
+        ({}, True),
+        ({"keeps_caches": False}, False),
+        ({"extent": replace(EXTENT, max_length=11)}, False),
+        ({"extent": replace(EXTENT, max_length=9)}, True),
+    ],
 )
 def test_caches_are_kept_for_a_ring_that_wants_them(slots: StageStore, changes: dict[str, Any], is_kept: bool) -> None:
     slots.release(filled(slots, wanted("x")), "a" * 16, is_kept=True)
@@ -214,14 +222,14 @@ def report(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def report_caches(stage: Any, device: str, by_hand: int | None, promised: int) -> CacheReport:
         asked.append((by_hand, promised))
         limit = 500 - promised if by_hand is None else by_hand
-        return CacheReport(limit, by_hand is not None, (CacheClass(None, 1),), device)
+        return CacheReport(limit, by_hand is not None, (PageClass(None, 1),), device)
 
     monkeypatch.setattr(module, "report_caches", report_caches)
     return asked
 
 
 def test_what_was_promised_to_one_run_is_not_promised_to_another(slots: StageStore, report: list[Any]) -> None:
-    first, second = wanted("x"), wanted("y", run="b" * 16, n_sequences=1000)
+    first, second = wanted("x"), wanted("y", run="b" * 16, extent=Extent(10, 1000))
     one = filled(slots, first)
     assert slots.grant(one).limit_bytes == 500 and one.cache_bytes == 1, "a page of one text: it needs no more"
     two = filled(slots, second)
@@ -234,14 +242,14 @@ def test_what_was_promised_to_one_run_is_not_promised_to_another(slots: StageSto
 def test_a_run_that_does_not_say_how_many_texts_it_has_leaves_memory_to_others(
     slots: StageStore, report: list[Any]
 ) -> None:
-    slot = filled(slots, wanted("x", n_sequences=N_TEXTS))
+    slot = filled(slots, wanted("x", extent=Extent(10)))
     slots.grant(slot)
     assert slot.cache_bytes == N_TEXTS, "a page each"
 
 
 def test_memory_for_caches_that_was_set_by_hand_is_for_all_runs_together(report: list[Any]) -> None:
     slots = store_of(MEMORY, 80)
-    first, second = wanted("x", n_sequences=1000), wanted("y", run="b" * 16)
+    first, second = wanted("x", extent=Extent(10, 1000)), wanted("y", run="b" * 16)
     one = filled(slots, first)
     assert slots.grant(one).limit_bytes == 80
     assert slots.grant(filled(slots, second)).limit_bytes == 0

@@ -13,7 +13,7 @@ from swarm_members import held_by, member_without_files, swarm_member, wait_cove
 
 from mdi.control.client import ControlClient
 from mdi.control.swarm import SwarmRequest
-from mdi.errors import ControlError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, NoMemoryError, UsageError
 from mdi.node import swarm_member as member_module
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.balance import Served
@@ -142,7 +142,7 @@ def test_a_node_that_cannot_take_blocks_again_at_once_does_so_later(
         until(lambda: held_by(member) == range(3))
         free = 0
         until(lambda: member.has_given_back and node.stages.listed == [])
-        fail_once(monkeypatch, StageStore, "acquire", ControlError("no node has sent block.0", code="weights"))
+        fail_once(monkeypatch, StageStore, "acquire", ControlError("no node has sent block.0", code=Code.WEIGHTS))
         free = 1 << 40
         until(lambda: held_by(member) == range(3) and len(node.stages.listed) == 1)
 

@@ -16,7 +16,7 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
 from mdi.control.swarm import ModelFacts, ModelRequest
 from mdi.engine.sequence import SamplingParams
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.node.secondary import SecondaryNode
 from mdi.node.swarm_model import SwarmModel
 from secondaries import entry_of
@@ -102,7 +102,7 @@ def test_a_node_that_cannot_send_is_passed_over(tmp_path: Path, checkpoint: Path
         nodes = whole_ones(stack, tmp_path, checkpoint)
 
         def refuse(request: ForwardRequest) -> None:
-            raise ControlError("it is gone", 404, code="weights")
+            raise ControlError("it is gone", 404, code=Code.WEIGHTS)
 
         nodes[0].forward = refuse  # type: ignore[method-assign]
         make_far(nodes[1])
@@ -133,9 +133,10 @@ def test_facts_that_do_not_fit_are_refused(checkpoint: Path) -> None:
         facts = SwarmModel.of(source).facts
     told = facts.to_json()
     ModelFacts.from_json(told, "a node")
-    other = {**told["config"], "n_head": 2 * facts.config.n_head}
-    for change in ({"config": other}, {"parts": []}, {"parts": [vars(PartSpec("block.0", "ab" * 32, 1))]}):
+    model, n_head = told["model"], 2 * facts.model.config.n_head
+    other = {**model, "config": {**model["config"], "n_head": n_head}}
+    for change in ({"model": other}, {"parts": []}, {"parts": [vars(PartSpec("block.0", "ab" * 32, 1))]}):
         with pytest.raises(ControlError):
             SwarmModel(ModelFacts.from_json({**told, **change}, "a node"))
     with pytest.raises(ControlError):
-        ModelFacts.from_json({**told, "config": {}}, "a node")
+        ModelFacts.from_json({**told, "model": {**model, "config": {}}}, "a node")

@@ -21,11 +21,15 @@ from mdi.control.swarm import (
 )
 from mdi.errors import ControlError
 from mdi.net.message import ANSWER_LIMIT_BYTES
+from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.model_id import Formats
+
+ARITHMETIC = Arithmetic("fused", Formats.one("int8"))
 
 
 def announced(number: int = 0, version: int = 1, **changes: Any) -> Announced:
     one = Announced(
-        "board", f"{number:016x}", version, "192.0.2.7", 8088, 5088, "org/model", "ab" * 32, "int8", "fused", 32, 4, 9, True,
+        "board", f"{number:016x}", version, "192.0.2.7", 8088, 5088, "org/model", "ab" * 32, ARITHMETIC, 32, 4, 9, True,
         12.5, 0.01,
     )  # fmt: skip
     return replace(one, **changes)

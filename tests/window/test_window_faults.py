@@ -19,8 +19,8 @@ from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage
-from mdi.stages.window_budget import WindowOptions
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mdi.errors import MdiError
+from mdi.errors import Code, MdiError
 from mdi.spec.cluster import nearest_existing
 from mdi.units import size
 
@@ -25,4 +25,4 @@ def check_disk(folder: Path, n_bytes: float, what: str, error: type[MdiError], a
     free = free_bytes(folder)
     if n_bytes > free:
         message = f"{what} needs {size(n_bytes)} in {folder}, but only {size(free)} are free there"
-        raise error(f"{message}: {advice}" if advice else message, code="disk")
+        raise error(f"{message}: {advice}" if advice else message, code=Code.DISK)

@@ -12,7 +12,7 @@ from typing import Any
 from mdi.cancel import Cancel
 from mdi.checkpoint.folder import CHAT_TEMPLATE, is_hf_dir, is_lit_dir, is_repo_id, weight_files
 from mdi.checkpoint.hub_files import fetch, has_file, look_up
-from mdi.errors import DownloadError
+from mdi.errors import Code, DownloadError
 from mdi.files import replacing
 from mdi.spec.settings_file import parse_json
 
@@ -52,7 +52,7 @@ def download(
         DownloadError: no such model, file or revision, no access, no connection, no disk space, or another revision is there.
     """
     if not is_repo_id(repo_id):
-        raise DownloadError(f"{repo_id!r} is not the name of a model on the hub: expected org/name", code="name")
+        raise DownloadError(f"{repo_id!r} is not the name of a model on the hub: expected org/name", code=Code.NAME)
     directory = _directory(ckpt_folder, repo_id, tag)
     if _is_complete(directory, repo_id, revision):
         return directory
@@ -82,7 +82,7 @@ def fetch_settings(
     if tag or "config.json" not in found.names:
         raise DownloadError(
             f"{name} has no config.json, and its GGUF file says what it is: fetch that with `mdi pull {name}` first",
-            code="no_files",
+            code=Code.NO_FILES,
         )
     directory = _directory(folder, repo_id, None)
     fetch(found, directory, ["config.json"], advice=_FULL, progress=False, cancel=cancel)
@@ -119,13 +119,15 @@ def choose_gguf(names: Sequence[str], repo_id: str, tag: str | None) -> list[str
         if (own := gguf_tag(name)) is not None and "mmproj" not in name.lower():
             tags.setdefault(own, []).append(name)
     if not tags:
-        raise DownloadError(f"{repo_id} has no GGUF files: leave the part after the colon out", code="no_files")
+        raise DownloadError(f"{repo_id} has no GGUF files: leave the part after the colon out", code=Code.NO_FILES)
     wanted = [tag] if tag is not None else [*_USUAL, *tags]
     chosen = next((own for one in wanted for own in tags if own.casefold() == one.casefold()), None)
     if chosen is None:
         near = difflib.get_close_matches(str(tag).upper(), tags, 1)
         meant = f": is {repo_id}:{near[0]} meant?" if near else ""
-        raise DownloadError(f"{repo_id} has no GGUF file {tag}{meant} (there are {', '.join(tags)})", code="no_files")
+        raise DownloadError(
+            f"{repo_id} has no GGUF file {tag}{meant} (there are {', '.join(tags)})", code=Code.NO_FILES
+        )
     return tags[chosen]
 
 
@@ -150,7 +152,7 @@ def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
     if any(name.endswith(".gguf") for name in names):
         return choose_gguf(names, repo_id, None)
     raise DownloadError(
-        f"{repo_id} has no weights in safetensors, GGUF or .bin files that this program can use", code="no_files"
+        f"{repo_id} has no weights in safetensors, GGUF or .bin files that this program can use", code=Code.NO_FILES
     )
 
 
@@ -170,6 +172,6 @@ def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
         raise DownloadError(
             f"{directory} holds revision {marker['revision'] or 'main'} ({marker['commit']}) of {repo_id}, not {revision}: "
             "remove it, or choose another --store",
-            code="revision",
+            code=Code.REVISION,
         )
     return is_whole

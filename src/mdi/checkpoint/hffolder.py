@@ -28,7 +28,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.files import default_cache_dir
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
@@ -372,7 +372,7 @@ def _open_files(path: Path, takes_pickles: bool) -> dict[str, WeightFile]:
     """The file of each tensor, by its name. Raises CheckpointError."""
     files = weight_files(path)
     if not files or not (takes_pickles or all(file.suffix == ".safetensors" for file in files)):
-        raise CheckpointError(no_checkpoint(path), code="unsafe" if files else None)
+        raise CheckpointError(no_checkpoint(path), code=Code.UNSAFE if files else None)
     found: dict[str, WeightFile] = {}
     for file in map(open_weight_file, files):
         for name in file.specs:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.disk_space import check_disk
-from mdi.errors import DownloadError
+from mdi.errors import Code, DownloadError
 
 NOUNS = {"model": "model", "dataset": "data set"}  # by the hub's types of repositories
 
@@ -99,7 +99,9 @@ def fetch(
         _in_a_thread(get, cancel or Cancel())
     cut = [name for name, size in wanted.items() if not has_file(folder, name, size)]
     if cut:
-        raise DownloadError(f"{repo_id}: {cut[0]} is incomplete: run the command again to continue", code="incomplete")
+        raise DownloadError(
+            f"{repo_id}: {cut[0]} is incomplete: run the command again to continue", code=Code.INCOMPLETE
+        )
     return wanted
 
 
@@ -181,26 +183,26 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
             else f"accept its licence on {hub}/{repo_id}, make a token on {hub}/settings/tokens, and set HF_TOKEN=hf_... "
             "(or give it with --hf-token)"
         )
-        raise DownloadError(f"{repo_id} is gated, and you have no access: {advice}", code="gated") from None
+        raise DownloadError(f"{repo_id} is gated, and you have no access: {advice}", code=Code.GATED) from None
     except errors.RevisionNotFoundError:
         raise DownloadError(
-            f"{repo_id} has no revision {revision!r} (branch, tag or commit) on {hub}", code="revision"
+            f"{repo_id} has no revision {revision!r} (branch, tag or commit) on {hub}", code=Code.REVISION
         ) from None
     except errors.RepositoryNotFoundError:
         raise DownloadError(
             f"there is no {what} {repo_id} on {hub}, or it is private and needs HF_TOKEN: check the spelling",
-            code="unknown",
+            code=Code.UNKNOWN,
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError):
         raise DownloadError(
             f"{repo_id} is not on this machine, and {hub} may not be asked (HF_HUB_OFFLINE) or cannot be reached: `mdi export` "
             "on a machine with it and `mdi import` here bring it without a network",
-            code="offline",
+            code=Code.OFFLINE,
         ) from None
     except errors.HfHubHTTPError as e:
         status = getattr(getattr(e, "response", None), "status_code", "an error")
         reason = "your token is not accepted" if status in (401, 403) else str(e).splitlines()[0]
-        raise DownloadError(f"{hub} answered {status} for {repo_id}: {reason}", code="hub") from None
+        raise DownloadError(f"{hub} answered {status} for {repo_id}: {reason}", code=Code.HUB) from None
     except failures as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         is_model = what == NOUNS["model"]
@@ -208,7 +210,7 @@ def _explained(repo_id: str, revision: str | None, token: str | None, what: str)
         raise DownloadError(
             f"{repo_id}: the connection to {hub} failed ({reason}): check the network and HF_ENDPOINT, and run the command "
             f"again to continue{elsewhere}",
-            code="connection",
+            code=Code.CONNECTION,
         ) from None
 
 

@@ -22,7 +22,7 @@ from mdi.checkpoint.disk_space import check_disk
 from mdi.checkpoint.download import MARKER
 from mdi.checkpoint.folder import GGUF_NOTE, PARTS_FILE, is_usable
 from mdi.checkpoint.model_store import STATE, ModelStore, StoredModel, is_whole, make_state
-from mdi.errors import MdiError, StoreError
+from mdi.errors import Code, MdiError, StoreError
 from mdi.files import replacing
 from mdi.spec.decode import Bytes, Meta, Sha256, decode_text
 
@@ -59,14 +59,14 @@ class Contents:
     def check(self, where: Path) -> None:
         """Raises StoreError if this is no model that may be written to a store."""
         if self.format != FORMAT:
-            raise StoreError(f"{where} has the format {self.format}, this version reads {FORMAT}", code="archive")
+            raise StoreError(f"{where} has the format {self.format}, this version reads {FORMAT}", code=Code.ARCHIVE)
         if not _MODEL_NAME.fullmatch(self.name) or ".." in self.name or "--" in self.name:
-            raise StoreError(f"{where}: {self.name[:60]!r} is no name of a model", code="archive")
+            raise StoreError(f"{where}: {self.name[:60]!r} is no name of a model", code=Code.ARCHIVE)
         if not 0 < len(self.files) <= N_FILES_LIMIT:
-            raise StoreError(f"{where} has {len(self.files)} files, expected 1 to {N_FILES_LIMIT}", code="archive")
+            raise StoreError(f"{where} has {len(self.files)} files, expected 1 to {N_FILES_LIMIT}", code=Code.ARCHIVE)
         for name in self.files:
             if not _is_file_name(name):
-                raise StoreError(f"{where}: {name[:60]!r} is no name of a model's file", code="archive")
+                raise StoreError(f"{where}: {name[:60]!r} is no name of a model's file", code=Code.ARCHIVE)
 
     @property
     def n_bytes(self) -> int:
@@ -121,14 +121,15 @@ def import_model(store: ModelStore, path: Path, progress: Progress = lambda done
         StoreError: it is no archive of ours, is damaged or cut short, holds no model, or is there already; or no room.
     """
     if path.exists() and not path.is_file():
-        raise StoreError(f"{path} is no file: expected one that `mdi export` wrote", code="archive")
+        raise StoreError(f"{path} is no file: expected one that `mdi export` wrote", code=Code.ARCHIVE)
     try:
         with open(path, "rb") as file:
             contents = _read_contents(file, path)
             target = store.folder / contents.name.replace(":", "--")
             if target.exists():
                 raise StoreError(
-                    f"{contents.name} is in {store.folder} already: `mdi rm {contents.name}` removes it", code="there"
+                    f"{contents.name} is in {store.folder} already: `mdi rm {contents.name}` removes it",
+                    code=Code.THERE,
                 )
             check_disk(store.folder, contents.n_bytes, "the model", StoreError, "choose another disk with --store")
             state = store.folder / STATE
@@ -163,12 +164,12 @@ def _complete(store: ModelStore, unfinished: Path, target: Path, path: Path) -> 
         if files := sorted(unfinished.glob("*.gguf")):
             gguf_directory(files[0], store.folder, unfinished)
     except MdiError as e:
-        raise StoreError(f"{path}: {e}", code="archive") from None
+        raise StoreError(f"{path}: {e}", code=Code.ARCHIVE) from None
     if not (is_usable(unfinished) and is_whole(unfinished)):
-        raise StoreError(f"{path} holds no whole model", code="archive")
+        raise StoreError(f"{path} holds no whole model", code=Code.ARCHIVE)
     with store.changing():
         if target.exists():
-            raise StoreError(f"{target} is there already", code="there")
+            raise StoreError(f"{target} is there already", code=Code.THERE)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(unfinished, target)
 
@@ -189,9 +190,9 @@ def _write_padded(out: BinaryIO, data: bytes) -> None:
 def _read_contents(file: BinaryIO, path: Path) -> Contents:
     name, size = _read_entry(file, path)
     if name != LIST_NAME or size > LIST_LIMIT_BYTES:
-        raise StoreError(f"{path} is no file that `mdi export` wrote", code="archive")
+        raise StoreError(f"{path} is no file that `mdi export` wrote", code=Code.ARCHIVE)
     head = file.read(size + -size % _BLOCK)[:size]
-    contents = decode_text(Contents, head, f"{path}:", lambda text: StoreError(text, code="archive"))
+    contents = decode_text(Contents, head, f"{path}:", lambda text: StoreError(text, code=Code.ARCHIVE))
     contents.check(path)
     return contents
 
@@ -201,9 +202,11 @@ def _read_entry(file: BinaryIO, path: Path) -> tuple[str, int]:
     try:
         entry = tarfile.TarInfo.frombuf(file.read(_BLOCK), "utf-8", "strict")
     except (tarfile.HeaderError, ValueError):
-        raise StoreError(f"{path} is damaged, cut short, or no file that `mdi export` wrote", code="archive") from None
+        raise StoreError(
+            f"{path} is damaged, cut short, or no file that `mdi export` wrote", code=Code.ARCHIVE
+        ) from None
     if entry.type != tarfile.REGTYPE or entry.size < 0:
-        raise StoreError(f"{path}: {entry.name[:60]!r} is no plain file", code="archive")
+        raise StoreError(f"{path}: {entry.name[:60]!r} is no plain file", code=Code.ARCHIVE)
     return entry.name, entry.size
 
 
@@ -214,14 +217,14 @@ def _extract(file: BinaryIO, contents: Contents, folder: Path, path: Path, progr
         found, size = _read_entry(file, path)
         if (found, size) != (name, listed.size):
             raise StoreError(
-                f"{path}: expected {name} of {listed.size} bytes, found {found[:60]!r} of {size}", code="archive"
+                f"{path}: expected {name} of {listed.size} bytes, found {found[:60]!r} of {size}", code=Code.ARCHIVE
             )
         digest, left = hashlib.sha256(), size
         with open(folder / name, "xb") as out:
             while left:
                 piece = file.read(min(left, _PIECE_BYTES))
                 if not piece:
-                    raise StoreError(f"{path} is cut short", code="archive")
+                    raise StoreError(f"{path} is cut short", code=Code.ARCHIVE)
                 digest.update(piece)
                 out.write(piece)
                 left -= len(piece)
@@ -231,7 +234,7 @@ def _extract(file: BinaryIO, contents: Contents, folder: Path, path: Path, progr
             os.fsync(out.fileno())
         file.read(-size % _BLOCK)
         if digest.hexdigest() != listed.sha256:
-            raise StoreError(f"{path}: {name} is damaged: copy the file again", code="archive")
+            raise StoreError(f"{path}: {name} is damaged: copy the file again", code=Code.ARCHIVE)
 
 
 def _hash(path: Path, advance: Callable[[int], None]) -> str:

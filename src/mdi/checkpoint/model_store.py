@@ -38,7 +38,7 @@ from mdi.checkpoint.folder import (
     is_repo_id,
     weight_files,
 )
-from mdi.errors import MdiError, StoreError, UsageError
+from mdi.errors import Code, MdiError, StoreError, UsageError
 from mdi.files import lock_file, replacing
 from mdi.spec.cluster import what_is_there
 from mdi.spec.settings_file import parse_json
@@ -288,7 +288,7 @@ class ModelStore:
         state = model.home / STATE
         with self._locked("store", Cancel(), state=state):
             for mark in self.marks(model):
-                raise StoreError(f"{model.name} is loaded: {mark}; end that first", code="loaded")
+                raise StoreError(f"{model.name} is loaded: {mark}; end that first", code=Code.LOADED)
             condemned = state / f"removed-{secrets.token_hex(4)}"
             try:
                 os.replace(model.folder, condemned)
@@ -366,7 +366,7 @@ class ModelStore:
         except OSError as e:
             raise StoreError(
                 f"{state.parent} cannot be written ({e.strerror or e}): choose another folder with --store, or {VARIABLE}",
-                code="store",
+                code=Code.STORE,
             ) from None
         try:
             if not lock_file(file):
@@ -409,7 +409,7 @@ class InUse:
             self.show(())
         if not path.exists():
             self.close()
-            raise StoreError(f"{path} has been removed", code="removed")
+            raise StoreError(f"{path} has been removed", code=Code.REMOVED)
 
     def show(self, nodes: Sequence[str]) -> None:
         """Say which nodes compute."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -106,3 +106,13 @@ def array_bytes(array: np.ndarray, n_bytes: int) -> Iterator[memoryview]:
 def _cut(data: memoryview) -> Iterator[memoryview]:
     for i in range(0, len(data), PIECE_BYTES):
         yield data[i : i + PIECE_BYTES]
+
+
+def from_offset(pieces: Iterable[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
+    """The pieces without their first `skip` bytes."""
+    for piece in pieces:
+        if skip >= len(piece):
+            skip -= len(piece)
+        else:
+            yield piece[skip:]
+            skip = 0

@@ -21,13 +21,12 @@ from mdi.checkpoint.chunks import PartFile
 from mdi.checkpoint.disk_space import free_bytes
 from mdi.checkpoint.parts import Part, PartInfo
 from mdi.checkpoint.records import BELIEVED_S, HashRecord, in_threads, stamp_of
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.files import lock_file
 from mdi.spec.model import ModelConfig
 from mdi.units import size
 
 PIECE_BYTES = 1 << 20
-COMING = "busy"  # code of an error after which the sender must ask again which parts are missing
 
 logger = logging.getLogger("mdi")
 
@@ -39,9 +38,8 @@ _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def _coming(message: str) -> CheckpointError:
-    error = CheckpointError(message)
-    error.code = COMING
-    return error
+    """After it the sender must ask again which parts are missing."""
+    return CheckpointError(message, code=Code.BUSY)
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
@@ -209,7 +207,7 @@ class BlockStore:
                 f"the weights of this run take {size(kept + n_bytes)} in {self.directory}, which may hold {size(limit_bytes)}, "
                 f"but other runs are loading {size(others)} there: allow more with --cache-size, or start it again later"
             )
-            busy.code = "disk"
+            busy.code = Code.DISK
             raise busy
         excess = sum(n for _, n, _ in files) + n_bytes - limit_bytes
         removed = 0
@@ -248,7 +246,7 @@ class BlockStore:
 
         Raises:
             CheckpointError: bytes are missing (received ones are kept), do not match the sha256, or the disk is full
-                (received bytes are removed); code COMING if it is coming already, to this process or another one, or has just
+                (received bytes are removed); code BUSY if it is coming already, to this process or another one, or has just
                 come or been lost.
         """
         with self._alone(info):
@@ -298,7 +296,7 @@ class BlockStore:
     @contextlib.contextmanager
     def _locked(self, info: Part, partial: Path) -> Iterator[tuple[BinaryIO, bool]]:
         """The open file of a part that has not come whole, which no other process writes to; and whether that is sure: not on a
-        disk without locks. Raises CheckpointError COMING: another process writes to it, or has just renamed or removed it.
+        disk without locks. Raises CheckpointError BUSY: another process writes to it, or has just renamed or removed it.
         """
         with self._disk(info):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -403,7 +401,7 @@ class BlockStore:
                 f"the disk is full ({e.strerror}): {info.name} needs {info.n_bytes} bytes in {self.directory}, "
                 f"where {free} are free"
             )
-            full.code = "disk"
+            full.code = Code.DISK
             raise full from None
 
     def _partial(self, sha256: str) -> Path:

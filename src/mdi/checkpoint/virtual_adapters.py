@@ -25,7 +25,7 @@ from mdi.checkpoint.virtual_rows import (
     stored_name,
     why_no_rows,
 )
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.spec.model import ModelConfig
 
 EMBEDDINGS = "prompt_embeddings"
@@ -40,7 +40,7 @@ def open_adapter(named: AdapterName, number: int, config: ModelConfig, base: Cal
         known = ", ".join(_CLASSES)
         raise CheckpointError(
             f"adapter {named.name}: {named.folder} has peft_type {str(told.get('peft_type'))[:100]!r}; only {known} are served",
-            code="adapter",
+            code=Code.ADAPTER,
         )  # fmt: skip
     return kind(named, number, config, told, base)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from mdi.checkpoint.parts import PIECE_BYTES
 from mdi.checkpoint.safetensors_layout import HEADER_LIMIT_BYTES, TYPES, TensorSpec, read_header
-from mdi.errors import INSTALL_ALL, CheckpointError, MemoryShortError
+from mdi.errors import INSTALL_ALL, CheckpointError, Code, MemoryShortError
 from mdi.spec.cluster import nearest_existing
 from mdi.units import size
 
@@ -177,7 +177,7 @@ class PickledFile:
             raise CheckpointError(
                 f"{path} is a pickle, which only {e.name} reads, and that is not installed: {INSTALL_ALL}; "
                 "safetensors and GGUF files need none",
-                code="library",
+                code=Code.LIBRARY,
             ) from None
         self.path = path
         self._tensors: dict[str, torch.Tensor] | None = None

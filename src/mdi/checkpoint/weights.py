@@ -24,6 +24,7 @@ from mdi.kernels.layout import Matrix
 from mdi.kernels.lazy_rows import Rows
 from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import Formats, ModelId
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,11 @@ class WeightSource(ABC):
     form: str = "stored"
     native: str | None = None
     folds_gains: bool = True
+
+    @property
+    def model_id(self) -> ModelId:
+        formats = None if self.packing is None else Formats.one(self.packing.blocks)
+        return ModelId(self.model, self.config, self.config_hash, self.dtype, formats)
 
     @abstractmethod
     def array(self, name: str) -> np.ndarray:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mdi.cancel import Cancel
-from mdi.errors import MdiError, UsageError
+from mdi.errors import Code, MdiError, UsageError
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show, show_error
@@ -110,7 +110,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         )
         if options.prompt_style == "auto" and session.model.codec.prompt_style is None:
             logger.info("no chat template is known for %s: it continues your text (--prompt-style NAME wraps it in one)",
-                        session.model.weights.model)  # fmt: skip
+                        session.model.weights.model.name)  # fmt: skip
         params = sampling_params(options, session.model.codec.drawing)
         status = 0
         if not question:
@@ -131,7 +131,7 @@ def _talk(session: Run, params: Any, stop: Sequence[str]) -> int:
     lines = InputLines(lambda: session.failed)
     if is_terminal:
         nodes = "this machine" if session.cluster.n_nodes == 1 else f"{session.cluster.n_nodes} nodes"
-        model = session.model.weights.model
+        model = session.model.weights.model.name
         show(f"\nHello! This is {model} on {nodes}. Say something; /help lists commands, /quit ends.\n")
     while not session.failed:
         if is_terminal:
@@ -235,5 +235,7 @@ def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: 
         if not history:
             longest = session.model.config.block_size
             more = "shorten it" if most >= longest else f"--sequence-length N allows more, up to the model's {longest}"
-            raise Refused(f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code="length")
+            raise Refused(
+                f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code=Code.LENGTH
+            )
         history.pop(0)

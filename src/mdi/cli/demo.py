@@ -9,7 +9,7 @@ examples:
 from __future__ import annotations
 
 from mdi.cancel import Cancel
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
@@ -26,7 +26,9 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli import local_ring, options_of, parser_of
 
     if (folder := embedded_model()) is None:
-        raise UsageError("the demo's model is neither in this package nor in a clone: install a wheel", code="missing")
+        raise UsageError(
+            "the demo's model is neither in this package nor in a clone: install a wheel", code=Code.MISSING
+        )
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     argv = [
         "--ckpt",

@@ -135,7 +135,7 @@ def serve_here(options: Options, config: NodeConfig, towards: str | None, cancel
 
 @contextlib.contextmanager
 def followed(node: SecondaryNode, towards: str | None, moved: threading.Event) -> Iterator[None]:
-    """Within: `moved` is set, and `node.run` returns, once this machine has another address and no run needs the node.
+    """Within: `moved` is set, and the node's `run` returns, once this machine has another address and no run needs the node.
 
     An address that comes back counts, too: what announces the node does not outlive an interface.
     """

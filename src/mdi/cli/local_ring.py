@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mdi.metrics import RunMetrics
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.nodes import NodeSource
     from mdi.stages.model_family import ModelFamily
 
@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
 
     return run_ring(options, LocalRing, cancel)
 
@@ -100,6 +100,6 @@ def _compare(options: Options, ring: RunMetrics, cancel: Cancel, family: Callabl
 
 def _cores(options: Options) -> Sequence[int] | None:
     """Cores to divide among the nodes; None if none is to be kept on any."""
-    from mdi.node.local import pinnable_cores
+    from mdi.run.local import pinnable_cores
 
     return pinnable_cores() if options.cores is None and options.pin else options.cores

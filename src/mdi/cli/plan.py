@@ -205,14 +205,13 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
 
     from mdi.checkpoint.manifest import config_hash
     from mdi.host.threads import choose_threads, threads_of_others
-    from mdi.placement.planning import Model, measure_live
+    from mdi.placement.planning import measure_live
+    from mdi.spec.model_id import ModelId
 
     config = _config(options, None)
-    model = Model(config.name, config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
+    model = ModelId(config.name, config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
     choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
-    asked = Requested(
-        dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize, kv_dtype=options.kv_dtype
-    )
+    asked = Requested(dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize)
     return measure_live(cluster, model, asked, default_cache_dir(), options.wait_s, options.fresh, cancel)
 
 

@@ -67,7 +67,7 @@ class Journaling:
             texts = [JournalText(*pair) for pair in zip(prompts, session.prompt_ids, strict=True)]
             flags = {**_saved(options), "quantize": session.model.formats[0], "quantize_head": session.model.formats[1]}
             self._journal = Journal.new(
-                new_run(self._folder), RunRecord(flags, session.identity, texts, numbers=session.numbers)
+                new_run(self._folder), RunRecord(flags, session.identity, texts, numbers=session.arithmetic.sha256)
             )
         else:
             assert self._record is not None
@@ -78,7 +78,7 @@ class Journaling:
                 )
             left = [text for text in self._record.texts if text.finish_reason is None]
             logger.info("continuing %d of %d texts", len(left), len(self._record.texts))
-            if left and session.numbers != self._record.numbers:
+            if left and session.arithmetic.sha256 != self._record.numbers:
                 logger.warning("warning: %s", MAY_DIFFER)
                 for text in left:
                     known = text.may_differ_from

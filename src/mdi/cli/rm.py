@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mdi.errors import StoreError, UsageError
+from mdi.errors import Code, StoreError, UsageError
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
 
@@ -27,7 +27,7 @@ def run(options: Options) -> int:
         raise UsageError(store.describe_missing(options.name))
     if not model.is_own:
         raise StoreError(
-            f"{model.name} is in the hub's own cache, {model.home}: `hf cache rm` removes it", code="other"
+            f"{model.name} is in the hub's own cache, {model.home}: `hf cache rm` removes it", code=Code.OTHER
         )
     _check_alone(model.folder, model.home)
     if not options.yes:

@@ -126,7 +126,7 @@ def _nodes(options: Options, cancel: Cancel, stack: ExitStack) -> NodeSource:
     from mdi.cli.access import open_keys, with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.session import check_cut, nodes_of, processes_of
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.spec.cluster import standalone
 
     if options.nodes is not None and options.machines is None:
@@ -144,8 +144,8 @@ def _result(ring: Run, score: Score, with_tokens: bool, duration_s: float) -> di
     """As --json prints it."""
     n_scored, tokens = score.n_tokens, score.tokens
     result = {
-        "model": ring.model.weights.model, "n_nodes": ring.cluster.n_nodes, "format": ring.model.format,
-        "kv_dtype": ring.model.computing.kv_dtype, "window": max(map(len, score.windows)),
+        "model": ring.model.weights.model.name, "n_nodes": ring.cluster.n_nodes, "format": ring.model.format,
+        "kv_dtype": ring.model.cache_type, "window": max(map(len, score.windows)),
         "n_windows": len(score.windows), "has_bos": score.has_bos, "n_tokens": n_scored, "n_text_tokens": len(tokens),
         "n_bytes": score.n_bytes, "n_text_bytes": sum(len(piece.encode()) for piece in score.pieces),
         "log_probability": score.log_probability, "perplexity": score.perplexity,

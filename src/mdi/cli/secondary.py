@@ -89,7 +89,7 @@ def serve(
     from mdi.cli.access import open_keys, refuse_exposure
     from mdi.cli.discover import reachable
     from mdi.cli.session import check_chunk
-    from mdi.node.local import sweep
+    from mdi.run.local import sweep
 
     keys = open_keys(options)
     refuse_exposure(options, keys, config)

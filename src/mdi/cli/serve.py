@@ -171,7 +171,7 @@ def _machines(options: Options, discovery: Discovery) -> Machines:
 
 def _nodes(options: Options, discovery: Discovery) -> NodeSource:
     from mdi.cli.session import nodes_of, processes_of
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.spec.cluster import load_cluster, standalone
 
     if options.nodes is not None:

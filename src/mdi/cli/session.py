@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
-from mdi.errors import DownloadError, UsageError
+from mdi.errors import Code, DownloadError, UsageError
 from mdi.spec.options import Options
 from mdi.text.drawing import OWN
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from mdi.cli.discover import Discovery
     from mdi.engine.cohort import Beams, EarlyStopping
     from mdi.engine.sequence import SamplingParams
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.nodes import NodeSource
     from mdi.spec.cluster import ClusterConfig, WeightMemory
-    from mdi.stages.window_budget import WindowOptions
+    from mdi.spec.window import WindowOptions
 
 SWARM_CACHE_SHARE = 0.5  # of each node's free memory, for one starter's caches: others come, too
 
@@ -85,9 +85,9 @@ def _named_model(options: Options, cancel: Cancel) -> Path:
             folder = store.fetch(name, options.hf_token, options.revision, say=logger.info, cancel=cancel)
         except DownloadError as e:
             more = {
-                "unknown": store.describe_missing(name),
-                "connection": store.describe(),
-                "offline": store.describe(),
+                Code.UNKNOWN: store.describe_missing(name),
+                Code.CONNECTION: store.describe(),
+                Code.OFFLINE: store.describe(),
             }
             if e.code not in more:
                 raise
@@ -266,7 +266,7 @@ def processes_of(
 
 def asked_window(options: Options) -> WindowOptions | None:
     """The window of --window, --retain and --memory; None without. Raises UsageError."""
-    from mdi.stages.window_budget import window_options
+    from mdi.spec.window import window_options
 
     return window_options(options.window, options.retain, options.memory)
 
@@ -274,7 +274,7 @@ def asked_window(options: Options) -> WindowOptions | None:
 def weight_memory(options: Options) -> WeightMemory:
     """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
     from mdi.spec.cluster import WeightMemory
-    from mdi.stages.window_budget import WindowMemory
+    from mdi.spec.window import WindowMemory
 
     window = asked_window(options)
     if window is None:
@@ -339,7 +339,7 @@ def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:
     if options.verify:
         from mdi.engine.starter import NO_BEAMS
 
-        raise UsageError(NO_BEAMS, code="flags")
+        raise UsageError(NO_BEAMS, code=Code.FLAGS)
     kinds: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
     beams = Beams(options.beams, options.length_penalty, kinds[options.early_stopping])
     if (n := max(Counter(prompts).values(), default=0)) > beams.n:

@@ -34,7 +34,7 @@ from mdi.control.signing import (
     sign_request,
 )
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, announcements_of
-from mdi.errors import AccessError, ControlError
+from mdi.errors import AccessError, Code, ControlError
 from mdi.net.keys import KeyFile
 from mdi.net.message import ANSWER_LIMIT_BYTES, ExchangeError, Message, connect, problem_of
 from mdi.spec.cluster import NodeConfig
@@ -49,7 +49,6 @@ PROBE_ANSWER_S = 60.0
 ECHO_S = 10.0
 BLOCK_S = 120.0  # for a block of many texts, forward or backward
 SIGN_S = 1.0  # between two signs of life to a node that is watched
-CODE_LIMIT = 40
 ERROR_LIMIT = 1000  # characters of a peer's words
 
 
@@ -259,7 +258,7 @@ class ControlClient:
                 f"{self.port_where} is not a node of MDI-LLM: its answer cannot be read", problem="stranger"
             )
         words = str(found["error"])[:ERROR_LIMIT]
-        raise ControlError(f"{self.port_where}: {words}", status, code=str(found.get("code", ""))[:CODE_LIMIT])
+        raise ControlError(f"{self.port_where}: {words}", status, code=Code.of(found.get("code")))
 
     @contextlib.contextmanager
     def _problems(self, where: str) -> Iterator[None]:
@@ -269,7 +268,7 @@ class ControlClient:
         except ExchangeError as e:
             raise ControlError(f"{where} does not answer ({e})", problem=e.problem) from None
         except AccessError as e:
-            raise ControlError(f"{where}: {e}", 401, "key", code=AccessError.code) from None
+            raise ControlError(f"{where}: {e}", 401, "key", code=Code.KEY) from None
 
     # HTTP on the control port
 
@@ -313,9 +312,7 @@ class ControlClient:
         return nonce
 
     def _no_entry(self, why: str) -> ControlError:
-        return ControlError(
-            f"{self.where} {why}: start all nodes with the same --key FILE", 401, "key", code=AccessError.code
-        )
+        return ControlError(f"{self.where} {why}: start all nodes with the same --key FILE", 401, "key", code=Code.KEY)
 
     def _exchange(
         self, method: str, target: str, timeout_s: float, body: bytes, headers: dict[str, str] | None = None
@@ -328,7 +325,7 @@ class ControlClient:
     def _is_stale(found: HttpAnswer) -> bool:
         """Whether the nonce was not good any more. Nobody has signed this, so it is only a reason to try once more."""
         try:
-            return found.status == 401 and bool(json.loads(found.body)["code"] == "nonce")
+            return found.status == 401 and Code.of(json.loads(found.body)["code"]) is Code.NONCE
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
 
@@ -343,7 +340,7 @@ class ControlClient:
             )
         if found.status != 200:
             words = str(answer.get("error", found.reason))[:ERROR_LIMIT]
-            raise ControlError(f"{self.where}: {words}", found.status, code=str(answer.get("code", ""))[:CODE_LIMIT])
+            raise ControlError(f"{self.where}: {words}", found.status, code=Code.of(answer.get("code")))
         return answer
 
 
@@ -431,7 +428,7 @@ def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
         raise ControlError(f"{where} is not a node of MDI-LLM", problem="stranger") from None
     if found.status == 401:
         raise ControlError(
-            f"{where} refuses the code: it is wrong, was used, or is older than 15 minutes", 401, code=AccessError.code
+            f"{where} refuses the code: it is wrong, was used, or is older than 15 minutes", 401, code=Code.KEY
         )
     if found.status != 200:
         raise ControlError(f"{where} has no open invitation: run `mdi key --invite` there", found.status)

@@ -25,7 +25,7 @@ from mdi.control.messages import (
     version_error,
 )
 from mdi.control.swarm import ModelRequest, SwarmRequest
-from mdi.errors import ControlError, WireError
+from mdi.errors import Code, ControlError, WireError
 from mdi.net.listener import RingListener
 from mdi.net.message import Asked, FrameCodec
 from mdi.net.wire import Frame
@@ -110,7 +110,7 @@ class EchoOnly:
     """Base of a node that is asked for echoes only: a starter."""
 
     def _refuse(self) -> ControlError:
-        return ControlError("this node is a starter: it asks others", 409, code="role")
+        return ControlError("this node is a starter: it asks others", 409, code=Code.ROLE)
 
     def receive_part(self, run: str, sha256: str, offset: int, n_bytes: int, read: Callable[[int], bytes]) -> None:
         raise self._refuse()
@@ -235,7 +235,7 @@ class MessageServer:
         with contextlib.ExitStack() as stack:
             if not kind.of_run:
                 if not self._anybody.acquire(blocking=False):
-                    raise ControlError("the node answers many others: ask again in a moment", 409, code="busy")
+                    raise ControlError("the node answers many others: ask again in a moment", 409, code=Code.BUSY)
                 stack.callback(self._anybody.release)
                 asked.sock.read_within(REQUEST_S)
             return kind.answer(asked, opening.args) or {}

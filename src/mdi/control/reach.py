@@ -17,7 +17,7 @@ import mdi
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import COMPILING, CONTROL_VERSION, ProbeRequest
-from mdi.errors import AccessError, ControlError, NodeLostError, RingError, WireError
+from mdi.errors import AccessError, Code, ControlError, NodeLostError, RingError, WireError
 from mdi.net.hello import Fault, Hello, meet
 from mdi.net.keys import KeyFile
 from mdi.net.message import problem_of
@@ -184,7 +184,7 @@ def greet(addr: str, port_in: int, name: str, deadline_s: float, keys: KeyFile |
         return Reach("stranger", f"it answered with a {frame.type.name} frame")
     fault = Fault.from_bytes(frame.payload)
     reporter = fault.reporter
-    if fault.code == AccessError.code:
+    if fault.code is Code.KEY:
         return Reach("key")
     if name and reporter != name:
         return Reach("other", f"it calls itself {reporter[:60] or 'nothing'}, the control port {name[:60]}")

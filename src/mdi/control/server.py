@@ -26,7 +26,7 @@ from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.messages import CONTROL_VERSION, InitRequest
 from mdi.control.signing import Asker, Gate, public_status
 from mdi.control.web_pages import check_sender, is_here
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.errors import Code, ControlError, MdiError, UsageError
 from mdi.net.keys import KeyFile
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.message import DeadlineSocket, status_of
@@ -223,10 +223,10 @@ class StatusOnly:
     """Base for a node that only answers `GET /`: the starter."""
 
     def init(self, request: InitRequest) -> dict[str, Any]:
-        raise ControlError("this node is a starter: it configures others", 409, code="role")
+        raise ControlError("this node is a starter: it configures others", 409, code=Code.ROLE)
 
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
-        raise ControlError("this node is a starter: stop it there", 409, code="role")
+        raise ControlError("this node is a starter: stop it there", 409, code=Code.ROLE)
 
 
 def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) -> Callable[..., bytes]:
@@ -251,7 +251,7 @@ def _answer(handler: Callable[..., Any], gate: Gate, is_public: bool = False) ->
             result = {"error": str(e), "code": e.code}
         except BodyBrokenError:
             cherrypy.response.status = 400
-            result = {"error": "the body was cut off", "code": ControlError.code}
+            result = {"error": "the body was cut off", "code": Code.CONTROL}
         body = json.dumps(result).encode()
         status = int(cherrypy.response.status or 200)
         cherrypy.response.headers.update(gate.headers(request.asker, status, body))
@@ -330,7 +330,7 @@ class _Pages:
                 f"/{args[0]} is not asked over HTTP any more, but with a message on the ring's port, since version 8 of the "
                 f"control protocol (this node has version {CONTROL_VERSION}): install the same version of MDI-LLM on both",
                 404,
-                code="version",
+                code=Code.VERSION,
             )
         raise ControlError("no such address; there are GET /, POST /init, PUT /stop, POST /join", 404)
 
@@ -338,7 +338,7 @@ class _Pages:
 def _plain_error(status: str, message: str, traceback: str, version: str) -> bytes:
     cherrypy.response.headers["Content-Type"] = "application/json"
     logger.debug("HTTP %s: %s\n%s", status, message, traceback)
-    return json.dumps({"error": f"{status}: {message}", "code": MdiError.code}).encode()
+    return json.dumps({"error": f"{status}: {message}", "code": Code.FAILED}).encode()
 
 
 class _Request(cherrypy.Application.request_class):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mdi.errors import AccessError, ControlError
+from mdi.errors import Code, ControlError
 from mdi.net.keys import KeyFile, key_of, mac
 
 NONCE_HEADER = "Mdi-Nonce"
@@ -140,7 +140,7 @@ class Asker:
     def check_body(self, body: bytes) -> None:
         """Raises ControlError (401) if this is not the body that was signed."""
         if not hmac.compare_digest(self.body.encode(), body_hash(body).encode()):
-            raise ControlError("the body is not that of the signature", 401, code=AccessError.code)
+            raise ControlError("the body is not that of the signature", 401, code=Code.KEY)
 
 
 class Gate:
@@ -179,7 +179,7 @@ class Gate:
         if secret is None:
             raise self.refusal(addr, f"it has another cluster key than {self._name}")
         if not self._nonces.is_fresh(nonce) or not self._nonces.use(nonce):
-            raise ControlError("this nonce has expired: use the one in this answer", 401, code="nonce")
+            raise ControlError("this nonce has expired: use the one in this answer", 401, code=Code.NONCE)
         return Asker(secret, signature, body)
 
     def refusal(self, addr: str, why: str = "") -> ControlError:
@@ -194,7 +194,7 @@ class Gate:
             )  # fmt: skip
             self._n_refused = 0
         why = why or f"{self._name} has a cluster key"
-        return ControlError(f"{why}: start both with the same --key FILE", 401, code=AccessError.code)
+        return ControlError(f"{why}: start both with the same --key FILE", 401, code=Code.KEY)
 
     def headers(self, asker: Asker | None, status: int, body: bytes) -> dict[str, str]:
         """The headers of an answer: a nonce for the next request, and a signature for callers with the key."""

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
-from mdi.control.messages import PartSpec
+from mdi.control.messages import Arguments, PartSpec, refused
 from mdi.errors import ControlError
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import NodeConfig
-from mdi.spec.decode import Meta, Name, Number, Port, RunId, Sha256, Text, Whole, decode, spans_rise
-from mdi.spec.model import ModelConfig, decode_with_config
+from mdi.spec.decode import Meta, Name, Number, Port, RunId, Sha256, ShortName, Text, Whole, decode, spans_rise
+from mdi.spec.model_id import ModelId, decode_with_model
 
 EXPIRY_S = 60.0
 N_LIMIT = 4096  # nodes that one node knows
@@ -25,8 +26,7 @@ N_TOLD = 128  # announcements in an answer, the newest ones: more of them would 
 FORMER_S = 24 * 3600.0  # how long it is remembered where a node was
 N_FORMER = 256
 
-ShortName = Annotated[str, Meta(min_length=1, max_length=80)]
-Kind = tuple[str, str, str, int]
+Kind = tuple[str, Arithmetic, int]  # hash of the weights, how they are computed, blocks of the model
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Announced:
         age_s: seconds since it said so, as far as those know who passed it on.
         addr, port, ring_port: where it is.
         model: the name, for people; `weights` says which ones they are (`weights_id`).
-        form, numerics: of its weights and its arithmetic: nodes of one ring have the same.
+        arithmetic: of its blocks: nodes of one ring have the same. What caches hold is for each run to say.
         n_layer: of the model; start, stop: the blocks that it holds, half-open.
         is_ready: whether they are loaded.
         speed: tokens per second through its blocks, or through its network if that is slower.
@@ -57,8 +57,7 @@ class Announced:
     ring_port: Port
     model: Text
     weights: Sha256
-    form: ShortName
-    numerics: ShortName
+    arithmetic: Arithmetic
     n_layer: Annotated[int, Meta(ge=1, le=1 << 16)]
     start: Whole
     stop: Whole
@@ -84,7 +83,7 @@ class Announced:
     @property
     def kind(self) -> Kind:
         """Only nodes with the same one share a ring, and the plan of moves."""
-        return self.weights, self.form, self.numerics, self.n_layer
+        return self.weights, self.arithmetic, self.n_layer
 
     def config(self) -> NodeConfig:
         """As an entry of a nodes file."""
@@ -92,7 +91,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class SwarmRequest:
+class SwarmRequest(Arguments):
     """Bytes of a message `swarm`: tell me what is new.
 
     Attributes:
@@ -103,16 +102,9 @@ class SwarmRequest:
     own: Announced | None = None
     known: Annotated[dict[RunId, Whole], Meta(max_length=N_LIMIT)] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> SwarmRequest:
-        """Raises ControlError (400)."""
-        request = decode(cls, data, "request", _refused)
-        if request.own is not None:
-            _check(request.own)
-        return request
+    def check(self) -> None:
+        if self.own is not None:
+            _check(self.own)
 
 
 @dataclass(frozen=True)
@@ -129,13 +121,9 @@ def announcements_of(answer: Any, where: str) -> tuple[Announced, ...]:
 
 
 def _check(one: Announced) -> None:
-    spans_rise("announced", _refused, blocks=(one.start, one.stop))
+    spans_rise("announced", refused, blocks=(one.start, one.stop))
     if one.stop > one.n_layer:
-        raise _refused(f"announced blocks up to {one.stop} of a model of {one.n_layer}")
-
-
-def _refused(message: str) -> ControlError:
-    return ControlError(message, 400)
+        raise refused(f"announced blocks up to {one.stop} of a model of {one.n_layer}")
 
 
 N_PARTS = 4096  # of a model
@@ -144,7 +132,7 @@ PartNames = Annotated[tuple[Name, ...], Meta(max_length=N_PARTS)]
 
 
 @dataclass(frozen=True)
-class ModelRequest:
+class ModelRequest(Arguments):
     """Arguments of a message `model`: what is known of the model that a node holds blocks of.
 
     Attributes:
@@ -155,39 +143,25 @@ class ModelRequest:
     weights: Sha256
     parts: PartNames = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> ModelRequest:
-        """Raises ControlError (400)."""
-        return decode(cls, data, "request", _refused)
-
 
 @dataclass(frozen=True)
 class ModelFacts:
     """A model as one node tells another of it.
 
     Attributes:
-        config: of the model, its plain form in JSON; `config_hash` is its hash.
-        stored_dtype, stored_format: of its parts, see InitRequest.
         parts: those of the request that the node knows.
     """
 
-    model: Text
-    config: ModelConfig
-    config_hash: Text
-    stored_dtype: Text
-    stored_format: Text | None
+    model: ModelId
     parts: Annotated[tuple[PartSpec, ...], Meta(max_length=N_PARTS)]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "config": self.config.plain()}
+        return {"model": self.model.to_json(), "parts": [vars(part) for part in self.parts]}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> ModelFacts:
         """Raises ControlError."""
-        return decode_with_config(cls, data, where, ControlError)
+        return decode_with_model(cls, data, where, ControlError)
 
 
 class SwarmTable:
@@ -266,9 +240,9 @@ class SwarmTable:
                 del self._former[place]
 
 
-def model_id(config_hash: str, dtype: str, last_block: str) -> str:
-    """Hash of a model, by the hash of its last block, which identifies the others."""
-    return hashlib.sha256(json.dumps([config_hash, dtype, last_block]).encode()).hexdigest()
+def weights_id(model: ModelId, last_block: str) -> str:
+    """Hash of a model's weights, by the hash of its last block, which identifies the others."""
+    return hashlib.sha256(json.dumps([model.config_hash, model.dtype, last_block]).encode()).hexdigest()
 
 
 def message_bytes(content: Any) -> int:

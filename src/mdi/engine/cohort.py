@@ -18,7 +18,7 @@ from mdi.cancel import Periodic
 from mdi.engine.sampling import Row, adjusted, best_of, log_probs
 from mdi.engine.sequence import UNMATCHED, Constraint, SamplingParams, TokenLogprobs
 from mdi.engine.sequence import Sequence as Text
-from mdi.errors import EngineError, UsageError
+from mdi.errors import Code, EngineError, UsageError
 
 MOST_BEAMS = 32
 
@@ -59,9 +59,9 @@ class Beams:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MOST_BEAMS:
-            raise UsageError(f"the number of beams must be from 1 to {MOST_BEAMS}, got {self.n}", code="value")
+            raise UsageError(f"the number of beams must be from 1 to {MOST_BEAMS}, got {self.n}", code=Code.VALUE)
         if not math.isfinite(self.length_penalty):
-            raise UsageError(f"the length penalty must be a number, got {self.length_penalty}", code="value")
+            raise UsageError(f"the length penalty must be a number, got {self.length_penalty}", code=Code.VALUE)
 
     def score(self, logprob: float, length: int) -> float:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK, CacheClass, n_pages
+from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK, PageClass, n_pages
 from mdi.units import size
 
 KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
@@ -30,7 +30,7 @@ class NodeCaches:
 
     name: str
     limit_bytes: int
-    classes: tuple[CacheClass, ...]
+    classes: tuple[PageClass, ...]
     chunk_rows: int = CHUNK_ROWS
 
     def n_bytes(self, length: int) -> int:
@@ -178,7 +178,7 @@ class Prefixes:
 
 def can_be_cut(length: int, n: int, window: int | None) -> bool:
     """Whether blocks with a window still have the positions that the row after the first `n` of `length` sees."""
-    return window is None or length <= window or n >= length - WINDOW_SLACK
+    return window is None or length <= window or n >= length - SLACK
 
 
 def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:

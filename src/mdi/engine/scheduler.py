@@ -20,15 +20,15 @@ from typing import Protocol
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes, can_be_cut
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
-from mdi.errors import EngineError
-from mdi.kernels.page_sizes import CHUNK_ROWS, PAGE, WINDOW_SLACK
+from mdi.errors import Code, EngineError
+from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK
 
 DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
-# Guesses of one text that are under way, at most: nodes with a window can go back by WINDOW_SLACK positions, and a prefix of
+# Guesses of one text that are under way, at most: nodes with a window can go back by SLACK positions, and a prefix of
 # the ended text is to be cut somewhere, too.
-MOST_GUESSES = WINDOW_SLACK // 2
+MOST_GUESSES = SLACK // 2
 
 SLOWER = 0.6  # by this part of its time a frame of decoding rows may take longer: 1 would double it, but times scatter
 FIRST_ROWS = 16  # before anything was measured
@@ -327,7 +327,7 @@ class Scheduler:
         due = self._in_flight[0] if self._in_flight else None
         if due is None or due.number != number:
             words = f"frame {number} came back, expected " + (f"frame {due.number}" if due else "none")
-            raise EngineError(words, "wire")
+            raise EngineError(words, Code.WIRE)
         running = self._running.get
         return due, [
             part.n_logits > 0
@@ -455,7 +455,7 @@ class Scheduler:
         if n < PAGE or other in self._replays:
             return False
         if self.memory is None:  # nothing is known of windows
-            return n_far <= n + WINDOW_SLACK
+            return n_far <= n + SLACK
         return n_far <= n or can_be_cut(n_far, n, self.memory.window)
 
     def _waits(self, sequence: Sequence) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,17 +71,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.n_tokens < 1:
-            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}", code="value")
+            raise UsageError(f"the number of new tokens must be at least 1, got {self.n_tokens}", code=Code.VALUE)
         if not self.temperature >= 0:
-            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}", code="value")
+            raise UsageError(f"temperature must be 0 (greedy) or more, got {self.temperature}", code=Code.VALUE)
         if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top-k must be at least 1, got {self.top_k}", code="value")
+            raise UsageError(f"top-k must be at least 1, got {self.top_k}", code=Code.VALUE)
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}", code="value")
+            raise UsageError(f"top-p must be over 0 and at most 1, got {self.top_p}", code=Code.VALUE)
         if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}", code="value")
+            raise UsageError(f"min-p must be from 0 to 1, got {self.min_p}", code=Code.VALUE)
         if not self.repetition_penalty > 0:
-            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}", code="value")
+            raise UsageError(f"the repetition penalty must be over 0, got {self.repetition_penalty}", code=Code.VALUE)
 
 
 class Side(Protocol):

@@ -39,7 +39,7 @@ from mdi.engine.sequence import (
 )
 from mdi.engine.speculation import Speculation
 from mdi.engine.worker import StarterFrameStage, StarterRows, TappedStage
-from mdi.errors import EngineError, RingEndedError, RingError, UsageError
+from mdi.errors import Code, EngineError, RingEndedError, RingError, UsageError
 from mdi.kernels.slices import Slice, SliceTable, with_adapter
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
@@ -217,7 +217,7 @@ class StarterEngine:
         n_virtual = sequence.n_virtual
         if not 0 <= read_from < sequence.n_prompt - n_virtual:
             n = sequence.n_prompt - n_virtual
-            raise UsageError(f"rows from position {read_from} on of a text of {n} tokens", code="value")
+            raise UsageError(f"rows from position {read_from} on of a text of {n} tokens", code=Code.VALUE)
         sequence.read_from, sequence.is_guessed = n_virtual + read_from, False
         request = Request(sequence, events, None, self.cancel)
         request.read_rows(sequence.read_from, lambda first, rows: take_rows(first - n_virtual, rows))
@@ -238,7 +238,7 @@ class StarterEngine:
         """
         text = tuple(ids)
         if len(text) < 2:
-            raise UsageError(f"a text of {len(text)} tokens cannot be scored: it takes two", code="empty")
+            raise UsageError(f"a text of {len(text)} tokens cannot be scored: it takes two", code=Code.EMPTY)
 
         def take(first: int, scores: np.ndarray) -> None:
             take_scores(first + 1, scores[0, :, 0])
@@ -267,7 +267,7 @@ class StarterEngine:
             as `submit`.
         """
         if self.verifier is not None:
-            raise UsageError(NO_BEAMS, code="flags")
+            raise UsageError(NO_BEAMS, code=Code.FLAGS)
         prompt = tuple(prompt_ids)
         texts = [self._sequence(prompt, params, owner, adapter) for _ in range(beams.n)]
         for text in texts:
@@ -281,15 +281,15 @@ class StarterEngine:
         self, prompt: tuple[int, ...], params: SamplingParams, owner: str | None, adapter: str = ""
     ) -> Sequence:  # fmt: skip
         if adapter and adapter not in self.adapters:
-            raise UsageError(f"there is no adapter {adapter[:100]!r}", code="adapter")
+            raise UsageError(f"there is no adapter {adapter[:100]!r}", code=Code.ADAPTER)
         if not prompt:
-            raise UsageError("a prompt without any token cannot be continued", code="empty")
+            raise UsageError("a prompt without any token cannot be continued", code=Code.EMPTY)
         n_virtual = self.n_virtual(adapter)
         if n_virtual + len(prompt) > self._max_length:
             behind = f" behind {n_virtual} rows of {adapter}" if n_virtual else ""
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens{behind}, but a sequence can have {self._max_length} (--sequence-length)",
-                code="length",
+                code=Code.LENGTH,
             )
         own = self.adapters.get(adapter, NO_ADAPTER)
         number = 1 + list(self.adapters).index(adapter) if adapter and own.side is None else 0
@@ -303,7 +303,7 @@ class StarterEngine:
 
     def _queue(self, requests: list[Request], cohort: Cohort | None = None) -> None:
         if (reason := self.scheduler.refusal(requests[0].sequence)) is not None:
-            raise UsageError(reason, code="memory")
+            raise UsageError(reason, code=Code.MEMORY)
         if not self._inbox.put(partial(self._take, requests, cohort)):
             raise EngineError("no more texts are generated: the run is over")
         self._wake()

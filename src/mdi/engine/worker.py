@@ -34,7 +34,7 @@ class Caches(Protocol):
 
 
 class FrameStage(Protocol):
-    """Blocks that compute the rows of a frame: model.stage.Stage, or kernels.kernel_stage.KernelStage."""
+    """Blocks that compute the rows of a frame: stages.torch_stage.Stage, or stages.kernel_stage.KernelStage."""
 
     n_embd: int
 
@@ -86,7 +86,7 @@ class StarterRows(FrameRows, Protocol):
 
 
 class StarterFrameStage(FrameStage, Protocol):
-    """The starter's part: model.stage.StarterStage, stages.kernel_stage.KernelStage, or its Ends."""
+    """The starter's part: stages.torch_stage.StarterStage, stages.kernel_stage.KernelStage, or its Ends."""
 
     @property
     def returned_width(self) -> int: ...

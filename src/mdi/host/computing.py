@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.device import (
     check_format,
     choose_dtype,
@@ -17,34 +18,34 @@ from mdi.host.device import (
 )
 from mdi.kernels import library
 from mdi.model.plain import spec_of
+from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
 
 @dataclass(frozen=True)
-class Computing:
-    """Devices and number types are named as torch names them.
+class Computing(Requested):
+    """What was requested, with what has been decided: no choice is left open.
 
     Attributes:
         dtype: of the rows.
-        kv_dtype: what caches hold.
-        quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
+        quantize, quantize_head: None loses nothing.
         threads: of the CPU; None leaves them as they are.
-        compile: whether torch compiles the blocks' MLPs.
-        clips: whether weights that are too large for their format are clipped.
         packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
     """
 
     device: str
     dtype: str
-    kv_dtype: str = "float32"
-    quantize: str | None = None
-    threads: int | None = None
     packing: Packing | None = None
-    quantize_head: str | None = None
-    compile: bool = False
     why_torch: str | None = None
-    clips: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All of it that a stage in memory depends on."""
+        formats = self.quantize, self.quantize_head, self.packing, self.allow_clipping
+        return self.device, self.dtype, self.compile, *formats
 
     @property
     def path(self) -> str:
@@ -56,6 +57,19 @@ class Computing:
     def describe(self, name: str, start: int, stop: int) -> str:
         """A log line on what computes blocks [start, stop) of a node."""
         return f"{name}: {block_span(start, stop)} in {self.path}"
+
+    def cache_type(self, asked: str) -> str:
+        """What caches hold here, of a type that was asked for. UsageError if it is not for this device, or for torch."""
+        return choose_kv_dtype(asked, self.dtype, self.device, self.why_torch)
+
+    def arithmetic(self, kv_dtype: str) -> Arithmetic:
+        """Of whole blocks, with caches that hold this type."""
+        unit = library.arithmetic() if self.packing is not None else "torch"
+        return Arithmetic(unit if self.device == "cpu" else self.device, Formats.one(self.format), kv_dtype)
+
+    def extent(self, asked: Extent) -> Extent:
+        """Of a stage that is computed so. Raises as `cache_type`."""
+        return replace(asked, kv_dtype=self.cache_type(asked.kv_dtype))
 
     @property
     def format(self) -> str:
@@ -90,10 +104,9 @@ def choose_computing(
             spec_of(config)
         except ValueError as e:
             raise UsageError(
-                f"torch does not compute {e}, and the kernels do not compute {why}", code="kernels"
+                f"torch does not compute {e}, and the kernels do not compute {why}", code=Code.KERNELS
             ) from None
-    clips = asked.allow_clipping
-    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
+    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, asked.allow_clipping)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
-    kv_dtype = choose_kv_dtype(asked.kv_dtype, dtype, device, why)
-    return Computing(device, dtype, kv_dtype, quantize, asked.threads, packing, head, asked.compile, why, clips)
+    decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)
+    return Computing(**vars(decided), packing=packing, why_torch=why)

@@ -16,8 +16,8 @@ from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.host.threads import tell_torch
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
-from mdi.kernels.page_sizes import cache_type_named
 from mdi.kernels.weight_formats import ROUNDED, check_packed
+from mdi.model.caches import cache_type_named
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
 from mdi.spec.model import ModelConfig
 
@@ -235,7 +235,7 @@ def choose_packing(stored: str, blocks: str | None, head: str | None, clips: boo
 
 
 def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:
-    """Number type of caches (kernels.page_sizes.CACHE_TYPES): with "auto", the type that the node computes in.
+    """Number type of caches (model.caches.CACHE_TYPES): with "auto", the type that the node computes in.
 
     Args:
         why_torch: why the kernels do not compute, see `why_torch`; None if they do.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
+import functools
 import os
 import time
 from array import array
@@ -18,20 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdi.control_groups import n_cores
-from mdi.errors import EngineError, KernelError
+from mdi.errors import Code, EngineError, KernelError
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
-from mdi.kernels.page_sizes import cache_classes, windows_of
 from mdi.kernels.pages import CachePages, Pool
-from mdi.kernels.positions import n_tables, rope_tables, score_bias, score_factor
+from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import LAYOUTS, PLAIN_MLPS
-from mdi.model.tensors import FINAL_NORM
+from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.caches import cache_classes
+from mdi.model.plain import spec_of
+from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
+from mdi.model.tensors import FINAL_NORM, HEAD
 from mdi.spec.model import ModelConfig
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
-NORM_TYPES = {"RMSNorm": 0, "LayerNorm": 1}
+NORM_TYPES = {"rms": 0, "layer": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_glu": 4}
+RESIDUALS = {"sequential": 0, "parallel": 1, "behind": 2}
 PIECES = {"attention": 0, "mlp": 1, "project": 2, "attend": 3}  # MdiPiece
 
 
@@ -52,50 +55,68 @@ class MdiMatrix(ctypes.Structure):
 
 
 class MdiNorm(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("type", c_int32),
+        ("unit_offset", c_int32),
+        ("eps", c_float),
+        ("reserved", c_int32),
+    ]
 
 
 class MdiMlp(ctypes.Structure):
-    _fields_ = [("fc_1", MdiMatrix), ("fc_2", MdiMatrix), ("proj", MdiMatrix)]
+    _fields_ = [
+        *((n, MdiMatrix) for n in ("fc_1", "fc_2", "proj")),
+        ("activation", c_int32),
+        ("limit", c_float),
+    ]
+
+
+class MdiAttention(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiNorm) for n in ("norm_q", "norm_k")),
+        *((n, MdiMatrix) for n in ("qkv", "proj")),
+        *((n, c_void_p) for n in ("sinks", "cos", "sin", "score_bias")),
+        ("score_bias_floats", c_int64),
+        *(
+            (n, c_int32)
+            for n in ("n_head", "n_groups", "head_size", "queries_per_group", "first_head", "norms_over_all")
+        ),
+        *(
+            (n, c_int32)
+            for n in ("rope_n_elem", "rope_interleaved", "window", "cache_type", "cache_class", "cache_layer")
+        ),
+        *((n, c_float) for n in ("scale", "softcap")),
+    ]
+
+
+class MdiExperts(ctypes.Structure):
+    _fields_ = [
+        ("router", MdiMatrix),
+        ("correction", c_void_p),
+        ("experts", POINTER(MdiMlp)),
+        *((n, c_int32) for n in ("n", "n_used")),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
 
 
 class MdiBlock(ctypes.Structure):
     _fields_ = [
-        *((n, MdiNorm) for n in ("norm_1", "post_attention_norm", "norm_2", "post_mlp_norm", "norm_q", "norm_k")),
-        *((n, MdiMatrix) for n in ("qkv", "attention_proj")),
+        *((n, MdiNorm) for n in ("norm_1", "post_attention_norm", "norm_2", "post_mlp_norm")),
+        ("attention", MdiAttention),
         ("mlp", MdiMlp),
-        ("router", MdiMatrix),
-        ("router_correction", c_void_p),
-        ("experts", POINTER(MdiMlp)),
-        ("sinks", c_void_p),
-        *((n, c_int32) for n in ("n_expert", "window", "cache_class", "cache_layer", "rope_table", "reserved")),
-    ]
-
-
-class MdiModel(ctypes.Structure):
-    _fields_ = [
-        *((n, c_int32) for n in ("n_embd", "n_head", "n_groups", "head_size", "rope_n_elem", "rope_interleave")),
-        *((n, c_int32) for n in ("norm_type", "unit_offset", "parallel_residual", "shared_attention_norm")),
-        *((n, c_int32) for n in ("qk_norm_all_heads", "activation", "n_expert_per_token", "cache_type")),
-        *((n, c_int32) for n in ("heads_per_group", "first_head", "norm_after_residual")),
-        *((n, c_float) for n in ("norm_eps", "scale", "softcap", "expert_scale", "glu_limit")),
+        ("experts", MdiExperts),
+        *((n, c_int32) for n in ("residual", "norm_is_shared")),
     ]
 
 
 class MdiStage(ctypes.Structure):
     _fields_ = [
-        ("model", POINTER(MdiModel)),
         ("blocks", POINTER(MdiBlock)),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("rope_table_floats", c_int64),
-        ("score_bias", c_void_p),
-        ("score_bias_floats", c_int64),
-        ("n_blocks", c_int32),
-        ("n_classes", c_int32),
-        ("n_finished", c_void_p),
-        ("low_rank", c_void_p),
-        ("low_rank_of_block", c_void_p),
+        *((n, c_int32) for n in ("n_blocks", "n_classes", "n_embd", "reserved")),
+        *((n, c_void_p) for n in ("n_finished", "low_rank", "low_rank_of_block")),
     ]
 
 
@@ -123,27 +144,28 @@ class MdiFrame(ctypes.Structure):
 Tensors = Mapping[str, Matrix | np.ndarray]
 
 
+def norm_of(
+    norm: Norm | None, weight: np.ndarray | None, bias: np.ndarray | None, size: int, kept: list[Any]
+) -> MdiNorm:
+    """The structure of a norm over rows of `size` numbers, whose memory goes to `kept`; without weights they are ones."""
+    if norm is None:
+        return MdiNorm()
+    weight = np.ones(size, dtype=np.float32) if weight is None else weight
+    kept.append((weight, bias))
+    address = None if bias is None else bias.ctypes.data
+    return MdiNorm(weight.ctypes.data, address, NORM_TYPES[norm.kind], norm.unit_offset, norm.eps)
+
+
 class BlockReader:
-    """Takes the tensors of a block by name, checks their shapes, and keeps their memory.
+    """Takes the tensors of a block by name, checks their shapes, and keeps their memory."""
 
-    Args:
-        norms_are_plain: the norms of this model have no weights (OLMo's first version).
-    """
-
-    def __init__(self, block: int, tensors: Tensors, kept: list[Any], norms_are_plain: bool) -> None:
+    def __init__(self, block: int, tensors: Tensors, kept: list[Any]) -> None:
         self._block, self._tensors, self._kept = block, tensors, kept
-        self._norms_are_plain = norms_are_plain
 
-    def norm(self, name: str, size: int, is_there: bool) -> MdiNorm:
-        if not is_there:
-            return MdiNorm(None, None)
-        if f"{name}.weight" not in self._tensors and self._norms_are_plain:
-            ones = np.ones(size, dtype=np.float32)
-            self._kept.append(ones)
-            return MdiNorm(ones.ctypes.data, None)
-        weight = self._array(f"{name}.weight", size)
-        bias = self._array(f"{name}.bias", size) if f"{name}.bias" in self._tensors else None
-        return MdiNorm(weight.ctypes.data, None if bias is None else bias.ctypes.data)
+    def norm(self, name: str, size: int, norm: Norm | None) -> MdiNorm:
+        weight = self._array(f"{name}.weight", size) if norm is not None and norm.has_weight else None
+        bias = self._array(f"{name}.bias", size) if norm is not None and norm.has_bias else None
+        return norm_of(norm, weight, bias, size, self._kept)
 
     def matrix(self, name: str, n_out: int, n_in: int) -> MdiMatrix:
         matrix = self._tensors.get(f"{name}.weight")
@@ -154,27 +176,50 @@ class BlockReader:
         self._kept.append(matrix)
         return MdiMatrix.of(matrix, bias)
 
-    def router(self, name: str, n_expert: int, n_embd: int) -> MdiMatrix:
-        """Files hold it in plain numbers."""
-        weight = self._tensors.get(f"{name}.weight")
-        if isinstance(weight, np.ndarray) and weight.shape == (n_expert, n_embd):
-            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", weight)}
-        return self.matrix(name, n_expert, n_embd)
-
-    def mlp(self, name: str, n_embd: int, width: int, is_gated: bool) -> MdiMlp:
-        if not is_gated:
-            return MdiMlp(
-                fc_1=self.matrix(f"{name}.fc", width, n_embd), proj=self.matrix(f"{name}.proj", n_embd, width)
-            )
-        return MdiMlp(
-            self.matrix(f"{name}.fc_1", width, n_embd),
-            self.matrix(f"{name}.fc_2", width, n_embd),
-            self.matrix(f"{name}.proj", n_embd, width),
+    def mixer(self, of: Attention, width: int) -> MdiAttention:
+        """Without positions and the places of its cache."""
+        size, q, k = of.head_size, of.n_head * of.head_size, of.n_groups * of.head_size
+        rotary = of.positions if isinstance(of.positions, Rotary) else None
+        return MdiAttention(
+            norm_q=self.norm("attn.norm_q", q if of.qk_norm_over_all else size, of.qk_norm),
+            norm_k=self.norm("attn.norm_k", k if of.qk_norm_over_all else size, of.qk_norm),
+            qkv=self.matrix("attn.qkv", q + 2 * k, width),
+            proj=self.matrix("attn.proj", width, q),
+            sinks=int(self._array("attn.sinks", of.n_head).ctypes.data) if of.has_sinks else None,
+            n_head=of.n_head,
+            n_groups=of.n_groups,
+            head_size=size,
+            queries_per_group=of.queries_per_group,
+            first_head=of.share[1] if of.share else 0,
+            norms_over_all=of.qk_norm_over_all,
+            rope_n_elem=rotary.n_elem if rotary else 0,
+            rope_interleaved=rotary.interleaved if rotary else False,
+            window=of.window or 0,
+            scale=of.scale,
+            softcap=of.softcap or 0.0,
         )
 
-    def row(self, name: str, size: int) -> int:
-        """The address of float32 (size)."""
-        return int(self._array(name, size).ctypes.data)
+    def mlp(self, name: str, width: int, of: Dense) -> MdiMlp:
+        into = {"fc_1": "fc_1", "fc_2": "fc_2"} if of.is_gated else {"fc_1": "fc"}
+        return MdiMlp(
+            **{key: self.matrix(f"{name}.{fc}", of.width, width) for key, fc in into.items()},
+            proj=self.matrix(f"{name}.proj", width, of.width),
+            activation=ACTIVATIONS[of.activation],
+            limit=of.limit or 0.0,
+        )
+
+    def experts(self, width: int, of: Experts) -> MdiExperts:
+        """Files hold the router in plain numbers."""
+        name, router = "mlp.gate", self._tensors.get("mlp.gate.weight")
+        if isinstance(router, np.ndarray) and router.shape == (of.n, width):
+            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", router)}
+        found = MdiExperts(self.matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=of.router.scale)
+        if of.router.has_correction:
+            found.correction = self._array(f"{name}.e_score_correction_bias", of.n).ctypes.data
+        experts = (MdiMlp * of.n)(*(self.mlp(f"mlp.experts.{e}", width, of.expert) for e in range(of.n)))
+        self._kept.append(experts)
+        found.experts = experts
+        return found
 
     def _array(self, name: str, size: int) -> np.ndarray:
         array = self._tensors.get(name)
@@ -246,26 +291,23 @@ class Linear:
     """A norm, if there is one, and a linear layer: float32 (N, n_in) -> (N, n_out); with `softcap`, of the results.
 
     Args:
-        norm: weight and bias (n_in); the memory of all is used without copying.
+        norm: and its weight and bias (n_in); the memory of all is used without copying.
 
     Raises:
         KernelError: the matrix has other bytes than its shape says.
     """
 
     def __init__(
-        self, context: Context, model: MdiModel, norm: tuple[np.ndarray, np.ndarray | None] | None, matrix: Matrix,
-        bias: np.ndarray | None, softcap: float | None = None,
+        self, context: Context, matrix: Matrix, bias: np.ndarray | None = None, softcap: float | None = None,
+        norm: tuple[Norm, np.ndarray | None, np.ndarray | None] | None = None,
     ) -> None:  # fmt: skip
         check_matrix(matrix)
         self._context = context
-        self._kept = norm, matrix, bias
+        self._kept: list[Any] = [matrix, bias]
         self._n_in, self.n_out = matrix.n_in, matrix.n_out
-        self._model = MdiModel.from_buffer_copy(model)
-        self._model.softcap = softcap or 0.0
-        weight, norm_bias = norm if norm is not None else (None, None)
-        addresses = (None if one is None else one.ctypes.data for one in (weight, norm_bias))
-        self._norm, self._matrix = MdiNorm(*addresses), MdiMatrix.of(matrix, bias)
-        self.arguments = ctypes.byref(self._model), ctypes.byref(self._norm), ctypes.byref(self._matrix)
+        self._norm = MdiNorm() if norm is None else norm_of(*norm, matrix.n_in, self._kept)
+        self._matrix = MdiMatrix.of(matrix, bias)
+        self.arguments = ctypes.byref(self._norm), ctypes.byref(self._matrix), c_float(softcap or 0.0)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """Raises EngineError: no memory is left."""
@@ -275,7 +317,7 @@ class Linear:
             self._context.handle, *self.arguments, ctypes.c_void_p(x.ctypes.data), len(x), ctypes.c_void_p(y.ctypes.data),
         )  # fmt: skip
         if done:
-            raise EngineError(f"no memory is left to compute {len(x)} rows", "memory")
+            raise EngineError(f"no memory is left to compute {len(x)} rows", Code.MEMORY)
         return y
 
 
@@ -340,84 +382,40 @@ MOST_ROPE = 1024  # csrc/rotary.h
 
 def why_not_in_kernels(config: ModelConfig) -> str | None:
     """Name the feature of a model that the kernels lack; None if they compute all blocks."""
-    if config.latent_attention:
+    try:
+        spec = spec_of(config)
+    except (ValueError, ArithmeticError, LookupError, TypeError) as e:  # it may come from another node
+        return str(e)
+    return next(filter(None, map(_why_not, spec.kinds)), None)
+
+
+def _why_not(block: BlockSpec) -> str | None:
+    mixer, mlp = block.mixer, block.mlp
+    if not isinstance(mixer, Attention):
         return "latent attention"
-    if config.n_expert_groups:
+    if isinstance(mlp, Experts) and mlp.router.n_groups > 1:
         return "experts in groups"
-    if config.norm_class_name not in NORM_TYPES:
-        return f"norms of type {config.norm_class_name}"
-    if config.mlp_class_name not in _MLPS:
-        return f"MLPs of type {config.mlp_class_name}"
-    is_rotary = not (config.alibi or config.learned_positions)
-    if not 2 * is_rotary <= config.rope_n_elem <= MOST_ROPE * is_rotary:
-        return f"rotary positions of {config.rope_n_elem} numbers"
-    return _contradiction(config)
+    return _contradiction(mixer) or _contradiction_of_mlp(mlp)
 
 
-def _contradiction(config: ModelConfig) -> str | None:
-    """Numbers that do not fit each other, which may come from another node: the kernels would read beyond their memory."""
-    heads, groups, size = config.n_head, config.n_query_groups, config.head_size
-    if groups < 1 or heads % groups:
-        return f"{heads} heads in {groups} groups"
-    if config.rope_n_elem > size:
-        return f"rotary positions of {config.rope_n_elem} numbers in heads of {size}"
-    if config.sliding_window_size is not None and config.sliding_window_size < 1:
-        return f"windows of {config.sliding_window_size} positions"
-    if config.mlp_class_name == "LLaMAMoE" and not 1 <= config.n_expert_per_token <= config.n_expert:
-        return f"{config.n_expert_per_token} of {config.n_expert} experts"
-    if config.glu_limit and _MLPS[config.mlp_class_name](config) != "clamped_glu":
-        return f"clamped MLPs of type {config.mlp_class_name}"
-    if any(table not in range(n_tables(config)) for table in config.rope_indices or ()):
-        return f"tables of rotary positions {config.rope_indices}"
-    for name in ("rope_indices", "sliding_window_indices"):
-        found = getattr(config, name)
-        if found and len(found) < config.n_layer:
-            return f"{name} of {len(found)} blocks, where there are {config.n_layer}"
-    return None
+def _contradiction(of: Attention) -> str | None:
+    """Numbers that do not fit each other: the kernels would read beyond their memory."""
+    if of.n_groups < 1 or (of.share is None and of.n_head % of.n_groups):
+        return f"{of.n_head} heads in {of.n_groups} groups"
+    if isinstance(of.positions, Rotary):
+        n = of.positions.n_elem
+        if not 2 <= n <= MOST_ROPE:
+            return f"rotary positions of {n} numbers"
+        if n > of.head_size:
+            return f"rotary positions of {n} numbers in heads of {of.head_size}"
+    return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
 
 
-def _gelu(config: ModelConfig) -> str:
-    return "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu"
-
-
-def _silu(config: ModelConfig) -> str:
-    return "clamped_glu" if config.glu_limit else "silu"
-
-
-_MLPS: dict[str, Callable[[ModelConfig], str]] = {
-    "GptNeoxMLP": _gelu,
-    "GemmaMLP": _gelu,
-    "ReluMLP": lambda config: "relu",
-    "LLaMAMLP": _silu,
-    "LLaMAMoE": _silu,
-}
-
-
-def model_of(config: ModelConfig, cache_type: str = "float32") -> MdiModel:
-    """Settings that all blocks of a model share. The head's norm and linear layer use them as well."""
-    return MdiModel(
-        n_embd=config.n_embd,
-        n_head=config.n_head,
-        n_groups=config.n_query_groups,
-        head_size=config.head_size,
-        rope_n_elem=config.rope_n_elem,
-        rope_interleave=config.rope_interleave,
-        norm_type=NORM_TYPES[config.norm_class_name],
-        unit_offset=config.norm_unit_offset,
-        parallel_residual=config.parallel_residual,
-        shared_attention_norm=config.shared_attention_norm,
-        qk_norm_all_heads=config.norm_qk_type == "olmo2",
-        activation=ACTIVATIONS[_MLPS[config.mlp_class_name](config)],
-        n_expert_per_token=config.n_expert_per_token,
-        cache_type=CACHE_TYPES[cache_type],
-        heads_per_group=config.n_head // config.n_query_groups,
-        norm_after_residual=config.norm_after_residual,
-        norm_eps=config.norm_eps,
-        scale=score_factor(config) / math.sqrt(config.attention_scores_scalar or config.head_size),
-        softcap=config.attention_logit_softcapping or 0.0,
-        expert_scale=config.routed_scaling_factor,
-        glu_limit=config.glu_limit or 0.0,
-    )
+def _contradiction_of_mlp(of: Mlp) -> str | None:
+    if isinstance(of, Experts) and not 1 <= of.n_used <= of.n:
+        return f"{of.n_used} of {of.n} experts"
+    dense = of if isinstance(of, Dense) else of.expert
+    return "clamped MLPs of two layers" if dense.activation == "clamped_glu" and not dense.is_gated else None
 
 
 # Layers to which adapters may add something, as csrc/model.h numbers them.
@@ -461,10 +459,10 @@ class Blocks:
     """Blocks [start, stop) of a model.
 
     Args:
-        config: of the whole model, or of a share of its blocks (tensor.shares).
+        spec: of the whole model, or of a node's share of its blocks (tensor.shares).
         tensors: of block i, by litgpt's names without "transformer.h.<i>.": packed weights of linear layers as Matrix,
             norms and biases as float32 arrays. Their memory is used without copying.
-        cache_type: what caches hold, one of page_sizes.CACHE_TYPES.
+        cache_type: what caches hold, one of model.caches.CACHE_TYPES.
         adapters: what adapters add to the layers of block i, for the rows of their sequences.
 
     Raises:
@@ -472,9 +470,7 @@ class Blocks:
     """
 
     caches: CachePages  # this and what follows: from `prepare` on
-    _cos: np.ndarray
-    _sin: np.ndarray
-    _score_bias: np.ndarray | None
+    _tables: list[np.ndarray]
     _pool: np.ndarray
     _page_bytes: np.ndarray
     _pool_address: int
@@ -482,14 +478,14 @@ class Blocks:
     _stage: MdiStage
 
     def __init__(
-        self, config: ModelConfig, start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str,
+        self, spec: ModelSpec, start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str,
         context: Context, adapters: Callable[[int], Sequence[LowRank]] = lambda block: (),
     ) -> None:  # fmt: skip
-        self.config, self.start, self.stop = config, start, stop
+        self.spec, self.start, self.stop = spec, start, stop
         self.context = context
-        self.n_embd = config.n_embd
-        self.classes, self._places = cache_classes(config, start, stop, cache_type)
-        self._model = model_of(config, cache_type)
+        self.n_embd = spec.width
+        self.classes, self._places = cache_classes(spec, start, stop, cache_type)
+        self._cache_type = cache_type
         self._kept: list[Any] = []  # keeps alive what the structures refer to
         self._blocks = (MdiBlock * (stop - start))()
         for i in range(start, stop):
@@ -506,27 +502,41 @@ class Blocks:
     def prepare(self, max_length: int, capacities: Sequence[int]) -> None:
         """Build the tables of positions of a run, and its pools of so many pages per class."""
         self.max_length = max_length
-        self._cos, self._sin = rope_tables(self.config, max_length)
-        self._score_bias = bias = self._made_score_bias(max_length)
+        self._set_positions(max_length)
         pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
         self.caches = CachePages(self.classes, pools)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
         self._stage = MdiStage(
-            ctypes.pointer(self._model), self._blocks, self._cos.ctypes.data, self._sin.ctypes.data,
-            self._cos[0].size, None if bias is None else bias.ctypes.data, 0 if bias is None else bias.shape[1],
-            len(self._blocks), len(self.classes), self._n_finished.ctypes.data,
+            self._blocks, len(self._blocks), len(self.classes), self.n_embd, 0, self._n_finished.ctypes.data,
             ctypes.addressof(self._low_rank) if len(self._low_rank) else None, self._low_rank_of_block.ctypes.data,
         )  # fmt: skip
+
+    def _set_positions(self, max_length: int) -> None:
+        """Build each table of positions once, and tell its blocks where it is."""
+        rotary = functools.cache(lambda positions: rope_tables(positions, max_length))
+        biases = functools.cache(lambda mixer: score_bias(mixer, max_length))
+        self._tables = []
+        for block, spec in zip(self._blocks, self.spec.blocks[self.start : self.stop], strict=True):
+            attention, mixer = block.attention, spec.mixer
+            assert isinstance(mixer, Attention)
+            if isinstance(mixer.positions, Rotary):
+                cos, sin = rotary(mixer.positions)
+                attention.cos, attention.sin = cos.ctypes.data, sin.ctypes.data
+                self._tables += [cos, sin]
+            elif (bias := biases(mixer)) is not None:
+                attention.score_bias, attention.score_bias_floats = bias.ctypes.data, bias.shape[1]
+                self._tables.append(bias)
 
     def _take_adapters(self, of_blocks: Sequence[Sequence[LowRank]]) -> None:
         """Check what adapters add against the layers, and keep its memory."""
         found = []
         for block, own in zip(self._blocks, of_blocks, strict=True):
-            layers = block.qkv, block.attention_proj, block.mlp.fc_1, block.mlp.fc_2, block.mlp.proj
+            attention, mlp = block.attention, block.mlp
+            layers = attention.qkv, attention.proj, mlp.fc_1, mlp.fc_2, mlp.proj
             for part in own:
-                check_low_rank(part, layers[LAYERS[part.layer]], bool(block.n_expert))
+                check_low_rank(part, layers[LAYERS[part.layer]], bool(block.experts.n))
                 self._kept.append(part)
                 found.append(
                     MdiLowRank(
@@ -537,9 +547,6 @@ class Blocks:
         self._low_rank = (MdiLowRank * len(found))(*found)
         ends = np.cumsum([0, *(len(own) for own in of_blocks)])
         self._low_rank_of_block = np.ascontiguousarray(ends, dtype=np.int32)
-
-    def _made_score_bias(self, max_length: int) -> np.ndarray | None:
-        return score_bias(self.config, max_length)
 
     def forward(
         self, rows: np.ndarray, slices: Slices, taps: Sequence[int] = (), take: Callable[[], None] = lambda: None
@@ -561,7 +568,7 @@ class Blocks:
             if begin < end and self.context.library.mdi_forward(
                 self.context.handle, ctypes.byref(stage), ctypes.byref(frame)
             ):
-                raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+                raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             if end - 1 in taps and begin < end:
                 take()
             begin = end
@@ -594,7 +601,7 @@ class Blocks:
             self.context.handle, ctypes.byref(self._stage), ctypes.byref(frame), *linear.arguments,
             ctypes.c_void_p(y.ctypes.data),
         ):  # fmt: skip
-            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+            raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
         del kept
         return y
 
@@ -621,7 +628,7 @@ class Blocks:
                 with ready(self.start + block, half):
                     done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
                 if done:
-                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", "memory")
+                    raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             self._n_finished += 1
             if self.start + block in taps:
                 take()
@@ -640,13 +647,13 @@ class Blocks:
         return y
 
     def _piece(self, block: int, piece: int, frame: MdiFrame, y: np.ndarray) -> None:
-        """Compute one piece of a block (structures.PIECES) for a frame that `_frame` made."""
+        """Compute one piece of a block (PIECES) for a frame that `_frame` made."""
         done = self.context.library.mdi_half(
             self.context.handle, ctypes.byref(self._stage), block - self.start, piece, ctypes.byref(frame),
             ctypes.c_void_p(y.ctypes.data),
         )  # fmt: skip
         if done:
-            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", "memory")
+            raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", Code.MEMORY)
 
     def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
         """The structure of a frame, and the memory that it refers to."""
@@ -674,46 +681,29 @@ class Blocks:
         return frame, (pages, first)
 
     def _block(self, index: int, tensors: Tensors) -> MdiBlock:
-        c = self.config
-        reader = BlockReader(index, tensors, self._kept, not c.norm_has_weight)
-        size, n_embd = c.head_size, c.n_embd
-        heads, groups = c.n_head * size, c.n_query_groups * size
-        over_heads = (heads, groups) if c.norm_qk_type == "olmo2" else (size, size)
+        spec, width = self.spec.blocks[index], self.n_embd
+        reader = BlockReader(index, tensors, self._kept)
+        if (reason := _why_not(spec)) is not None:
+            raise KernelError(f"block {index}: the kernels do not compute {reason}")
+        assert isinstance(spec.mixer, Attention)
         block = MdiBlock(
-            norm_1=reader.norm("norm_1", n_embd, c.norm_1),
-            post_attention_norm=reader.norm("post_attention_norm", n_embd, c.post_attention_norm),
-            norm_2=reader.norm("norm_2", n_embd, c.norm_2 and not c.shared_attention_norm),
-            post_mlp_norm=reader.norm("post_mlp_norm", n_embd, c.post_mlp_norm),
-            norm_q=reader.norm("attn.norm_q", over_heads[0], c.norm_qk),
-            norm_k=reader.norm("attn.norm_k", over_heads[1], c.norm_qk),
-            qkv=reader.matrix("attn.qkv", heads + 2 * groups, n_embd),
-            attention_proj=reader.matrix("attn.proj", n_embd, heads),
-            window=windows_of(c, index, index + 1)[0] or 0,
-            cache_class=self._places[index - self.start][0],
-            cache_layer=self._places[index - self.start][1],
-            rope_table=c.rope_indices[index] if n_tables(c) > 1 and c.rope_indices else 0,
-            sinks=reader.row("attn.sinks", c.n_head) if c.attention_sinks else None,
+            norm_1=reader.norm("norm_1", width, spec.norm_1),
+            post_attention_norm=reader.norm("post_attention_norm", width, spec.post_attention_norm),
+            norm_2=reader.norm("norm_2", width, spec.norm_2),
+            post_mlp_norm=reader.norm("post_mlp_norm", width, spec.post_mlp_norm),
+            attention=reader.mixer(spec.mixer, width),
+            residual=RESIDUALS[spec.residual],
+            norm_is_shared=spec.norm_is_shared,
         )
-        is_dense = c.first_k_dense_replace is not None and index < c.first_k_dense_replace
-        if c.mlp_class_name == "LLaMAMoE" and not is_dense:
-            self._experts(block, reader)
-        else:
-            block.mlp = reader.mlp("mlp", n_embd, c.intermediate_size, c.mlp_class_name not in PLAIN_MLPS)
+        block.attention.cache_type = CACHE_TYPES[self._cache_type]
+        block.attention.cache_class, block.attention.cache_layer = self._places[index - self.start]
+        if isinstance(spec.mlp, Dense):
+            block.mlp = reader.mlp("mlp", width, spec.mlp)
+            return block
+        block.experts = reader.experts(width, spec.mlp)
+        if spec.mlp.shared is not None:
+            block.mlp = reader.mlp("mlp.shared_experts", width, spec.mlp.shared)
         return block
-
-    def _experts(self, block: MdiBlock, reader: BlockReader) -> None:
-        c = self.config
-        n_embd, width = c.n_embd, c.moe_intermediate_size or c.intermediate_size
-        block.router = reader.router("mlp.gate", c.n_expert, n_embd)
-        if c.sigmoid_router:
-            block.router_correction = reader.row("mlp.gate.e_score_correction_bias", c.n_expert)
-        experts = (MdiMlp * c.n_expert)(
-            *(reader.mlp(f"mlp.experts.{e}", n_embd, width, True) for e in range(c.n_expert))
-        )
-        self._kept.append(experts)
-        block.experts, block.n_expert = experts, c.n_expert
-        if c.n_shared_expert:
-            block.mlp = reader.mlp("mlp.shared_experts", n_embd, width * c.n_shared_expert, True)
 
 
 Weights = Mapping[str, Matrix | np.ndarray]
@@ -723,7 +713,7 @@ class Head:
     """Rows that went through all blocks -> logits.
 
     Args:
-        config: of the model.
+        spec: of the model.
         weights: of the part "head".
         n_tokens: how many of the vocabulary the weights are for.
 
@@ -731,16 +721,15 @@ class Head:
         KernelError: a tensor is missing or of another shape.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, n_tokens: int, context: Context) -> None:
-        matrix, n_embd = weights.get("lm_head.weight"), config.n_embd
-        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, n_embd):
-            raise KernelError(f"the head is no packed weight of {n_tokens} x {n_embd}")
+    def __init__(self, spec: ModelSpec, weights: Weights, n_tokens: int, context: Context) -> None:
+        matrix, width, final = weights.get(HEAD), spec.width, spec.ends.final_norm
+        if not isinstance(matrix, Matrix) or (matrix.n_out, matrix.n_in) != (n_tokens, width):
+            raise KernelError(f"the head is no packed weight of {n_tokens} x {width}")
+        norms = None
+        if final is not None:
+            norms = final, _row(weights, FINAL_NORM, width), _row(weights, "transformer.ln_f.bias", width)
         bias = _row(weights, "lm_head.bias", n_tokens)
-        norm = _row(weights, FINAL_NORM, n_embd)
-        if norm is None:
-            norm = np.ones(n_embd, dtype=np.float32)  # a norm without weights
-        norms = None if config.norm_after_residual else (norm, _row(weights, "transformer.ln_f.bias", n_embd))
-        self.linear = Linear(context, model_of(config), norms, matrix, bias, config.final_logit_softcapping)
+        self.linear = Linear(context, matrix, bias, spec.ends.softcap, norms)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32 (M, n_embd) -> (M, n_tokens)"""

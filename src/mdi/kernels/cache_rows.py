@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mdi.kernels.layout import bf16_from_float32, padded
-from mdi.kernels.page_sizes import CACHE_TYPES, PAGE, slot_bytes
 from mdi.kernels.pages import CachePages, Pool
+from mdi.model.caches import CACHE_TYPES, PAGE, slot_bytes
 
 
 class CacheRows:
@@ -20,7 +20,7 @@ class CacheRows:
 
     Args:
         keys, values: float32 (n, query groups, head_size), of each block.
-        cache_type: what the caches hold, one of page_sizes.CACHE_TYPES.
+        cache_type: what the caches hold, one of model.caches.CACHE_TYPES.
     """
 
     def __init__(self, keys: Sequence[np.ndarray], values: Sequence[np.ndarray], cache_type: str) -> None:

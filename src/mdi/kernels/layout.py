@@ -115,7 +115,7 @@ class Matrix:
 
     Attributes:
         data: uint8, (matrix_bytes(...)), on a 64-byte boundary; may be a view of a mapped file.
-        skip: of n_in, the first ones, which are zero and which rows lack, see kernels.matrix_cut.
+        skip: of n_in, the first ones, which are zero and which rows lack: see the module.
     """
 
     format: str

@@ -1,6 +1,6 @@
 """Key/value caches as pages of 32 positions, from one pool for all sequences of a stage.
 
-Blocks with the same sliding window have the same pages (`kernels.page_sizes`). A sequence is a table of
+Blocks with the same sliding window have the same pages (`model.caches`). A sequence is a table of
 pages for each such class, so that cutting, copying and freeing it moves no keys or values. Pages have reference
 counts; a shared page is copied before rows are written into it. (The idea is that of PagedAttention, Kwon et al.
 2023, section 4.)
@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import psutil
 
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.page_sizes import PAGE, WINDOW_SLACK, CacheClass
+from mdi.model.caches import PAGE, SLACK, PageClass
 
 # Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -58,7 +58,7 @@ class Pages(ABC):
             page = len(self.references)
             self.references.append(1)
         else:
-            raise EngineError(f"all {self.capacity} cache pages of this node are in use", "memory")
+            raise EngineError(f"all {self.capacity} cache pages of this node are in use", Code.MEMORY)
         return page
 
     def share(self, page: int) -> None:
@@ -136,11 +136,11 @@ def _reserved(page_bytes: int, n_pages: int) -> tuple[mmap.mmap, int]:
         return mmap.mmap(-1, n_pages // 2 * page_bytes, flags=flags), n_pages // 2
     raise EngineError(
         f"the system grants no memory for caches, not even {page_bytes} bytes: see ulimit -v and vm.overcommit_memory",
-        "memory",
+        Code.MEMORY,
     )
 
 
-def capacity_of(cache_class: CacheClass, max_length: int, limit_bytes: int | None = None) -> int:
+def capacity_of(cache_class: PageClass, max_length: int, limit_bytes: int | None = None) -> int:
     """Most pages that a class may have: as many as fit into the limit, if there is one, else into the machine's memory.
 
     They are reserved but not taken; free memory decides which sequences are admitted.
@@ -208,7 +208,7 @@ class CachePages:
         pools: one for each class.
     """
 
-    def __init__(self, classes: Sequence[CacheClass], pools: Sequence[Pages]) -> None:
+    def __init__(self, classes: Sequence[PageClass], pools: Sequence[Pages]) -> None:
         assert len(classes) == len(pools)
         self.classes = list(classes)
         self.pools = list(pools)
@@ -306,13 +306,13 @@ class CachePages:
             self.free(seq_id)
 
 
-def _grow(cache_class: CacheClass, pool: Pages, table: PageTable, start: int, n_rows: int) -> None:
+def _grow(cache_class: PageClass, pool: Pages, table: PageTable, start: int, n_rows: int) -> None:
     """Pages of one's own for the positions [start, start + n_rows) of a sequence that ends at `start`."""
     if start % PAGE and pool.is_shared(page := int(table.ids[-1])):
         table.replace(table.n - 1, pool.copy(page))
         pool.release([page])
     if cache_class.window is not None:
-        unseen = (start - cache_class.window - WINDOW_SLACK) // PAGE - table.first
+        unseen = (start - cache_class.window - SLACK) // PAGE - table.first
         if unseen > 0:
             pool.release(table.drop(min(unseen, table.n)))
     while (table.first + table.n) * PAGE < start + n_rows:

@@ -8,69 +8,56 @@ transformers uses for one text of that length, from its first position on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mdi.kernels.layout import bf16_from_float32, floats
-from mdi.kernels.page_sizes import PAGE
-from mdi.model.spec import Alibi, Rotary
-from mdi.spec.model import ModelConfig
+from mdi.model.caches import PAGE
+from mdi.model.spec import Alibi, Attention, BlockSpec, Rotary
 
 Floats = np.ndarray
 
 
-def n_tables(config: ModelConfig) -> int:
-    return 1 if config.rope_local_base_freq is None else 2
-
-
-def rope_tables(config: ModelConfig, max_length: int) -> tuple[Floats, Floats]:
-    """Cosines and sines, float32 (n_tables, max_length, rope_n_elem)."""
-    n, condense, local = config.rope_n_elem, config.rope_condense_ratio, config.rope_local_base_freq
-    kinds = [Rotary(n, config.rope_base, condense, scaling=config.rope_adjustments)]
-    kinds += [] if local is None else [Rotary(n, local, condense)]
-    cos, sin = zip(*(rope_table(one, max_length) for one in kinds), strict=True)
-    return np.stack(cos), np.stack(sin)
-
-
-def rope_table(of: Rotary, max_length: int) -> tuple[Floats, Floats]:
-    """Cosines and sines, float32 (max_length, n_elem).
+def rope_tables(rotary: Rotary, max_length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines, float32 (max_length, rotary.n_elem).
 
     Angles are rounded where litgpt and transformers round them, to float32; their cosines are then exact to the last bit or so.
     """
-    theta, scaling = _scaled(of, max_length)
-    positions = np.arange(max_length, dtype=np.float32) / np.float32(of.condense)
-    angles = np.tile(np.outer(positions, theta), (1, 2))[:, : of.n_elem].astype(np.float64)
-    return np.cos(angles).astype(np.float32) * scaling, np.sin(angles).astype(np.float32) * scaling
+    n = rotary.n_elem
+    theta, scaling = _scaled(rotary, max_length)
+    positions = np.arange(max_length, dtype=np.float32) / np.float32(rotary.condense)
+    angles = np.tile(np.outer(positions, theta), (1, 2))[:, :n].astype(np.float64)
+    cos, sin = (np.ascontiguousarray(f(angles).astype(np.float32) * scaling, np.float32) for f in (np.cos, np.sin))
+    return cos, sin
 
 
-def score_bias(config: ModelConfig, max_length: int) -> Floats | None:
-    """`alibi_terms` of a model; None for nothing."""
-    return (
-        alibi_terms(Alibi(config.alibi == "falcon"), config.n_head, config.head_size, max_length)
-        if config.alibi
-        else None
-    )
-
-
-def alibi_terms(of: Alibi, n_head: int, head_size: int, max_length: int) -> Floats:
-    """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages).
+def score_bias(attention: Attention, max_length: int) -> Floats | None:
+    """Terms of the scores of the key at each position, float32 (n_head, max_length in whole pages); None for nothing.
 
     ALiBi (Press et al. 2022): the heads' slopes times the position, counted from the text's first token as in transformers
-    (softmax takes the same from all keys). Where they are rounded (Falcon), slopes, positions and their products are rounded to
-    bfloat16, and the whole is divided like the scores.
+    (softmax takes the same from all keys). Rounded, slopes, positions and their products are bfloat16, and the whole is divided
+    like the scores.
     """
-    slopes = alibi_slopes(n_head)[:, None]
+    alibi = attention.positions
+    if not isinstance(alibi, Alibi):
+        return None
+    slopes = alibi_slopes(alibi.n_slopes)[alibi.first : alibi.first + attention.n_head, None]
     positions = np.arange(-(-max_length // PAGE) * PAGE, dtype=np.float32)[None]
-    if not of.is_rounded:
+    if not alibi.is_rounded:
         return np.ascontiguousarray(slopes * positions)
     products = _as_bf16(_as_bf16(slopes) * _as_bf16(positions))
-    return np.ascontiguousarray(products / np.float32(math.sqrt(head_size)))
+    return np.ascontiguousarray(products / np.float32(math.sqrt(attention.head_size)))
 
 
-def score_bias_bytes(config: ModelConfig, max_length: int) -> int:
-    return 4 * config.n_head * -(-max_length // PAGE) * PAGE if config.alibi else 0
+def table_bytes(blocks: Iterable[BlockSpec], max_length: int) -> int:
+    """Bytes of all tables of positions of some blocks: each one is there once."""
+    mixers = {block.mixer for block in blocks}
+    rotary = {mixer.positions for mixer in mixers if isinstance(mixer.positions, Rotary)}
+    biases = {(m.positions, m.n_head) for m in mixers if isinstance(m, Attention) and isinstance(m.positions, Alibi)}
+    n_pages = -(-max_length // PAGE)
+    return 4 * (sum(2 * one.n_elem for one in rotary) * max_length + sum(n for _, n in biases) * n_pages * PAGE)
 
 
 def alibi_slopes(n_head: int) -> Floats:
@@ -85,14 +72,6 @@ def _as_bf16(x: Floats) -> Floats:
     return floats(bf16_from_float32(np.ascontiguousarray(x)))
 
 
-def score_factor(config: ModelConfig) -> float:
-    """The factor of scores besides the root of the head's size: for litgpt's YaRN, which is DeepSeek's."""
-    adjustments = config.rope_adjustments or {}
-    if "rope_type" in adjustments or not (adjustments.get("mscale_all_dim") and adjustments.get("factor")):
-        return 1.0
-    return _mscale(adjustments["factor"], adjustments["mscale_all_dim"]) ** 2
-
-
 def _powers(base: float, n: int) -> Floats:
     exponents = np.arange(0, n, 2, dtype=np.float32) / np.float32(n)
     return np.power(np.float64(base), exponents.astype(np.float64)).astype(np.float32)
@@ -102,9 +81,9 @@ def _frequencies(base: float, n: int) -> Floats:
     return np.float32(1) / _powers(base, n)
 
 
-def _scaled(of: Rotary, max_length: int) -> tuple[Floats, np.float32]:
+def _scaled(rotary: Rotary, max_length: int) -> tuple[Floats, np.float32]:
     """Frequencies, and a factor on cosines and sines."""
-    one, n, base, adjustments = np.float32(1), of.n_elem, of.base, of.scaling
+    one, n, base, adjustments = np.float32(1), rotary.n_elem, rotary.base, rotary.scaling
     theta = _frequencies(base, n)
     if not adjustments:
         return theta, one

@@ -1,4 +1,4 @@
-"""The bytes of weights in each format, for all code that counts their memory (caches: `kernels.page_sizes`).
+"""The bytes of weights in each format, for all code that counts their memory (caches: `model.caches`).
 
 Numbers alone; neither numpy nor torch is needed. To add a format: a line in LAYOUTS, its bytes in `kernels.layout`, and its
 products in the kernels.
@@ -15,7 +15,6 @@ from mdi.model.tensors import EMBEDDING
 
 PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
-PLAIN_MLPS = ("GptNeoxMLP", "ReluMLP")  # classes of those with two layers
 PACKED_ROWS = 64  # of a tensor that are read, decoded and packed at a time: whole panels
 PACKING_BYTES = 48  # that this takes at most for each number of these rows, besides what is packed
 

@@ -78,8 +78,9 @@ def _norm(config: ModelConfig) -> Norm:
 
 
 def _mixer(config: ModelConfig, index: int) -> Mixer:
-    windows = config.sliding_window_indices
-    window = config.sliding_window_size if windows and windows[index] else None
+    window = config.sliding_window_size
+    if window is not None and config.sliding_window_indices is not None and not config.sliding_window_indices[index]:
+        window = None
     softcap, norm = config.attention_logit_softcapping, _norm(config)
     if latent := config.latent_attention:
         return LatentAttention(
@@ -99,7 +100,7 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
         )
     positions: Rotary | Alibi | None = None
     if config.alibi:
-        positions = Alibi(is_rounded=config.alibi == "falcon")
+        positions = Alibi(config.n_head, is_rounded=config.alibi == "falcon")
     elif not config.learned_positions:
         positions = _rotary(config, index)
     return Attention(

@@ -50,12 +50,15 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Alibi:
-    """Scores get less with the distance (Press et al. 2022).
+    """Scores get less with the distance, by a slope of each head (Press et al. 2022).
 
     Attributes:
+        n_slopes, first: of the slopes of so many heads, those from number `first` on.
         is_rounded: slopes and products are rounded to bfloat16, as Falcon's are.
     """
 
+    n_slopes: int
+    first: int = 0
     is_rounded: bool = False
 
 
@@ -71,6 +74,8 @@ class Attention:
         qkv_bias, bias: biases of query, key and value, and of the layer behind the heads.
         qk_norm: of queries and keys, of each head or (`qk_norm_over_all`) of all heads together; None is none.
         has_sinks: each head has a score that its softmax counts beside those of the keys, and that has no value.
+        share: of a node's part in a group: heads of queries of a whole group of keys and values, and the place of the node's
+            first head in its own; None: it is whole.
     """
 
     n_head: int
@@ -85,6 +90,12 @@ class Attention:
     qk_norm: Norm | None = None
     qk_norm_over_all: bool = False
     has_sinks: bool = False
+    share: tuple[int, int] | None = None
+
+    @property
+    def queries_per_group(self) -> int:
+        """Heads of queries that share keys and values, on all nodes together."""
+        return self.n_head // self.n_groups if self.share is None else self.share[0]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 from mdi.cancel import REPORT_S, Cancel
-from mdi.errors import AccessError, MdiError, NodeLostError, RingError, WireError
+from mdi.errors import AccessError, Code, MdiError, NodeLostError, RingError, WireError
 from mdi.net.hello import CannotConnectError, Fault, Hello, call, shut_down_by
 from mdi.net.link import JOIN_S, PING_INTERVAL_S
 from mdi.net.listener import RingListener
@@ -113,7 +113,7 @@ def join_ring(
         codecs = codec_in, codec_out
         return TcpRing(seat, sock_in, sock_out, capacity, limits, allocate, codecs, arrivals, reconnects)
     except (MdiError, OSError) as e:
-        node, code = e.node if isinstance(e, NodeLostError) else "", getattr(e, "code", RingError.code)
+        node, code = e.node if isinstance(e, NodeLostError) else "", e.code if isinstance(e, MdiError) else Code.RING
         fault = Fault(node, str(e), seat.name, code)
         with contextlib.suppress(OSError):
             send_frame(sock_in, Frame.message(FrameType.ERROR, seat.epoch, fault.to_bytes()), codec_in)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
-from mdi.errors import AccessError, MdiError, WireError
+from mdi.errors import AccessError, Code, MdiError, WireError
 from mdi.net.keys import KEY_BYTES, KeyFile, SealedSession, has_fast_aes, key_of, mac
 from mdi.net.wire import (
     HANDSHAKE,
@@ -98,27 +98,28 @@ class Fault:
         node: the node that is lost or failed; "" if it is not known.
         message: one line for a person.
         reporter: the node that noticed.
-        code: "lost" if the node is silent, else that of its error (see mdi.errors).
+        code: LOST if the node is silent, else that of its error (see mdi.errors).
     """
 
     node: str
     message: str
     reporter: str
-    code: str = "lost"
+    code: Code = Code.LOST
 
     def to_bytes(self) -> bytes:
         # A character takes up to 6 bytes (an escaped control character); the whole must stay under the 4096 that a
         # handshake accepts.
-        short = Fault(self.node[:40], self.message[:500], self.reporter[:40], self.code[:20])
+        short = Fault(self.node[:40], self.message[:500], self.reporter[:40], self.code)
         return json.dumps(asdict(short), ensure_ascii=False).encode("utf-8", "replace")
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Fault:
         try:
             fields = json.loads(bytes(data))
-            return cls(*(one_line(fields[key]) for key in ("node", "message", "reporter", "code")))
+            node, message, reporter = (one_line(fields[key]) for key in ("node", "message", "reporter"))
+            return cls(node, message, reporter, Code.of(fields["code"]))
         except (ValueError, KeyError, TypeError, RecursionError):
-            return cls("", "an error report that cannot be read", "", "wire")
+            return cls("", "an error report that cannot be read", "", Code.WIRE)
 
 
 PUBLIC_BYTES = 32
@@ -312,7 +313,7 @@ def meet(sock: socket.socket, keys: KeyFile | None) -> FrameCodec:
     caller = Caller(keys.keys)
     send_frame(sock, Frame.message(FrameType.CHALLENGE, 0, caller.call))
     frame = read_frame(sock, HANDSHAKE)
-    if frame is None or (frame.type is FrameType.ERROR and Fault.from_bytes(frame.payload).code == AccessError.code):
+    if frame is None or (frame.type is FrameType.ERROR and Fault.from_bytes(frame.payload).code is Code.KEY):
         raise AccessError(f"it does not have the same cluster key as this node: {SAME_KEY}")
     if frame.type is not FrameType.CHALLENGE:
         raise WireError(f"it answered a challenge with a {frame.type.name} frame")

@@ -197,7 +197,6 @@ class Channel(Generic[T]):
         return not self._closed and len(self._items) >= self.capacity
 
 
-STUCK = "stuck"  # code of the error of a node that is lost in this way
 STUCK_S = 60.0  # without a finished block: a frame of 64 rows takes a small board 30 s
 STUCK_BLOCKS = 20  # the same in blocks, of the longest time that one took
 

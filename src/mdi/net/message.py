@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mdi.errors import AccessError, ControlError, MdiError, UsageError, WireError
+from mdi.errors import AccessError, Code, ControlError, MdiError, UsageError, WireError
 from mdi.net.hello import SAME_KEY, Fault, meet
 from mdi.net.keys import KeyFile
 from mdi.net.wire import CutOffError, Frame, FrameCodec, FrameType, Limits, read_frame, send_frame, tune
@@ -196,7 +196,7 @@ class Message:
                 raise ExchangeError("closed", "it closed the connection without an answer")
             if frame.type is FrameType.ERROR:
                 fault = Fault.from_bytes(frame.payload)
-                if fault.code == AccessError.code:
+                if fault.code is Code.KEY:
                     raise AccessError(f"it has a cluster key, and this node has none: {SAME_KEY}")
                 raise ExchangeError("stranger", fault.message)
             if frame.type not in (FrameType.MESSAGE, FrameType.PING) or frame.epoch != self.number:

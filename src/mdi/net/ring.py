@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from mdi.errors import NodeLostError, RingEndedError, RingError
+from mdi.errors import Code, NodeLostError, RingEndedError, RingError
 from mdi.net.hello import Fault, Hello
 from mdi.net.keys import KeyFile
-from mdi.net.link import STUCK, Channel, Link, LinkObserver, Reconnect
+from mdi.net.link import Channel, Link, LinkObserver, Reconnect
 from mdi.net.wire import REFUSED_S, SILENCE_S, Allocate, Frame, FrameCodec, FrameType, Limits
 
 FLUSH_S = 2.0
@@ -203,7 +203,7 @@ class TcpRing:
         link = Link(
             sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate,
             on_notice=self._hear_notice, on_space=None if self._arrivals is None else self._tell_space,
-            reconnect=reconnect, silence_s=self._seat.silence_s, on_stuck=partial(self._lost, name, code=STUCK),
+            reconnect=reconnect, silence_s=self._seat.silence_s, on_stuck=partial(self._lost, name, code=Code.STUCK),
         )  # fmt: skip
         if reconnect is not None:
             reconnect.on_call = link.interrupt
@@ -286,7 +286,7 @@ class TcpRing:
 
     def announce_leave(self) -> None:
         """Tell the starter that this node will leave; the ring goes on."""
-        notice = Fault(self._seat.name, "it was asked to end", self._seat.name, "leaving")
+        notice = Fault(self._seat.name, "it was asked to end", self._seat.name, Code.LEAVING)
         self._hear_notice(Frame.message(FrameType.NOTICE, self._seat.epoch, notice.to_bytes()))
 
     def wait_end(self, timeout_s: float) -> bool:
@@ -334,7 +334,7 @@ class TcpRing:
         for link in (self.next_link, self.previous_link):
             link.put_last(frame)
 
-    def _lost(self, node: str, reason: str, code: str = "lost") -> None:
+    def _lost(self, node: str, reason: str, code: Code = Code.LOST) -> None:
         logger.debug("%s lost %s: %s", self._seat.name, node, reason)
         self.fail(Fault(node, reason, self._seat.name, code))
 

@@ -17,16 +17,16 @@ from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.control.messages import GRADIENTS, InitRequest, PartSpec, ProfileRequest
-from mdi.errors import ControlError, UsageError
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
+from mdi.errors import Code, ControlError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels.weight_formats import ROUNDED
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import Requested
-from mdi.stages.building import StageSpec, check_gradients, check_spec
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_budget import window_of
+from mdi.stages.spec import StageSpec, check_gradients, check_spec
 from mdi.tensor.group import group_of
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.units import size
@@ -95,23 +95,22 @@ class NodeWeights:
             except UsageError as e:  # the starter need not know of this device
                 logger.warning("%s: %s", self._name, e)
                 asked = replace(asked, quantize=None)
-        config = self.family.kernel_config(request.config)
+        config = self.family.kernel_config(request.model.config)
         if (reason := why_torch(config, device, asked.dtype)) is not None:
             load_torch(f"{self._name}: {reason}")
-        stored_format = request.stored_format if isinstance(request, InitRequest) else None
-        return choose_computing(config, asked, request.stored_dtype, stored_format)
+        return choose_computing(config, asked, request.model.dtype, request.model.format)
 
     def spec(self, request: InitRequest) -> StageSpec:
         """The stage that a run asks for. Raises ControlError, UsageError."""
+        computing = self.computing(request)
         spec = StageSpec(
-            self._name, request.model, request.config_hash, request.config, request.blocks, request.parts,
-            self.computing(request), request.stored_dtype, request.stored_format,
-            window_of(self.memory, request.extensions), group_of(request.extensions, request.config),
-            len(request.names), request.max_length, request.n_sequences,
+            self._name, request.model, request.blocks, request.parts, computing,
+            window_of(self.memory, request.window), group_of(request.group, request.model.config),
+            len(request.names), computing.extent(request.extent),
         )  # fmt: skip
         if spec.adapter_parts:  # before they are sent
             check_spec(spec)
-        if request.extensions.get(GRADIENTS) is True:
+        if request.gradients:
             check_gradients(spec)
         return spec
 
@@ -121,7 +120,7 @@ class NodeWeights:
         In a run of other weights it is ignored, like a checkpoint or a cache that does not fit: missing parts are sent.
         """
         chunk = self._weights
-        if not isinstance(chunk, ChunkFile) or chunk.config_hash != request.config_hash:
+        if not isinstance(chunk, ChunkFile) or chunk.config_hash != request.model.config_hash:
             return
         own = {part.name: part.sha256 for part in chunk.manifest.parts}
         if any(own.get(part.name, part.sha256) != part.sha256 for part in request.parts):
@@ -161,7 +160,7 @@ class NodeWeights:
         if self.store.has(part.sha256):
             return self.store.pieces(part.sha256)
         if own is None or not _holds(own, part):
-            raise ControlError(f"{self._name} does not have {part.name}", 404, code="weights")
+            raise ControlError(f"{self._name} does not have {part.name}", 404, code=Code.WEIGHTS)
         return own.pieces(part.name)
 
     def check_disk(self, spec: StageSpec, missing: list[Part]) -> None:
@@ -177,7 +176,7 @@ class NodeWeights:
                 f"{self._name} has {size(free)} free on the disk of its cache, but {size(needed)} of "
                 "weights would come: free some space, or choose another place with --cache-dir",
                 507,
-                code="disk",
+                code=Code.DISK,
             )
 
     @contextlib.contextmanager
@@ -217,21 +216,21 @@ class NodeWeights:
             source.release()  # parts are needed one after the other
         if source is not None and _holds(source, part):
             return source
-        file = self.store.part(part, spec.config, spec.config_hash)
+        file = self.store.part(part, spec.config, spec.model.config_hash)
         if part.name in spec.adapter_parts:
-            return AdapterFile(file.path, part, spec.config, spec.config_hash)
+            return AdapterFile(file.path, part, spec.config, spec.model.config_hash)
         if spec.group is not None:  # a shard that the starter sent
-            return ShardFile(file.path, part, spec.group.share(spec.config), spec.config_hash)
+            return ShardFile(file.path, part, spec.group.share(spec.config), spec.model.config_hash)
         return file
 
     def _own_weights(self, spec: StageSpec) -> WeightSource | None:
         """This machine's own weights of the run's model, or this node's share of them; None if there are none."""
         source = self._weights
-        if source is None or source.config_hash != spec.config_hash:
+        if source is None or source.config_hash != spec.model.config_hash:
             return None
         if spec.group is None:
             return source
-        key = spec.config_hash, spec.group, spec.computing.clips
+        key = spec.model.config_hash, spec.group, spec.computing.allow_clipping
         if self._shards is None or self._shards[0] != key:
             self._shards = key, _own_shards(spec, source)
         return self._shards[1]
@@ -247,7 +246,7 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
     if source.packing is not None:
         return ShardSource(source, share, packing) if source.packing == packing else None
     is_quick = packing.blocks not in ROUNDED
-    return ShardSource(source, share, replace(packing, clips=spec.computing.clips)) if is_quick else None
+    return ShardSource(source, share, replace(packing, clips=spec.computing.allow_clipping)) if is_quick else None
 
 
 def _holds(source: WeightSource, part: Part) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mdi.cancel import Cancel
 from mdi.engine.worker import SecondaryLoop
-from mdi.errors import ControlError, MdiError, RingEndedError
+from mdi.errors import Code, ControlError, MdiError, RingEndedError
 from mdi.host.threads import compute_with
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work
 from mdi.net.ring import TcpRing
@@ -25,7 +25,7 @@ SIGN_S = 1.0
 class AbandonedError(MdiError):
     """The ring ended before it began, or this node does not take part any more."""
 
-    def __init__(self, message: str, code: str = "run") -> None:
+    def __init__(self, message: str, code: Code = Code.RUN) -> None:
         super().__init__(message)
         self.code = code
 
@@ -180,7 +180,7 @@ class RoundRobin:
             if not self._closed:
                 self._tasks.append(task)
                 return self.changed.notify_all()
-        task.drop(ControlError("the node is ending", 503, code="leaving"))
+        task.drop(ControlError("the node is ending", 503, code=Code.LEAVING))
 
     def close(self) -> None:
         """Let `run` return after the frame that it is at; what takes part ends with it."""
@@ -220,7 +220,7 @@ class RoundRobin:
         for turn in turns:
             turn.end(_ended())
         for task in tasks:
-            task.drop(ControlError("the node is ending", 503, code="leaving"))
+            task.drop(ControlError("the node is ending", 503, code=Code.LEAVING))
 
     def _next(self) -> Turn | MainThreadTask | None:
         """Wait for the next thing to do; None at the end."""
@@ -282,4 +282,4 @@ class RoundRobin:
 
 
 def _ended() -> AbandonedError:
-    return AbandonedError("it was asked to end", "left")
+    return AbandonedError("it was asked to end", Code.LEFT)

@@ -5,19 +5,12 @@ from __future__ import annotations
 import threading
 
 from mdi.control.messages import InitRequest
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
 from mdi.node.worker import RingWorker
 
 N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 N_STOPPED = 256  # ids of runs that were stopped: requests for their rings may come late
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
-
-_AHEAD = "ahead"  # of the extensions of a run
-
-
-def ahead_extension() -> dict[str, bool]:
-    """The extension of a node's request that lets the run's ring before go on while this one is prepared; else it is ended."""
-    return {_AHEAD: True}
 
 
 class Runs:
@@ -107,17 +100,17 @@ class Runs:
         with self._lock:
             latest = next(reversed(self.rings.get(request.run, [])), None)
         if request.run in self._stopped:
-            raise ControlError(f"this run was ended on {self._name}", 409, code="stopped")
+            raise ControlError(f"this run was ended on {self._name}", 409, code=Code.STOPPED)
         if latest is not None and int(latest.request.epoch, 16) > int(request.epoch, 16):
-            raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code="run")
+            raise ControlError(f"{self._name} takes part in a later ring of this run", 409, code=Code.RUN)
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
                 return False
-            if before.is_running and request.extensions.get(_AHEAD) is True:
+            if before.is_running and request.is_ahead:
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):
-                raise ControlError(f"{self._name} is still in another ring of this run", 409, code="busy")
+                raise ControlError(f"{self._name} is still in another ring of this run", 409, code=Code.BUSY)
         for worker in self.active:
             if not worker.is_running and worker.is_abandoned:
                 worker.end()
@@ -130,5 +123,5 @@ class Runs:
         return ControlError(
             f"{self._name} is busy with another run ({latest.state if latest is not None else 'IDLE'})",
             409,
-            code="busy",
+            code=Code.BUSY,
         )

@@ -24,13 +24,12 @@ import psutil
 import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.parts import Part
-from mdi.checkpoint.store import COMING, BlockStore
+from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.message_server import MessageServer
 from mdi.control.messages import (
     COMPILING,
     CONTROL_VERSION,
-    KEEPS_RECEIVED,
     ROWS_BYTES,
     BlocksRequest,
     ForwardRequest,
@@ -45,7 +44,7 @@ from mdi.control.messages import (
 from mdi.control.server import ControlServer
 from mdi.control.swarm import ModelRequest, SwarmRequest, SwarmTable
 from mdi.engine.worker import Backend
-from mdi.errors import ControlError, MdiError, NoMemoryError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.device import devices, load_kernels
 from mdi.host.threads import computing_threads
 from mdi.kernels import library
@@ -53,10 +52,9 @@ from mdi.kernels.slices import Slice
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
-from mdi.net.link import STUCK
 from mdi.net.listener import RingListener, open_socket
+from mdi.node.forwards import Forwards
 from mdi.node.node_weights import NodeWeights
-from mdi.node.part_sending import Forwards
 from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
@@ -65,11 +63,10 @@ from mdi.node.swarm_model import SwarmModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
 from mdi.spec.cluster import NodeConfig, WeightMemory
-from mdi.spec.limits import ROW_VALUE_BYTES, most_bytes
 from mdi.spec.options import ANYTHING, Requested
-from mdi.stages.building import StageSpec
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
+from mdi.stages.spec import StageSpec
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage
 from mdi.stages.trained_tensors import NONE, is_learned, joined_bytes, of_blocks, read_shapes
 
 JOIN_S = 10.0
@@ -219,7 +216,7 @@ class SecondaryNode:
             if worker.is_running and worker.request.hand_over:
                 worker.announce_leave()
             else:
-                worker.abort(Fault(self.config.name, "it was asked to end", self.config.name, "left"))
+                worker.abort(Fault(self.config.name, "it was asked to end", self.config.name, Code.LEFT))
         self._deadline = threading.Timer(
             self.waits.hand_over_s, self._abort_all, ("its blocks were not taken over in time",)
         )
@@ -229,7 +226,7 @@ class SecondaryNode:
 
     def _abort_all(self, reason: str) -> None:
         for worker in self.runs.active:
-            worker.abort(Fault(self.config.name, reason, self.config.name, "left"))
+            worker.abort(Fault(self.config.name, reason, self.config.name, Code.LEFT))
 
     def _leave_if_idle(self) -> None:
         """Called after the end of each ring, and when the node is to leave."""
@@ -250,8 +247,8 @@ class SecondaryNode:
             "arithmetic": None if is_compiling else library.arithmetic(),
             "kernels": "compiling" if is_compiling else library.instruction_set(),
             "leaving": self.is_leaving,
-            "model": latest.model if latest is not None else None,
-            "blocks": latest.blocks if latest is not None else None,
+            "model": latest.spec.model.name if latest is not None else None,
+            "blocks": latest.spec.blocks if latest is not None else None,
             "device": str(device),
             "devices": None if is_compiling else devices(),
             "own": {"device": self.weights.own.device, "threads": self.weights.own.threads},
@@ -291,11 +288,11 @@ class SecondaryNode:
         spec = self.weights.spec(request)
         with self._admission:
             if self.is_leaving:
-                raise ControlError(f"{self.config.name} is ending", 503, code="leaving")
+                raise ControlError(f"{self.config.name} is ending", 503, code=Code.LEAVING)
             if self.turns.is_stuck:
                 raise ControlError(
                     f"{self.config.name} lives, but its computing does not go on: check its disk, and start it again", 503,
-                    code=STUCK,
+                    code=Code.STUCK,
                 )  # fmt: skip
             self._measurement.check_idle()
             if not self.runs.admit(request):
@@ -309,11 +306,10 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        row_bytes = request.config.n_embd * ROW_VALUE_BYTES
-        rows = most_bytes(request.replay_bytes, request.n_sequences, request.max_length, row_bytes)
+        rows = request.extent.row_bytes(request.model.config.n_embd, request.replay_bytes)
         claim = Claim(
-            request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions),
-            request.extensions.get(KEEPS_RECEIVED) is True,
+            request.run, request.epoch, request.keep_caches, rows, request.cache_share,
+            request.keeps_received,
         )  # fmt: skip
         try:
             return self.stages.reserve(spec, claim, self.weights.family)
@@ -325,7 +321,7 @@ class SecondaryNode:
             raise
         except Exception as e:  # a config that makes no sense for the models of this node
             raise ControlError(
-                f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code="usage"
+                f"{self.config.name} cannot run this model: {type(e).__name__}: {e}", 409, code=Code.USAGE
             ) from None
 
     def _serve(self, request: InitRequest, held: HeldStage) -> RingWorker:
@@ -339,7 +335,7 @@ class SecondaryNode:
         try:
             worker.start()
         except RuntimeError as e:  # no thread can be had at the moment
-            error = ControlError(f"{self.config.name} cannot begin a ring now: {e}", 503, code="busy")
+            error = ControlError(f"{self.config.name} cannot begin a ring now: {e}", 503, code=Code.BUSY)
             self.stages.release(held, request.epoch)
             worker.finish(error)
             raise error from None
@@ -362,21 +358,19 @@ class SecondaryNode:
         part = worker.missing.get(sha256) if worker.missing is not None else None
         if part is None:
             is_here = any(part.sha256 == sha256 for part in worker.request.parts)
-            raise ControlError(
-                "this part is not missing (any more)", 409, code=COMING if is_here else ControlError.code
-            )
+            raise ControlError("this part is not missing (any more)", 409, code=Code.BUSY if is_here else Code.CONTROL)
         self._check_rest(part, offset, n_bytes)
 
         def count(n: int) -> None:
             worker.cancel.touch()
             worker.received_bytes += n
             if worker.is_stopped:
-                raise ControlError("the run was ended", 409, code="run")
+                raise ControlError("the run was ended", 409, code=Code.RUN)
 
         try:
             self.store.receive(part, offset, read, count)
         except MdiError as e:
-            if e.code == COMING:
+            if e.code.again:
                 if self.store.has(sha256):
                     self._note_part(sha256)
             elif not self.store.partial_bytes(sha256):  # nothing to resume: a full disk, or wrong bytes
@@ -396,13 +390,13 @@ class SecondaryNode:
         held = worker.held
         kept = held.sent if request.which == "sent" else held.received
         if kept is None:
-            raise ControlError(f"{self.config.name} keeps no rows that it has {request.which}", 409, code="run")
+            raise ControlError(f"{self.config.name} keeps no rows that it has {request.which}", 409, code=Code.RUN)
         part = Slice(request.seq_id, request.start, request.stop - request.start, 0)
         dtype, n_cols, data = kept.fill([part])
         if request.is_whole and len(data) > ROWS_BYTES:
             raise ControlError(f"{len(data)} bytes of rows; an answer has at most {ROWS_BYTES}", 413)
         told = base64.b64encode(data).decode() if request.is_whole else None
-        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.numerics, told).to_json()
+        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.spec.arithmetic, told).to_json()
 
     def _note_part(self, sha256: str) -> None:
         """A part has come, for one ring: another one may wait for it, too."""
@@ -420,15 +414,15 @@ class SecondaryNode:
     ) -> memoryview:
         worker, stage = self._computing(request.run, request.blocks)
         start, stop = request.blocks
-        shape = request.n_texts, request.n_tokens, worker.request.config.n_embd
+        shape = request.n_texts, request.n_tokens, worker.request.model.config.n_embd
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
-        if request.n_tokens > worker.request.max_length or n_bytes != n_rows:
+        if request.n_tokens > worker.request.extent.max_length or n_bytes != n_rows:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)
         blocks, trained = blocks_of_stage(stage, sign), NONE
         if request.tensors is not None:
             found = worker.tensors.use(request.tensors)
             if found is None:
-                raise ControlError(f"{self.config.name} does not have these tensors (any more)", 409, code="tensors")
+                raise ControlError(f"{self.config.name} does not have these tensors (any more)", 409, code=Code.TENSORS)
             trained = of_blocks(found, start, stop)
         x, *gradients = _floats(read, n_rows).reshape(-1, *shape)
         with computing_threads(worker.held.spec.computing.threads):
@@ -442,7 +436,7 @@ class SecondaryNode:
         if n_bytes < request.header_bytes:
             raise ControlError(f"{n_bytes} bytes have no header of {request.header_bytes}", 400)
         header = _bytes_of(read, request.header_bytes)
-        shapes = read_shapes(header, worker.request.config, *request.blocks)
+        shapes = read_shapes(header, worker.request.model.config, *request.blocks)
         if n_bytes != request.header_bytes + 4 * sum(map(math.prod, shapes.values())):
             raise ControlError(f"{n_bytes} bytes are not these tensors", 400)
         sha256, trained = hashlib.sha256(header), dict[str, np.ndarray]()
@@ -461,7 +455,7 @@ class SecondaryNode:
         if worker is None or stage is None:
             raise self._unknown_run()
         if not stage.start <= blocks[0] < blocks[1] <= stage.stop:
-            raise ControlError(f"{self.config.name} has other blocks in this run", 409, code="run")
+            raise ControlError(f"{self.config.name} has other blocks in this run", 409, code=Code.RUN)
         return worker, stage
 
     def stop(self, run: str, leave: bool, ring: str | None = None) -> None:
@@ -474,7 +468,7 @@ class SecondaryNode:
             self._leave_if_idle()
 
     def _unknown_run(self) -> ControlError:
-        return ControlError(f"{self.config.name} does not take part in this run", 409, code="run")
+        return ControlError(f"{self.config.name} does not take part in this run", 409, code=Code.RUN)
 
     def profile(self, request: ProfileRequest, note: Callable[[Any], None] = lambda what: None) -> dict[str, Any]:
         return self._measurement.profile(request, note)
@@ -488,7 +482,7 @@ class SecondaryNode:
     def model(self, request: ModelRequest) -> dict[str, Any]:
         model = self.swarm_model
         if model is None or model.weights != request.weights:
-            raise ControlError(f"{self.config.name} holds no blocks of this model", 404, code="weights")
+            raise ControlError(f"{self.config.name} holds no blocks of this model", 404, code=Code.WEIGHTS)
         return model.told(request.parts).to_json()
 
     def check_echo(self) -> None:

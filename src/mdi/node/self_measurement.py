@@ -10,7 +10,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.store import BlockStore
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import try_node
-from mdi.errors import CheckpointError, ControlError, MemoryShortError
+from mdi.errors import CheckpointError, Code, ControlError, MemoryShortError
 from mdi.host.threads import computing_threads, n_threads
 from mdi.net.keys import KeyFile
 from mdi.node.node_weights import NodeWeights
@@ -55,7 +55,7 @@ class SelfMeasurement:
     def check_idle(self) -> None:
         """Raises ControlError (busy) while the node measures itself."""
         if self._task is not None:
-            raise ControlError(f"{self._name} is busy measuring itself", 409, code="busy")
+            raise ControlError(f"{self._name} is busy measuring itself", 409, code=Code.BUSY)
 
     def profile(self, request: ProfileRequest, note: Callable[[Any], None]) -> dict[str, Any]:
         """Runs have to wait for its few seconds. What was measured before, a node in a run can tell as well."""
@@ -74,7 +74,7 @@ class SelfMeasurement:
                     f"{self._runs.busy()}, and measures itself only between runs: wait for the end of that one, or place the "
                     "blocks without measuring (--placement even)",
                     409,
-                    code="busy",
+                    code=Code.BUSY,
                 )
             self.planned_run = request.run
             if not is_kept:
@@ -86,7 +86,7 @@ class SelfMeasurement:
 
     def probe(self, request: ProbeRequest) -> dict[str, Any]:
         self.check_echo()
-        busy = ControlError(f"{self._name} is busy reaching another node", 409, code="busy")
+        busy = ControlError(f"{self._name} is busy reaching another node", 409, code=Code.BUSY)
         if not self._probes.acquire(blocking=False):
             raise busy
         try:
@@ -105,7 +105,7 @@ class SelfMeasurement:
             raise self._runs.busy()
 
     def _subject(self, request: ProfileRequest) -> Subject:
-        return Subject(request.config, request.config_hash, self._weights.computing(request))
+        return Subject(request.model.config, request.model.config_hash, self._weights.computing(request))
 
     def _is_kept(self, request: ProfileRequest) -> bool:
         return not request.fresh and self._profiler.is_kept(self._subject(request))

@@ -23,9 +23,8 @@ from mdi.control.client import ControlClient
 from mdi.control.meeting import Exchanges, Peer
 from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileRequest
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmTable
-from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import free_memory_bytes, memory_bytes
-from mdi.kernels import library
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.node.secondary import SecondaryNode
@@ -34,7 +33,8 @@ from mdi.placement.balance import Served, plan, speeds, weakest_span
 from mdi.placement.cost import time_of
 from mdi.placement.profile import NodeProfile
 from mdi.spec.cluster import NodeConfig
-from mdi.stages.building import StageSpec
+from mdi.spec.extent import Extent
+from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage
 
 SPARE_SHARE = 0.05  # of the memory that a node may use
@@ -188,19 +188,18 @@ class SwarmMember:
             raise UsageError(
                 f"a standing node computes in the kernels, on a CPU; this one would compute {computing.path}"
             )
-        request = ProfileRequest(config=facts.config, config_hash=facts.config_hash, stored_dtype=facts.stored_dtype)
-        answer = node.profile(request)
+        answer = node.profile(ProfileRequest(model=facts.model))
         profile = NodeProfile.from_json(answer["profile"], "the node's own profile")
         block_s = time_of(profile.block_s, 1)
         self._n_blocks = n_blocks = min(n_layer, self._most_blocks or n_layer, self._fitting())
         self._own = Announced(
-            node.config.name[:80], node.process, 0, node.config.addr, node.control_port, node.ring_port, facts.model,
-            model.weights, computing.format, library.arithmetic(), n_layer, 0, 0, is_ready=False, speed=0.0,
+            node.config.name[:80], node.process, 0, node.config.addr, node.control_port, node.ring_port, facts.model.name,
+            model.weights, computing.arithmetic("auto"), n_layer, 0, 0, is_ready=False, speed=0.0,
             block_s=block_s, is_whole=model.is_whole,
         )  # fmt: skip
         self._ask_others()
         bytes_s = self._way_bytes_s()
-        row_bytes = facts.config.n_embd * ROW_BYTES
+        row_bytes = facts.model.config.n_embd * ROW_BYTES
         self._own = replace(self._own, speed=min(1 / (block_s * n_blocks), bytes_s / row_bytes))
 
     def _take_weakest(self) -> None:
@@ -220,7 +219,7 @@ class SwarmMember:
         n = int(free * (1 - MARGIN_SHARE) // block_bytes)
         if n < 1:
             raise NoMemoryError(
-                f"not one block of {self._model.facts.model} fits into the memory of {self._node.config.name}"
+                f"not one block of {self._model.facts.model.name} fits into the memory of {self._node.config.name}"
             )
         return n
 
@@ -246,7 +245,7 @@ class SwarmMember:
             self._get_parts(spec)
             self.held = self._node.stages.acquire(spec, claim, self._node.weights, self._cancel)
         self._say(start=start, stop=stop, is_ready=True)
-        logger.info("%s holds %s of %s for all runs", self._node.config.name, spec, self._model.facts.model)
+        logger.info("%s holds %s of %s for all runs", self._node.config.name, spec, self._model.facts.model.name)
 
     def _drop(self) -> None:
         if self.held is not None:
@@ -262,8 +261,7 @@ class SwarmMember:
         facts, parts = model.facts, model.parts(stage_parts(start, stop, starter=False), self._told_parts)
         return InitRequest(
             run="0" * 16, epoch="0" * 16, index=1, names=("starter", name), placement="", next_addr="", next_port=1,
-            model=facts.model, config=facts.config, config_hash=facts.config_hash, stored_dtype=facts.stored_dtype,
-            blocks=(start, stop), parts=parts, max_length=1, stored_format=facts.stored_format, n_sequences=1,
+            model=facts.model, blocks=(start, stop), parts=parts, extent=Extent(n_sequences=1),
         )  # fmt: skip
 
     # A model that is not here
@@ -294,7 +292,7 @@ class SwarmMember:
 
     def _told_parts(self, names: Sequence[str]) -> ModelFacts:
         """The hashes of parts, from other nodes. Raises ControlError: nobody knows all of them."""
-        error = ControlError(f"no other node has the weights of {', '.join(names)}", code="weights")
+        error = ControlError(f"no other node has the weights of {', '.join(names)}", code=Code.WEIGHTS)
         found: dict[str, PartSpec] = {}
         weights = self._model.weights
         for one in self._nearest([one for one in self.table.nodes if one.weights == weights]):
@@ -345,7 +343,7 @@ class SwarmMember:
                 if node.store.has(part.sha256):
                     return
                 logger.info("%s has not sent %s: %s", one.label, part.name, e)
-        raise ControlError(f"no node has sent {part.name}", code="weights")
+        raise ControlError(f"no node has sent {part.name}", code=Code.WEIGHTS)
 
     def _asked(self, one: Announced) -> ControlClient:
         return ControlClient(one.config(), self._keys)
@@ -436,7 +434,7 @@ class SwarmMember:
         self._say(start=0, stop=0, is_ready=False)
         self._leave_rings()
         for worker in self._node.runs.active:  # nobody could take over: the run forms another ring, or ends
-            worker.abort(Fault(name, "its memory is needed", name, "left"))
+            worker.abort(Fault(name, "its memory is needed", name, Code.LEFT))
         self._drop()
         self._node.stages.drop_unused()
         self._gave_bytes = gave_bytes

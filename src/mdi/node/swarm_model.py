@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
-from mdi.control.swarm import ModelFacts, model_id
-from mdi.errors import CheckpointError, ControlError
+from mdi.control.swarm import ModelFacts, weights_id
+from mdi.errors import CheckpointError, Code, ControlError
 
 # Asks others for the hashes of parts. Raises ControlError.
 AskFacts = Callable[[Sequence[str]], ModelFacts]
@@ -27,7 +27,7 @@ class SwarmModel:
     """
 
     def __init__(self, facts: ModelFacts, source: WeightSource | None = None) -> None:
-        if config_hash(facts.config) != facts.config_hash:
+        if config_hash(facts.model.config) != facts.model.config_hash:
             raise ControlError("a model's config that does not have its hash")
         self.facts = facts
         self._source = source
@@ -36,19 +36,18 @@ class SwarmModel:
         last = self._known.get(f"block.{self.n_layer - 1}")
         if last is None:
             raise ControlError("a model without the hash of its last block")
-        self.weights = model_id(facts.config_hash, facts.stored_dtype, last.sha256)
+        self.weights = weights_id(facts.model, last.sha256)
 
     @classmethod
     def of(cls, source: WeightSource) -> SwarmModel:
         """Of files on this machine. Raises CheckpointError."""
-        stored = source.packing.blocks if source.packing else None
         last = source.info(f"block.{source.config.n_layer - 1}")
         parts = (PartSpec(last.name, last.sha256, last.n_bytes),)
-        return cls(ModelFacts(source.model, source.config, source.config_hash, source.dtype, stored, parts), source)
+        return cls(ModelFacts(source.model_id, parts), source)
 
     @property
     def n_layer(self) -> int:
-        return self.facts.config.n_layer
+        return self.facts.model.config.n_layer
 
     @property
     def is_whole(self) -> bool:
@@ -64,13 +63,13 @@ class SwarmModel:
                 self._known |= {name: told[name] for name in lacking if name in told}
         found = [self._spec(name) for name in names]
         if None in found:
-            raise ControlError(f"no node says which weights {names[found.index(None)]} has", code="weights")
+            raise ControlError(f"no node says which weights {names[found.index(None)]} has", code=Code.WEIGHTS)
         return tuple(one for one in found if one is not None)
 
     def told(self, names: Sequence[str]) -> ModelFacts:
         """The model and these parts, as others are told of them."""
         found = [self._spec(name) for name in names]
-        return ModelFacts(**{**vars(self.facts), "parts": tuple(one for one in found if one is not None)})
+        return ModelFacts(self.facts.model, tuple(one for one in found if one is not None))
 
     def _spec(self, name: str) -> PartSpec | None:
         with self._lock:

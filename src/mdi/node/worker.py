@@ -13,11 +13,11 @@ from typing import Any
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
-from mdi.control.messages import HAND_OVER_S, InitRequest, taps_of
+from mdi.control.messages import HAND_OVER_S, InitRequest
 from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend, SecondaryLoop, TappedStage
-from mdi.errors import MdiError, NodeLostError, RingError
+from mdi.errors import Code, MdiError, NodeLostError, RingError
 from mdi.host.threads import computing_threads
 from mdi.metrics import peak_rss_bytes
 from mdi.net.handshake import join_ring
@@ -132,7 +132,7 @@ class RingWorker:
         self.has_ended = threading.Event()
         self.state = "LOADING"
         self.error: str | None = None
-        self.error_code: str | None = None
+        self.error_code: Code | None = None
         self.lost: Fault | None = None
         self.missing: dict[str, Part] | None = None
         self.total_bytes = self.received_bytes = 0
@@ -151,10 +151,6 @@ class RingWorker:
     @property
     def run(self) -> str:
         return self.request.run
-
-    @property
-    def _taps(self) -> tuple[int, ...]:
-        return taps_of(self.request.extensions, self.request.config.n_layer)
 
     @property
     def is_running(self) -> bool:
@@ -213,7 +209,7 @@ class RingWorker:
     def replace(self) -> None:
         """End it for another ring of the same run, which may use its caches."""
         self.is_replaced = True
-        self.abort(Fault("", f"{self._name} takes part in another ring of this run", self._name, "run"))
+        self.abort(Fault("", f"{self._name} takes part in another ring of this run", self._name, Code.RUN))
 
     def _stop(self, error: AbandonedError, fault: Fault | None = None) -> TcpRing | None:
         self.cancel.cancel(error)
@@ -362,7 +358,7 @@ class RingWorker:
             with self.changed:
                 self.report_caches, self.state = (lambda: self._store.grant(self.held)), "READY"
                 self._note_change()
-            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model)
+            logger.info("%s is ready: %s of %s", seat.name, block_span(stage.start, stage.stop), request.model.name)
             sock = None
             with self.cancel.waking(expectation.wake):
                 while sock is None:
@@ -372,11 +368,11 @@ class RingWorker:
             self.report_caches = None
             self._listener.forget(expectation)
         widest = (
-            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(self.request.config)
+            stage.n_embd if isinstance(stage, KernelStage) else self._weights.family.widest_row(request.model.config)
         )
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(
-            sock, seat, request.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,
+            sock, seat, request.extent.n_frames or seat.n_nodes, ring_limits(widest, len(self.request.taps)), allocate=buffers,
             codec_in=expectation.codec, arrivals=self._turns.changed, listener=self._listener,
             caller=expectation.caller, cancel=self.cancel,
         )  # fmt: skip
@@ -395,10 +391,10 @@ class RingWorker:
 
     def _compute(self, stage: Backend, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
         is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # which needs only the rows for logits
-        recorder = recorder_of(self.request.extensions)
+        recorder = recorder_of(self.request.n_spans)
         recorded = ring if recorder is None else recorder.over(ring, self.request.is_hot)
         seen = group.of_member(recorded)
-        tapped = TappedStage(stage, stage.rows, self._taps, stage.start, stage.stop)
+        tapped = TappedStage(stage, stage.rows, self.request.taps, stage.start, stage.stop)
         loop = SecondaryLoop(
             stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay, tapped, self.held.received,
             self.request.is_hot,
@@ -415,7 +411,7 @@ class RingWorker:
         except RingError:
             raise
         except Exception as e:
-            code = e.code if isinstance(e, MdiError) else MdiError.code
+            code = e.code if isinstance(e, MdiError) else Code.FAILED
             words = str(e) if isinstance(e, AbandonedError) else f"it failed: {type(e).__name__}: {e}"
             ring.fail(Fault(seat.name, words, seat.name, code))
             raise
@@ -449,14 +445,14 @@ def _measured(stage: Backend, turn: Turn, recorder: Recorder | None, n_spans: in
     }
 
 
-def _in_words(error: Exception | None) -> tuple[str | None, str | None]:
+def _in_words(error: Exception | None) -> tuple[str | None, Code | None]:
     """An error in words and as a code."""
     if error is None:
         return None, None
     if isinstance(error, MemoryError):
-        return "it ran out of memory", "memory"
+        return "it ran out of memory", Code.MEMORY
     if isinstance(error, RingError):
         return f"the run ended: {error}", error.code
     if isinstance(error, MdiError):
         return str(error), error.code
-    return f"{type(error).__name__}: {error}", MdiError.code
+    return f"{type(error).__name__}: {error}", Code.FAILED

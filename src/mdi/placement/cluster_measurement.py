@@ -19,7 +19,7 @@ from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import ProbeRequest, ProfileRequest
 from mdi.control.reach import BUSY_S, Route, reach_node, try_node
-from mdi.errors import ABSENT, ControlError, NodeLostError, UsageError
+from mdi.errors import Code, ControlError, NodeLostError, UsageError
 from mdi.host.threads import host_of
 from mdi.placement.profile import LinkProfile, NodeProfile, level_times, share_memory
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -78,7 +78,7 @@ class ClusterMeasurement:
         try:
             return self._profiles(), self._links()
         except NodeLostError as e:
-            raise e if e.node in self._reached else NodeLostError(e.node, str(e), ABSENT) from None
+            raise e if e.node in self._reached else NodeLostError(e.node, str(e), Code.ABSENT) from None
         finally:
             self._ended.cancel()
             self._ended.close()
@@ -147,7 +147,7 @@ class ClusterMeasurement:
             except ControlError as e:
                 if e.status is None:
                     raise NodeLostError(node.name, f"{node.name} was lost while it measured itself: {e}") from None
-                if e.code != "busy" or time.monotonic() > deadline:
+                if not e.code.again or time.monotonic() > deadline:
                     raise
                 self._ended.wait(0.2)
         try:

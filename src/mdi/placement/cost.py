@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mdi.kernels.page_sizes import CHUNK_ROWS
+from mdi.model.caches import CHUNK_ROWS
 from mdi.placement.model import ModelShape, Workload
 from mdi.placement.profile import ClusterProfile, Links, NodeProfile, Times
 

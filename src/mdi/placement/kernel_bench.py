@@ -13,6 +13,7 @@ from mdi.host.threads import n_threads
 from mdi.kernels.blocks import Context, Head
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack
 from mdi.kernels.weight_formats import PANEL, weight_format
+from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.placement.profiling import Bench
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -69,7 +70,7 @@ class KernelBench(Bench):
 
     def head(self) -> Callable[[np.ndarray], object]:
         config = self._subject.config
-        return Head(config, self._weights("head"), config.padded_vocab_size, Context(n_threads()))
+        return Head(spec_of(config), self._weights("head"), config.padded_vocab_size, Context(n_threads()))
 
     def rows(self, n: int) -> np.ndarray:
         return self._random.standard_normal((n, self._subject.config.n_embd), dtype=np.float32)

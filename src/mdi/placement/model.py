@@ -16,11 +16,13 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
 from mdi.host.device import why_not_kernels
-from mdi.kernels.page_sizes import PAGE, cache_shape, n_pages, windows_of
+from mdi.kernels.positions import table_bytes
 from mdi.kernels.weight_formats import WeightFormat, weight_format
+from mdi.model.caches import PAGE, CacheClass, kind_of
+from mdi.model.plain import spec_of
+from mdi.model.spec import BlockSpec, Experts, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-from mdi.spec.limits import most_bytes
 from mdi.spec.model import ModelConfig
 
 
@@ -32,23 +34,21 @@ class BlockShape:
         weight_bytes: in the model's format, as held in memory.
         load_bytes: additional memory while it is loaded and packed.
         macs: multiplications per row; of experts, those that a row is sent to.
-        page_bytes: keys and values of a page of one sequence, see kernels.page_sizes.
-        window: positions that a row looks back on at most; None is all.
+        cache: its cache.
     """
 
     weight_bytes: int
     load_bytes: int
     macs: int
-    page_bytes: int
-    window: int | None = None
+    cache: CacheClass
 
     def cache_bytes(self, length: int) -> int:
         """Most bytes of a sequence of `length` positions, from its first token to its last."""
-        return n_pages(self.window, length) * self.page_bytes
+        return self.cache.n_bytes(length)
 
     def read_bytes(self, length: int) -> float:
         """Bytes of caches that attention reads for one row at the end."""
-        return min(length, self.window or length) * self.page_bytes / PAGE
+        return self.cache.read_bytes(length)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ModelShape:
         n_head, vocab_size: for what attention scores and logits take.
         work_row_bytes: the widest activations of a block, per row.
         table_bytes: position tables, per position.
-        kv_dtype: what caches hold, a name in kernels.page_sizes.CACHE_TYPES.
+        kv_dtype: what caches hold, a name in model.caches.CACHE_TYPES.
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
     """
 
@@ -135,7 +135,7 @@ class Workload:
         """Bytes of sent rows that a node keeps."""
         if n_nodes < 2:
             return 0
-        return most_bytes(self.replay_bytes, self.n_sequences, self.sequence_length, row_bytes)
+        return min(self.replay_bytes, self.n_sequences * self.sequence_length * row_bytes)
 
     def rows_per_frame(self, n_nodes: int) -> int:
         """A frame goes round for each node, or more, each with an even share of the sequences (engine/scheduler.py)."""
@@ -172,7 +172,7 @@ def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> Mod
 def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
-    tensors = model_shapes(config, config.name or "this model")
+    tensors, spec = model_shapes(config, config.name or "this model"), spec_of(config)
     of_block: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
@@ -181,30 +181,28 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         name=config.name,
         config_hash=config_hash(config),
         format=format,
-        context_length=config.block_size,
-        row_bytes=config.n_embd * form.value_bytes,
-        blocks=tuple(_block(config, i, of_block[f"block.{i}"], form, kv_dtype) for i in range(config.n_layer)),
+        context_length=spec.max_length,
+        row_bytes=spec.width * form.value_bytes,
+        blocks=tuple(_block(one, of_block[f"block.{i}"], form, kv_dtype) for i, one in enumerate(spec.blocks)),
         embedding_bytes=_bytes({n: s for n, s in tensors.items() if part_of(n) == "embedding"}, form),
         head_bytes=head,
         head_load_bytes=form.load_bytes(widest([tensors["lm_head.weight"]])),
         head_macs=math.prod(tensors["lm_head.weight"]),
-        n_head=config.n_head,
-        vocab_size=config.padded_vocab_size,
+        n_head=max(block.mixer.n_head for block in spec.kinds),
+        vocab_size=spec.n_rows,
         work_row_bytes=_widest(config, tensors) * form.value_bytes,
-        table_bytes=4
-        * (config.n_head if config.alibi else 2 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)),
+        table_bytes=table_bytes(spec.blocks, PAGE) // PAGE,
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
     )
 
 
-def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
+def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
     return BlockShape(
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
-        macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
-        page_bytes=cache_shape(config).block_bytes(kv_dtype),
-        window=windows_of(config, i, i + 1)[0],
+        macs=round(sum(math.prod(shape) * _used(block.mlp, name) for name, shape in own.items() if len(shape) == 2)),
+        cache=kind_of(block).of_blocks(1, kv_dtype, unit=1),
     )
 
 
@@ -212,9 +210,9 @@ def _bytes(tensors: _Shapes, form: WeightFormat) -> int:
     return round(sum(form.tensor_bytes(name, shape) for name, shape in tensors.items()))
 
 
-def _used(config: ModelConfig, name: str) -> float:
+def _used(mlp: Mlp, name: str) -> float:
     """The part of a weight matrix that an average row meets: of experts, as many as a row is sent to."""
-    return config.n_expert_per_token / config.n_expert if ".experts." in name else 1.0
+    return mlp.n_used / mlp.n if isinstance(mlp, Experts) and ".experts." in name else 1.0
 
 
 def _widest(config: ModelConfig, tensors: _Shapes) -> int:

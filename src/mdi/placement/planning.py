@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mdi.block_ranges import span
@@ -26,33 +26,24 @@ from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import Requested
 
 logger = logging.getLogger("mdi")
 
 
-@dataclass(frozen=True)
-class Model:
-    """The model to place: name, configuration and its hash, and its stored type."""
-
-    name: str
-    config: ModelConfig
-    config_hash: str
-    stored_dtype: str
-
-
 def profile_request(
-    model: Model, computing: Computing, asked: Requested, fresh: bool = False, run: str | None = None
+    model: ModelId, computing: Computing, asked: Requested, fresh: bool = False, run: str | None = None
 ) -> ProfileRequest:
     """How a node is to measure itself; see `profile_cluster`."""
     # Device and threads are each node's own; what caches hold has no part in what is measured, and must not be in its way.
     alike = Requested(dtype=asked.dtype, quantize=computing.quantize)
-    return ProfileRequest(model.config, model.config_hash, model.stored_dtype, fresh, run=run, **vars(alike))
+    return ProfileRequest(model, fresh, run=run, **vars(alike))
 
 
 def profile_cluster(
     cluster: ClusterConfig,
-    model: Model,
+    model: ModelId,
     computing: Computing,
     asked: Requested,
     cache_dir: Path | None,
@@ -93,7 +84,7 @@ def profile_cluster(
 
 def measure_live(
     cluster: ClusterConfig,
-    model: Model,
+    model: ModelId,
     asked: Requested,
     cache_dir: Path,
     wait_s: float,
@@ -103,7 +94,7 @@ def measure_live(
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
     own = replace(asked, device=choose_device(node.device), dtype=asked.dtype or node.dtype)
-    computing = choose_computing(model.config, own, model.stored_dtype)
+    computing = choose_computing(model.config, own, model.dtype)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             port, port_in = stack.enter_context(open_ports(node, cluster.keys))
@@ -111,7 +102,7 @@ def measure_live(
         return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, cancel, fresh)
 
 
-def choose(profile: ClusterProfile, model: Model, method: str, workload: Workload, kv_dtype: str) -> PlanReport:
+def choose(profile: ClusterProfile, model: ModelId, method: str, workload: Workload, kv_dtype: str) -> PlanReport:
     """The plan of a run in a few lines.
 
     Args:

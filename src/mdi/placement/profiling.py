@@ -26,7 +26,7 @@ from mdi.host.computing import Computing
 from mdi.host.resources import device_free_bytes
 from mdi.host.threads import n_threads
 from mdi.kernels import library
-from mdi.kernels.blocks import Context, Linear, MdiModel
+from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.slices import Slice
 from mdi.spec.model import ModelConfig
@@ -50,7 +50,7 @@ def _in_kernels(n_rows: int) -> Callable[[], object]:
     data.view(np.float32)[:] = 0.5
     matrix = Matrix("float32", n_rows, WIDTH, data)
     context, vector = Context(n_threads()), np.ones((1, WIDTH), dtype=np.float32)
-    linear = Linear(context, MdiModel(), None, matrix, None)
+    linear = Linear(context, matrix)
     return lambda: linear(vector)
 
 

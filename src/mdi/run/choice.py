@@ -15,31 +15,30 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
-from mdi.control.messages import N_TEXTS
-from mdi.control.swarm import model_id
-from mdi.errors import ABSENT, NodeLostError, PlacementError, UsageError
+from mdi.control.swarm import weights_id
+from mdi.errors import Code, NodeLostError, PlacementError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
-from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
-from mdi.placement.planning import Model, choose, format_blocks, profile_cluster
+from mdi.placement.planning import choose, format_blocks, profile_cluster
 from mdi.placement.profile import ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterWeights
-from mdi.stages.window_budget import window_of
 from mdi.tensor.group import Division, RingStage, SharingOut, division_by_hand, node_blocks, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
@@ -67,7 +66,7 @@ class Choice:
         profile: what the nodes have measured; None if they were not asked.
         held: the nodes that hold the blocks already; None: they get them.
         sharing: gives nodes shares of blocks; None if each has its blocks whole.
-        n_sequences: at the same time.
+        extent: of the run, from `place` on.
         weights, config, directory, codec: of the model, from `open` on: the weights with the cut, its configuration, the
             folder, the tokenizer.
         computing: of the starter.
@@ -99,7 +98,7 @@ class Choice:
         self.left_out: list[NodeConfig] = []
         self.profile: ClusterProfile | None = None
         self.sharing: SharingOut | None = None
-        self.n_sequences = N_TEXTS
+        self._extent = Extent()
         self.draft_bytes = 0
         self._ports = ports
         self._run = run
@@ -127,7 +126,7 @@ class Choice:
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
-        warn_of_rounding(weights.model, weights.native, options.quantize)
+        warn_of_rounding(weights.model.name, weights.native, options.quantize)
         self._set_format(options.quantize)
         if weights.adapters and self.computing.packing is None:
             raise UsageError(f"--adapter: this node computes {self.computing.why_torch}, and adapters need the kernels")
@@ -135,7 +134,7 @@ class Choice:
             if one.n_virtual >= self.context_length:
                 raise UsageError(
                     f"--adapter {one.name}: its {one.n_virtual} rows leave no place for a text in a context of "
-                    f"{self.context_length}", code="length",
+                    f"{self.context_length}", code=Code.LENGTH,
                 )  # fmt: skip
 
     def close(self) -> None:
@@ -155,6 +154,15 @@ class Choice:
         return context_length(self.config, self.family.max_length(self.config), self.options.sequence_length)
 
     @property
+    def extent(self) -> Extent:
+        return replace(self._extent, n_frames=self.options.n_frames)
+
+    @property
+    def cache_type(self) -> str:
+        """What caches hold on this node."""
+        return self.computing.cache_type(self.options.kv_dtype)
+
+    @property
     def format(self) -> str:
         """The form of the weights on this node."""
         return self.computing.format
@@ -172,6 +180,7 @@ class Choice:
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
+        self.computing.cache_type(self.options.kv_dtype)  # reports a mistake before nodes are asked
 
     def place(self, n_sequences: int, max_length: int, losses: Losses) -> None:
         """Decide which node gets which blocks, as the nodes measure themselves; after `open`.
@@ -187,8 +196,8 @@ class Choice:
         Raises:
             PlacementError: the model does not fit; MdiError: a node was never there or cannot measure itself.
         """
-        self.n_sequences = n_sequences
         length = min(max_length, self.context_length)
+        self._extent = Extent(length, n_sequences, kv_dtype=self.options.kv_dtype)
         self.draft_bytes = draft_bytes(self)
         work = Workload(n_sequences, length, replay_bytes=self.options.replay_bytes, draft_bytes=self.draft_bytes)
         while True:
@@ -206,9 +215,9 @@ class Choice:
         """The blocks stay where they are. PlacementError if some are nowhere."""
         weights = self.weights
         last = weights.spec(f"block.{weights.n_layer - 1}").sha256
-        identity = model_id(weights.config_hash, weights.dtype, last)
-        form, numerics = self.computing.format, library.arithmetic()
-        self.held = part = swarm.choose(identity, form, numerics, weights.n_layer, weights.model, cancel)
+        identity = weights_id(weights.model, last)
+        arithmetic = self.computing.arithmetic("auto")
+        self.held = part = swarm.choose(identity, arithmetic, weights.n_layer, weights.model.name, cancel)
         weights.cut_anew((0, *(one.stop - one.start for one in part.chain)))
         self.cluster = cluster = with_chain(self.cluster, part)
         self.left_out = [node for node in part.nodes if node not in cluster.secondaries]
@@ -245,7 +254,7 @@ class Choice:
         is_measured = options.placement != "even" and options.layers is None
         return chosen_stages(
             options, self.family.kernel_config(weights.config), self.computing, self.cluster, work.n_sequences,
-            (lambda: faster_way(self._profiled(cancel), weights, self.computing, work)) if is_measured else None,
+            (lambda: faster_way(self._profiled(cancel), weights, options, self.computing, work)) if is_measured else None,
         )  # fmt: skip
 
     def _share_out(self, stages: tuple[RingStage, ...], work: Workload, cancel: Cancel) -> None:
@@ -309,7 +318,7 @@ def check_hot_spares(options: StarterOptions, cluster: ClusterConfig, is_swarm: 
         "groups in the nodes file": cluster.n_stages < cluster.n_nodes, "--verify": bool(options.verify), "--swarm": is_swarm,
     }  # fmt: skip
     if found := [what for what, is_so in without.items() if is_so]:
-        raise UsageError(f"{told} cannot be used with {' and '.join(found)}", code="flags")
+        raise UsageError(f"{told} cannot be used with {' and '.join(found)}", code=Code.FLAGS)
     names = [node.name for node in cluster.secondaries]
     unknown = [name for name in wanted if name not in ("auto", *names)]
     if unknown or len(wanted) > len(names):
@@ -338,7 +347,7 @@ def measured_cluster(
         MdiError: a node is not there or cannot measure itself.
     """
     return profile_cluster(
-        cluster, model_of(weights), computing, options, options.cache_dir, options.wait_s, cancel, run=run
+        cluster, weights.model, computing, options, options.cache_dir, options.wait_s, cancel, run=run
     )
 
 
@@ -351,7 +360,7 @@ def without(cluster: ClusterConfig, error: NodeLostError) -> ClusterConfig:
     free = free_nodes([ControlClient(node, cluster.keys) for node in cluster.spares])
     spare = next((node for node in cluster.spares if node.name in free), None)
     is_known = any(node.name == error.node for node in cluster.secondaries)
-    if not is_known or (error.code == ABSENT and spare is None):
+    if not is_known or (error.code is Code.ABSENT and spare is None):
         raise error
     place = () if spare is None else (spare,)
     logger.warning(
@@ -371,14 +380,15 @@ def planned_ring(
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
     method = options.placement or DEFAULT_PLACEMENT
-    return choose(profile, model_of(weights), method, workload, computing.kv_dtype)
+    return choose(profile, weights.model, method, workload, computing.cache_type(options.kv_dtype))
 
 
 def faster_way(
-    profile: ClusterProfile, weights: StarterWeights, computing: Computing, workload: Workload
-) -> ParallelChoice:
+    profile: ClusterProfile, weights: StarterWeights, options: StarterOptions, computing: Computing, workload: Workload,
+) -> ParallelChoice:  # fmt: skip
     """A ring of nodes or groups, or all blocks on all nodes. PlacementError if the model fits none."""
-    return choose_measured(profile, model_shape(weights.config, computing.format, computing.kv_dtype), workload)
+    kv_dtype = computing.cache_type(options.kv_dtype)
+    return choose_measured(profile, model_shape(weights.config, computing.format, kv_dtype), workload)
 
 
 def divide(
@@ -400,7 +410,7 @@ def divide(
     if options.parallel.parts is not None or options.placement == "even" or is_cut:
         return division_by_hand(stages, weights.config, weights.blocks, options.parallel, names)
     if len(stages) == 1:
-        shape = model_shape(weights.config, computing.format, computing.kv_dtype)
+        shape = model_shape(weights.config, computing.format, computing.cache_type(options.kv_dtype))
         return _of_all_blocks(CostModel(measured(), shape, workload), stages)
     groups = {name: stage.name for stage in stages if stage.is_group for name in stage.members}
     return _planned_groups(planned_ring(with_groups(measured(), groups), weights, options, computing, workload), stages)
@@ -422,10 +432,6 @@ def _of_all_blocks(cost: CostModel, stages: tuple[RingStage, ...]) -> Division:
         "/".join(f"{part:.0%}" for part in plan.parts), duration(plan.token_s), duration(plan.sums_s), plan.algorithm,
     )  # fmt: skip
     return Division(stages, (cost.n_layer,), dict(zip(plan.names, plan.parts, strict=True)))
-
-
-def model_of(weights: StarterWeights) -> Model:
-    return Model(weights.model, weights.config, weights.config_hash, weights.dtype)
 
 
 # Ring or shares
@@ -528,7 +534,7 @@ def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Reque
     """Choose how the starter computes. Raises UsageError if the device does not support the user's choice."""
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     config = family.kernel_config(weights.config)
-    computing = choose_computing(config, asked.over(formats), weights.dtype, weights.stored_format)
+    computing = choose_computing(config, asked.over(formats), weights.model.dtype, weights.model.format)
     if computing.packing is None:
         load_torch(computing.why_torch or "this model")
     return computing
@@ -546,7 +552,7 @@ def formats_to_try(weights: StarterWeights) -> list[str | None]:
         return [weights.quantize]
     if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
         return [weights.native]
-    own = LAYOUTS[own_packing(weights.dtype).blocks].bits
+    own = LAYOUTS[own_packing(weights.model.dtype).blocks].bits
     rounded = SMALLER[1:] if weights.native is None else (weights.native,)
     return [None, *(form for form in rounded if LAYOUTS[form].bits < own)]
 
@@ -565,11 +571,11 @@ def first_that_fits(formats: list[str | None], place: Callable[[str | None], Non
 def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
     """Whether the starter's own part of a cut that is given fits into the memory that is free."""
     parts = stage_parts(0, weights.blocks[0][1], starter=True)
-    held = form or weights.stored_format or own_packing(weights.dtype).blocks
-    if held != weights.stored_format:
-        return packed_bytes(weights.config, weights.model, parts, held) <= device_free_bytes(device)
+    held = form or weights.model.format or own_packing(weights.model.dtype).blocks
+    if held != weights.model.format:
+        return packed_bytes(weights.config, weights.model.name, parts, held) <= device_free_bytes(device)
     of_parts = [weights.part_bytes(part) for part in parts]
-    return held_bytes(of_parts, weights.dtype, held, weights.stored_format) <= device_free_bytes(device)
+    return held_bytes(of_parts, weights.model.dtype, held, weights.model.format) <= device_free_bytes(device)
 
 
 def _pairs(formats: list[str | None]) -> Iterator[tuple[str | None, str | None]]:

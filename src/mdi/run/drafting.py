@@ -9,19 +9,22 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.parts import stage_parts
 from mdi.engine.guesses import LEARN_ROWS, DraftModel
 from mdi.engine.rows import ArrayRows
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
+from mdi.model.plain import spec_of
 from mdi.run.choice import Choice, starter_computing
+from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
+from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.starter_weights import StarterSupply
-from mdi.stages.window_budget import window_of, work_bytes
+from mdi.stages.window_budget import work_bytes
 
 
-def draft_memory(model: Choice, max_length: int) -> int:
+def draft_memory(model: Choice, extent: Extent) -> int:
     """Bytes that the small model takes beside a window: its weights, the caches of all texts, and rows while it computes.
 
     0 without one, and where nothing is fitted into a limit. Raises as `open_draft`.
@@ -35,10 +38,10 @@ def draft_memory(model: Choice, max_length: int) -> int:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
             return 0  # it is refused when it is opened
-        length = min(max_length, family.max_length(weights.config))
-        spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, length), window=None)
-        caches = model.n_sequences * spec.run_bytes(family)
-        return spec.weight_bytes({}) + caches + work_bytes(weights.config, LEARN_ROWS, 1)
+        own = replace(extent, max_length=min(extent.max_length, family.max_length(weights.config)))
+        spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, own), window=None)
+        caches = own.n_sequences * spec.run_bytes(family)
+        return spec.weight_bytes({}) + caches + work_bytes(spec_of(weights.config), LEARN_ROWS, 1)
     finally:
         weights.close()
 
@@ -47,7 +50,7 @@ def _format_of(asked: StarterOptions) -> str | None:
     return None if asked.quantize == AUTO else asked.quantize
 
 
-def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> DraftModel:
+def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> DraftModel:
     """Load the small model in the format of the large one.
 
     Raises:
@@ -59,20 +62,21 @@ def open_draft(model: Choice, folder: Path, max_length: int, cancel: Cancel) -> 
     if codec.tokens != model.codec.tokens:
         raise UsageError(
             f"--draft {folder}: its tokenizer has other tokens than that of {model.directory}, so it cannot guess them",
-            code="draft",
+            code=Code.DRAFT,
         )
     weights = family.open_weights(folder, None, 1, None, _format_of(asked), False)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
             raise UsageError(
-                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code="draft"
+                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code=Code.DRAFT
             )
         packing, placer = computing.packing, WeightPlacer(WeightMemory())
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, cancel))
-        stage = KernelStage(weights.config, 0, weights.n_layer, held, n_threads(), computing.kv_dtype)
-        length = min(max_length, family.max_length(weights.config))
+        kv_dtype = computing.cache_type(extent.kv_dtype)
+        stage = KernelStage(weights.config, 0, weights.n_layer, held, n_threads(), kv_dtype)
+        length = min(extent.max_length, family.max_length(weights.config))
         stage.prepare(length)
     finally:
         weights.close()

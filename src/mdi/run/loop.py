@@ -25,7 +25,7 @@ from mdi.control.meeting import ASK_S
 from mdi.control.messages import HAND_OVER_S
 from mdi.engine.recorder import Recorder
 from mdi.engine.starter import StarterEngine
-from mdi.errors import EngineError, MdiError, NodeLostError, RingError
+from mdi.errors import Code, EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.placement.profile import NodeProfile
@@ -493,7 +493,7 @@ class RingLoop:
             return None
         self._end_ahead(is_used=False)
         self.on_search()
-        lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", "left"))
+        lost = Lost(NodeLostError(event.node, f"{event.node} was asked to end", Code.LEFT))
         roll = self.ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
@@ -508,7 +508,7 @@ class RingLoop:
             return None
         self._is_untrue = True
         self._end_ahead(is_used=False)
-        return Lost(NodeLostError(untrue.nodes[0], f"{names} gave wrong rows", code="untrue"))
+        return Lost(NodeLostError(untrue.nodes[0], f"{names} gave wrong rows", code=Code.UNTRUE))
 
     def _load_ahead(self, plan: Form, cause: Lost | Form, timeout_s: float | None = None) -> Lost | Form | None:
         """Load the next ring's stages while the present ring goes on; `cause` if it is to be left at once instead."""

@@ -18,7 +18,7 @@ from mdi.control.client import ControlClient, FanOut
 from mdi.control.meeting import ASK_S, Unheard
 from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.server import ControlServer, StatusOnly
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 from mdi.net.listener import RingListener, open_socket
 from mdi.run.policy import Answer, Roll
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -26,7 +26,7 @@ from mdi.stages.store import StageStore
 
 if TYPE_CHECKING:
     from mdi.control.discovery import Arrivals
-    from mdi.node.local import LocalRing
+    from mdi.run.local import LocalRing
     from mdi.run.swarm import Swarm
 
 LOOK_S = 0.1  # how often processes of this machine are looked at
@@ -292,7 +292,7 @@ class StarterPorts(StatusOnly, EchoOnly):
     def status(self, run: str | None) -> dict[str, Any]:
         """The status of the requested run, else of the latest one."""
         if not self._runs:
-            raise ControlError("this starter has no run yet", 503, code="starting")
+            raise ControlError("this starter has no run yet", 503, code=Code.STARTING)
         return next((one for one in self._runs if one.run_id == run), self._runs[-1]).status(run)
 
     def check_echo(self) -> None:

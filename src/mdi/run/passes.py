@@ -20,7 +20,7 @@ import numpy as np
 from mdi.cancel import Cancel
 from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest, TensorsRequest
-from mdi.errors import ControlError, MdiError, UsageError
+from mdi.errors import Code, ControlError, MdiError, UsageError
 from mdi.run.form import Ring
 from mdi.stages.store import blocks_of_stage
 from mdi.stages.trained_tensors import (
@@ -159,7 +159,9 @@ class Passes:
         try:
             data = node.blocks(request, [rows], x.size * 4 + sum(array.size * 4 for array in learned.values()))
         except ControlError as e:
-            if e.code == "tensors" and sha256 is not None:  # the question is asked again, and they are sent before it
+            if (
+                e.code is Code.TENSORS and sha256 is not None
+            ):  # the question is asked again, and they are sent before it
                 self._known_of(node).sets.forget(sha256, sent)
             raise
         self.traffic.add(len(rows), len(data))

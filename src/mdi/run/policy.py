@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mdi.control.messages import COMPILING
-from mdi.errors import MdiError, NodeLostError, RingError
-from mdi.net.link import STUCK
+from mdi.errors import Code, MdiError, NodeLostError, RingError
 
 POLL_S = 0.1
 N_FAILURES = 30  # rings that cannot be formed one after the other; a search ends sooner where nodes are lost for good
 LONGEST_ABSENCE_S = 600.0
 HOLDERS_S = 120.0  # for nodes of a swarm to take over blocks that nobody holds any more
-# Error codes of a node that lives but cannot hold its blocks.
-UNFIT = ("memory", "disk", "usage", "version", "role", "weights", "key", "leaving", "control", STUCK)
 BROUGHT_DOWN = "brought down nodes"  # finish_reason of a text that did
 
 logger = logging.getLogger("mdi")
@@ -547,7 +544,7 @@ class Policy:
         """The ring that will follow when node `name` has left, as far as that can be seen; None if it cannot."""
         processes = {**self.processes, **{one: answer.process for one, answer in roll.answers.items()}}
         search = Search(
-            NodeLostError(name, "", "left"), now, now, {stage.name: stage for stage in self.ring}, dict(self.processes),
+            NodeLostError(name, "", Code.LEFT), now, now, {stage.name: stage for stage in self.ring}, dict(self.processes),
             processes=processes, answering=frozenset(roll.answers), suspected={name}, failed={name}, left={name},
         )  # fmt: skip
         found = self._ring_of(search, roll, now)
@@ -560,7 +557,7 @@ class Policy:
             failed: the node that was in the way, if one was. If it was lost, it waits, as after any loss; else this ring is
                 not tried again.
         """
-        is_lost = isinstance(error, NodeLostError) or error.code in ("left", "leaving")
+        is_lost = isinstance(error, NodeLostError) or error.code.leaves
         if is_lost and failed is not None and failed not in {stage.name for stage in self.ring}:
             self.absences.add(failed, now)
         else:
@@ -596,11 +593,11 @@ class Policy:
         search.error = error
         if error.node != self.ring[0].name:
             search.suspected.add(error.node)
-            if error.code == STUCK:
+            if error.code is Code.STUCK:
                 search.unfit.add(error.node)
-            elif error.code != "lost":
+            elif error.code is not Code.LOST:
                 search.failed.add(error.node)
-            if error.code == "left":
+            if error.code is Code.LEFT:
                 search.left.add(error.node)
             self.absences.add(error.node, now)
 
@@ -620,7 +617,7 @@ class Policy:
         error = search.error
         if (found := self._by_hot_spare(search)) is not None:
             return found
-        has_failed = isinstance(error, NodeLostError) and error.node in search.failed and error.code == MdiError.code
+        has_failed = isinstance(error, NodeLostError) and error.node in search.failed and error.code is Code.FAILED
         if not has_failed or any(stage.name in search.unfit for stage in self.ring):
             return None
         if not all(self.absences.has_ended(name, search.began) for name in search.failed):
@@ -659,11 +656,11 @@ class Policy:
         blocks = None if tried is None else next((stage for stage in tried.stages if stage.name == name), None)
         is_moved = tried is not None and tried.is_moved
         can_have_less = blocks is not None and not blocks.is_hot and blocks.stop - blocks.start > 1
-        if error.code == "memory" and is_moved and blocks is not None and can_have_less:
+        if error.code.less_fits and is_moved and blocks is not None and can_have_less:
             search.most[name] = blocks.stop - blocks.start - 1
             return self._ask(search, now)
         if isinstance(error, NodeLostError):  # else a node of a swarm left, and which one is seen when all are asked
-            if error.code in UNFIT:
+            if error.code.unfit:
                 search.unfit.add(error.node)
             self._lose(search, error, now)
         search.since = now

@@ -13,12 +13,13 @@ from functools import partial
 from mdi.cancel import Cancel
 from mdi.control.client import FanOut
 from mdi.errors import EngineError, RingEndedError, RingError
-from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.slices import Slice, SliceTable
+from mdi.model.caches import PAGE
 from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
-from mdi.run.form import RingBeside
+from mdi.run.form import VerifyRing
 from mdi.run.nodes import dismiss
+from mdi.spec.arithmetic import Arithmetic
 from mdi.stages.store import HeldStage, StageStore
 
 ANSWER_S = 60.0  # for the rows of one frame: the node computes for other runs as well
@@ -30,12 +31,11 @@ class Recomputed(ABC):
 
     Attributes:
         name: of the node that computes them; "" for this one.
-        numerics: see stages.store.HeldStage.
         cached: rows of each text, from the first on, that are in the caches.
     """
 
-    def __init__(self, name: str, numerics: str) -> None:
-        self.name, self.numerics = name, numerics
+    def __init__(self, name: str, arithmetic: Arithmetic) -> None:
+        self.name, self.arithmetic = name, arithmetic
         self.cached: dict[int, int] = {}
 
     def compute(self, seq_id: int, start: int, rows: Frame) -> tuple[str, bytes]:
@@ -73,7 +73,7 @@ class OwnBlocks(Recomputed):
     """
 
     def __init__(self, held: HeldStage, store: StageStore, wire: str) -> None:
-        super().__init__("", held.numerics)
+        super().__init__("", held.spec.arithmetic)
         self._held, self._store, self._wire = held, store, wire
 
     def _compute(self, part: Slice, rows: Frame) -> tuple[str, bytes]:
@@ -94,18 +94,18 @@ class OwnBlocks(Recomputed):
 class OthersBlocks(Recomputed):
     """On another node."""
 
-    def __init__(self, beside: RingBeside, cancel: Cancel) -> None:
-        super().__init__(beside.client.node.name, beside.numerics)
-        self._beside, self._cancel = beside, cancel
+    def __init__(self, ring: VerifyRing, cancel: Cancel) -> None:
+        super().__init__(ring.client.node.name, ring.arithmetic)
+        self._ring, self._cancel = ring, cancel
         self._freed: list[int] = []
         self._n_frames = 0
 
     @property
     def is_leaving(self) -> bool:
-        return bool(self._beside.link.leaving)
+        return bool(self._ring.link.leaving)
 
     def _compute(self, part: Slice, rows: Frame) -> tuple[str, bytes]:
-        link = self._beside.link
+        link = self._ring.link
         self._make_room(part.seq_id, part.start + part.n_rows)
         self._n_frames += 1
         asked = SliceTable([part._replace(n_logits=part.n_rows)])  # all of them come back
@@ -134,8 +134,8 @@ class OthersBlocks(Recomputed):
             raise RingError(str(e)) from None
 
     def _make_room(self, seq_id: int, n: int) -> None:
-        """Free the caches of other texts where those of this one would not fit beside them."""
-        report = self._beside.caches
+        """Free the caches of other texts where those of this one would not fit with them."""
+        report = self._ring.caches
         page_bytes = sum(one.page_bytes for one in report.classes)
 
         def n_bytes(positions: int) -> int:
@@ -154,7 +154,7 @@ class OthersBlocks(Recomputed):
 
     def close(self) -> None:
         """Until the node has noticed it, for a time: it may be needed for another ring."""
-        self._beside.link.stop("nothing more is to be computed again")
-        self._beside.link.close()
-        ended = FanOut({self.name: partial(dismiss, [self._beside.client], self._beside.run_id, False, True)})
+        self._ring.link.stop("nothing more is to be computed again")
+        self._ring.link.close()
+        ended = FanOut({self.name: partial(dismiss, [self._ring.client], self._ring.run_id, False, True)})
         ended.join(END_S)

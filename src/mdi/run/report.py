@@ -114,7 +114,7 @@ def metrics_of_run(
             *metrics_of(names[1:], blocks[1:], secondaries or [{}] * (len(names) - 1)),
         ]
     return RunMetrics.from_parts(
-        model.weights.model if model is not None else "",
+        model.weights.model.name if model is not None else "",
         [replace(sample.metrics(), may_differ_from=may_differ_from(sample)) for sample in samples],
         nodes,
         duration_s,

@@ -22,7 +22,7 @@ import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
-from mdi.control.messages import CONTROL_VERSION, MOST_TAPS, N_TEXTS
+from mdi.control.messages import CONTROL_VERSION, MOST_TAPS
 from mdi.control.server import StatusOnly
 from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
@@ -30,17 +30,17 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TakeScores, TextAdapter
 from mdi.engine.speculation import Speculation, most_rows_of
 from mdi.engine.starter import StarterEngine
-from mdi.errors import ControlError, NodeLostError, UsageError
+from mdi.errors import Code, ControlError, NodeLostError, UsageError
 from mdi.host.threads import host_of, n_threads
 from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
-from mdi.run.choice import Choice, check_hot_spares, model_of
+from mdi.run.choice import Choice, check_hot_spares
 from mdi.run.cut import MovingCut
 from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
-from mdi.run.identity import base_of, identity_of
+from mdi.run.identity import RingArithmetic, base_of, identity_of
 from mdi.run.loop import Joins, Lookout, RingLoop, SlowLinks
 from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.passes import Passes
@@ -51,11 +51,13 @@ from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace, Trace
 from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
+from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.options import StarterOptions
-from mdi.stages.building import NO_GRADIENTS, prompt_rows
+from mdi.spec.window import window_of
+from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.side import LM, SideNetwork, check_base, read_side
-from mdi.stages.window_budget import window_of
+from mdi.stages.spec import NO_GRADIENTS
 from mdi.terminal import reporting
 
 NO_TAPS = (
@@ -89,7 +91,7 @@ class Run(StatusOnly):
         model: what it generates with; from `open` on.
         prompt_ids: of `prompts`, once it is open.
         was_open: whether the ring has been closed, now or before.
-        max_length: tokens that a text of the run may have; from `open` on.
+        extent: of the run; from `open` on.
         secondary_metrics: what each secondary measured, once the run has ended.
         verifier: computes rows of other nodes again; None: nobody does.
         trace_of: records frames; None where nothing is recorded.
@@ -129,7 +131,7 @@ class Run(StatusOnly):
         self._in_use: InUse | None = None
         self._has_model = False
         self.prompt_ids: list[list[int]] = []
-        self.max_length = 0
+        self.extent = Extent()
         self.secondary_metrics: list[dict[str, Any]] = []
         self.run_trace = RunTrace(options.n_spans) if options.n_spans else None
 
@@ -160,18 +162,19 @@ class Run(StatusOnly):
             check_base(shape, base_of(model.weights), model.weights.config, folder)
             if shape.head != LM:
                 raise UsageError(
-                    f"--adapter {folder}: it tells {len(shape.labels)} classes apart, and writes no text", code="flags"
+                    f"--adapter {folder}: it tells {len(shape.labels)} classes apart, and writes no text",
+                    code=Code.FLAGS,
                 )
         if self._sides:
             self._taps = tuple(sorted({tap for side in self._sides.values() for tap in side.shape.taps}))
         if len(self._taps) > MOST_TAPS:
             raise UsageError(
                 f"--adapter: side networks read the outputs of {len(self._taps)} blocks; a run gives those of {MOST_TAPS}",
-                code="flags",
+                code=Code.FLAGS,
             )
         if not (self._sides or self._taps) or self.options.parallel.mode == "ring":
             return
-        raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code="flags")
+        raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code=Code.FLAGS)
 
     def _check_verified(self, model: Choice) -> None:
         """Refuse what leaves nothing to compare bit by bit, before any node is asked. Raises UsageError."""
@@ -188,7 +191,7 @@ class Run(StatusOnly):
             reason = f"this node computes {model.computing.why_torch}, where bits differ"
         else:
             return
-        raise UsageError(f"--verify: {reason}", code="flags")
+        raise UsageError(f"--verify: {reason}", code=Code.FLAGS)
 
     def _waiting_for(self) -> str:
         """The step of opening, for a user who waits."""
@@ -219,13 +222,13 @@ class Run(StatusOnly):
             self._state = "PLANNING" if cluster.secondaries else "LOADING"
             model.place(self._n_texts, length, losses)
             if self._gradients and model.sharing is not None:
-                raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code="kernels")
+                raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code=Code.KERNELS)
             if self._taps and model.sharing is not None:
-                raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code="flags")
-            self.max_length = min(length, model.context_length)
+                raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code=Code.FLAGS)
+            self.extent = model.extent
             self._state = "LOADING"
             if model.cluster.secondaries:
-                logger.info("loading %s on %d nodes", model.weights.model, model.cluster.n_nodes)
+                logger.info("loading %s on %d nodes", model.weights.model.name, model.cluster.n_nodes)
             loop, cut = self._make_loop(model, losses)
             if model.held is not None and not self.options.fixed:
                 # Nodes may leave and come while the first ring is formed. They have their blocks already, which says in which
@@ -250,18 +253,21 @@ class Run(StatusOnly):
         """The loop, and how blocks are cut again; None if the first ring is the only one."""
         options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
         basis = Basis(
-            self._id, model.family, model.config, options, computing, weights, self.max_length, model.n_sequences,
-            self._process, self._ports.listener, self._ports.caches, model.sharing, self._taps,
-            model.held is not None, self._gradients, draft_memory(model, self.max_length),
+            self._id, model.family, model.config, options, computing, weights, self.extent, self._process,
+            self._ports.listener, self._ports.caches, model.sharing, self._taps, model.held is not None, self._gradients,
+            draft_memory(model, self.extent),
         )  # fmt: skip
         nodes = (*cluster.spares, *cluster.secondaries, *model.left_out)
         self._former = former = Former(basis, cluster, nodes)
         moving: MovingCut | None = None
         if not options.fixed and cluster.secondaries and model.family.is_placed:
             work = Workload(
-                model.n_sequences, self.max_length, replay_bytes=options.replay_bytes, draft_bytes=model.draft_bytes
+                self.extent.n_sequences,
+                self.max_length,
+                replay_bytes=options.replay_bytes,
+                draft_bytes=model.draft_bytes,
             )
-            shape = model_shape(weights.config, computing.format, computing.kv_dtype)
+            shape = model_shape(weights.config, computing.format, model.cache_type)
             part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
             moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)
         placed = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]
@@ -328,9 +334,9 @@ class Run(StatusOnly):
         former, options = self._former, self.model.options
         if not options.verify or former is None or self.cluster.n_nodes == 1:
             return None
-        if former.held is None or not former.held.numerics:
+        if former.held is None or not former.held.spec.arithmetic.is_certain:
             raise UsageError(
-                "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code="flags"
+                "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code=Code.FLAGS
             )
         held = self.model.held
 
@@ -360,7 +366,7 @@ class Run(StatusOnly):
             raise UsageError(f"--draft {options.draft}: {reason} (--draft-inexact guesses all the same)")
         draft = None
         if options.draft != "auto":
-            draft = open_draft(model, Path(options.draft), self.max_length, self._cancel)
+            draft = open_draft(model, Path(options.draft), self.extent, self._cancel)
         has_window = window_of(options.weight_memory) is not None
         most_rows = most_rows_of(bool(model.config.n_expert), has_window)
         return Speculation(most_rows, draft, n_vocabulary=model.config.padded_vocab_size)
@@ -368,7 +374,7 @@ class Run(StatusOnly):
     def _measure(self, client: ControlClient) -> NodeProfile:
         """A node that has come, as it measures itself. Raises MdiError."""
         model, node = self.model, client.node
-        request = profile_request(model_of(model.weights), model.computing, model.options, run=self.run_id)
+        request = profile_request(model.weights.model, model.computing, model.options, run=self.run_id)
         answer = client.profile(request)
         profile = NodeProfile.from_json({**answer["profile"], "name": node.name}, f"the profile of {node.name}")
         return replace(profile, machine=host_of(node.addr))
@@ -550,6 +556,11 @@ class Run(StatusOnly):
         return self._loop
 
     @property
+    def max_length(self) -> int:
+        """Tokens that a text of the run may have."""
+        return self.extent.max_length
+
+    @property
     def is_shared(self) -> bool:
         """Whether nodes compute blocks together."""
         return self._former is not None and self._former.is_shared
@@ -558,7 +569,7 @@ class Run(StatusOnly):
     def identity(self) -> str:
         """See `identity_of`; once it is open."""
         model = self.model
-        found = identity_of(model.weights, model.computing, model.options, self.max_length)
+        found = identity_of(model.weights, model.computing, model.options, self.extent)
         sides = " ".join(side.sha256 for side in self._sides.values())
         return hashlib.sha256(f"{found} {sides}".encode()).hexdigest() if sides else found
 
@@ -568,10 +579,10 @@ class Run(StatusOnly):
         return tuple(name for name in self.engine.adapters if name)
 
     @property
-    def numbers(self) -> str:
-        """See `numbers_of`: of the present ring."""
+    def arithmetic(self) -> RingArithmetic:
+        """Of the present ring."""
         assert self.ring is not None
-        return self.ring.numbers
+        return self.ring.arithmetic
 
     @property
     def replay_bytes(self) -> int:
@@ -627,7 +638,7 @@ class Run(StatusOnly):
         n_tokens = 0 if self._texts is None else self.engine.n_tokens
         measured = self.secondary_metrics or [{}] * (self.cluster.n_nodes - 1)
         weights = self.model.weights
-        return self.run_trace.trace(weights.model, self.cluster.nodes, weights.blocks, measured, n_tokens)
+        return self.run_trace.trace(weights.model.name, self.cluster.nodes, weights.blocks, measured, n_tokens)
 
     def status(self, run: str | None) -> dict[str, Any]:
         return {
@@ -637,11 +648,11 @@ class Run(StatusOnly):
             "process": self._process,
             "state": self.state,
             "clock_s": time.time(),
-            "model": self.model.weights.model if self._has_model else None,
+            "model": self.model.weights.model.name if self._has_model else None,
             "n_nodes": self.cluster.n_nodes,
             "samples": [{"n_tokens": s.n_reached, "finish_reason": s.finish_reason} for s in list(self.samples)],
         }
 
     def check_echo(self) -> None:
         if self._state == "RUNNING":
-            raise ControlError("the starter is in the middle of a run", 409, code="busy")
+            raise ControlError("the starter is in the middle of a run", 409, code=Code.BUSY)

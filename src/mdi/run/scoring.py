@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdi.engine.sequence import Event, wait_for_event
-from mdi.errors import EngineError, UsageError
+from mdi.errors import Code, EngineError, UsageError
 from mdi.run.run import Run
 
 WINDOW = 2048  # tokens, without another wish; a model with less context has less
@@ -104,11 +104,11 @@ def cut(ids: Sequence[int], length: int, first_id: int | None) -> list[list[int]
     if length < 2:
         raise UsageError(
             f"a window has {length} token, but it takes two: one that is scored, and one before it (--sequence-length)",
-            code="value",
+            code=Code.VALUE,
         )
     if len(before) + len(ids) < 2:
         found = "no token" if not ids else "one token, which has nothing before it"
-        raise UsageError(f"the text has {found}: give a longer one", code="empty")
+        raise UsageError(f"the text has {found}: give a longer one", code=Code.EMPTY)
     n_own = length - len(before)
     return [[*before, *ids[i : i + n_own]] for i in range(0, len(ids), n_own)]
 

@@ -19,6 +19,7 @@ from mdi.errors import ControlError, PlacementError
 from mdi.net.keys import KeyFile
 from mdi.placement.chain import Chain, Holder, choose_chain
 from mdi.run.policy import Form, Stage
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.units import duration
 
@@ -69,25 +70,27 @@ class Swarm:
             cancel.wait(POLL_S)
 
     def choose(
-        self, weights: str, form: str, numerics: str, n_layer: int, model: str, cancel: Cancel
+        self, weights: str, arithmetic: Arithmetic, n_layer: int, model: str, cancel: Cancel
     ) -> SwarmPart:  # fmt: skip
         """The chain of a first ring, and the nodes that may take part later.
 
         Args:
-            weights, form: of the model, see Announced; numerics: that this node would rather have, if others are there, too.
+            weights: of the model, see Announced.
+            arithmetic: of this node. Others must have weights in the same formats; the same class of kernels is rather taken.
 
         Raises:
             PlacementError: not all blocks are on nodes that answer, after a time.
         """
         end = time.monotonic() + self._wait_s
         while True:
-            nodes = [one for one in self.usable if (one.weights, one.form, one.n_layer) == (weights, form, n_layer)]
-            for kind in sorted({one.kind for one in nodes}, key=lambda kind: (kind[2] != numerics, kind)):
+            wanted = weights, arithmetic.formats, n_layer
+            nodes = [one for one in self.usable if (one.weights, one.arithmetic.formats, one.n_layer) == wanted]
+            for kind in sorted({one.kind for one in nodes}, key=lambda kind: (kind[1] != arithmetic, str(kind[1]))):
                 able = self._answering([one for one in nodes if one.kind == kind], cancel)
                 if (chain := choose_chain([self.holder(one) for one in able], n_layer)) is not None:
                     return SwarmPart(self, kind, chain, [one.config() for one in able])
             if time.monotonic() > end:
-                raise PlacementError(self._lacking(nodes, weights, form, n_layer, model))
+                raise PlacementError(self._lacking(nodes, weights, arithmetic.formats.only, n_layer, model))
             cancel.wait(POLL_S)
             self.look(cancel)
 
@@ -109,7 +112,8 @@ class Swarm:
     def _lacking(self, nodes: Sequence[Announced], weights: str, form: str, n_layer: int, model: str) -> str:
         held = {block for one in nodes for block in range(one.start, one.stop)}
         lacking = [block for block in range(n_layer) if block not in held]
-        others = sorted({one.form for one in self.usable if one.weights == weights and one.form != form})
+        forms = {one.arithmetic.formats.only for one in self.usable if one.weights == weights}
+        others = sorted(forms - {form})
         has = f" (there are nodes with it in {', '.join(others)}: see --quantize, --dtype)" if others else ""
         which = f"block {lacking[0]} and {len(lacking) - 1} others" if len(lacking) > 1 else f"block {(*lacking, 0)[0]}"
         more = f"run `mdi join --model {model}` on more machines"

@@ -15,7 +15,7 @@ from types import TracebackType
 from mdi.engine.cohort import Beams
 from mdi.engine.sequence import FAILED, UNTRUE, Event, Events, Request, SamplingParams, seed_of, wait_for_event
 from mdi.engine.starter import StarterEngine
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.metrics import SampleMetrics
 from mdi.spec.model import ModelConfig
 from mdi.text.harmony import InlineStream
@@ -276,7 +276,7 @@ class RunTexts:
         if len(on_texts) > beams.n:
             raise UsageError(
                 f"{len(on_texts)} texts of a prompt need as many beams, got {beams.n}: give --beams {len(on_texts)}, or "
-                f"--n-samples {beams.n}", code="value",
+                f"--n-samples {beams.n}", code=Code.VALUE,
             )  # fmt: skip
         samples = [self._sample(prompt, prompt_ids, stop, on_text) for on_text in on_texts]
         n_left = min(params.n_tokens, self._max_length - self._engine.n_virtual(adapter) - len(prompt_ids))

@@ -36,14 +36,14 @@ from mdi.control.messages import ROWS_BYTES, RowsRequest, ToldRows
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, WireError
 from mdi.host.threads import computing_threads
-from mdi.kernels.page_sizes import CHUNK_ROWS
 from mdi.kernels.slices import Slice
+from mdi.model.caches import CHUNK_ROWS
 from mdi.net.ring import TcpRing
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.policy import Stage
 from mdi.run.recomputing import OthersBlocks, OwnBlocks, Recomputed
-from mdi.stages.starter_weights import StarterSupply
+from mdi.run.supply import StarterSupply
 from mdi.stages.store import Claim
 
 WINDOW = 32
@@ -593,10 +593,8 @@ class RowVerifier:
             told = ring.clients[index - 1].rows(RowsRequest(basis.run_id, epoch, seq_id, start, stop, which, is_whole))
         except ControlError as e:
             raise _NotToldError(name, str(e)) from None
-        if told.numerics != (known := ring.numerics.get(name, "")):
-            raise _UntrueError(
-                (name,), f"{name} says that it computes with {told.numerics or 'torch'}, and said {known} before"
-            )
+        if told.arithmetic != (known := ring.arithmetics[name]):
+            raise _UntrueError((name,), f"{name} says that it computes with {told.arithmetic}, and said {known} before")
         return told
 
     def _rows_of(self, ring: Ring, index: int, seq_id: int, start: int, stop: int) -> Frame:
@@ -640,8 +638,8 @@ class RowVerifier:
         self._drop([index])
         if _is_over(ring):
             raise EngineError("the ring is over")  # and memory is for the next one
-        if not ring.numerics.get(ring.stages[index].name):
-            raise _CannotError("it computes in torch")
+        if not (own := ring.arithmetics[ring.stages[index].name]).is_certain:
+            raise _CannotError(f"it computes with {own}")
         has_others = self._others_end is not None
         try:
             self._again[index] = found = has_others and self._others(ring, index) or self._own(ring, index)
@@ -655,9 +653,9 @@ class RowVerifier:
         for name in self._holders(stage, ring.stages):
             if name == without or name in self._liars or (name, index) in self._unfit or self._unheard.is_avoided(name):
                 continue
-            if (found := self._beside(name, stage)) is None:
+            if (found := self._ring_with(name, stage)) is None:
                 self._unheard.add(name)
-            elif found.numerics != ring.numerics[stage.name]:
+            elif found.arithmetic != ring.arithmetics[stage.name]:
                 found.close()
                 self._unfit.add((name, index))
             else:
@@ -665,15 +663,15 @@ class RowVerifier:
                 return found
         return None
 
-    def _beside(self, name: str, stage: Stage) -> Recomputed | None:
+    def _ring_with(self, name: str, stage: Stage) -> Recomputed | None:
         end = self._others_end
         while end is not None and not end.is_cancelled:
             try:
-                return OthersBlocks(self._former.beside(name, (stage.start, stage.stop), end), end)
+                return OthersBlocks(self._former.form_verify_ring(name, (stage.start, stage.stop), end), end)
             except MdiError as e:
                 logger.debug("%s does not compute the blocks of %s again: %s", name, stage.name, e)
                 same = [index for index, one in self._again.items() if one.name == name]
-                if e.code != NoMemoryError.code or not same:
+                if not e.code.less_fits or not same:
                     return None
                 self._drop(same)  # it has memory for fewer nodes' blocks
         return None
@@ -682,7 +680,7 @@ class RowVerifier:
         """This node's. Raises _CannotError."""
         basis: Basis = self._former.basis
         supply = StarterSupply(ring.stages[0].name, basis.weights, basis.family, basis.options)
-        spec = supply.spec(basis.computing, basis.max_length, basis.n_sequences, node=index)
+        spec = supply.spec(basis.computing, basis.extent, node=index)
         claim = Claim(f"verify {basis.run_id}", f"verify {basis.run_id} {ring.number} {index}")
         while True:
             try:
@@ -696,9 +694,9 @@ class RowVerifier:
             except MdiError as e:
                 raise _CannotError(str(e)) from None
         found = OwnBlocks(held, basis.caches, basis.options.wire_dtype)
-        if found.numerics != (theirs := ring.numerics[ring.stages[index].name]):
+        if found.arithmetic != (theirs := ring.arithmetics[ring.stages[index].name]):
             found.close()
-            raise _CannotError(f"it computes with {theirs}, this node with {found.numerics}")
+            raise _CannotError(f"it computes with {theirs}, this node with {found.arithmetic}")
         return found
 
     def _third(self, ring: Ring, index: int, first: str) -> Recomputed | None:

@@ -34,8 +34,6 @@ class ApiError(MdiError):
         details: further fields of the error object.
     """
 
-    code = "api"
-
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None,
         headers: Mapping[str, str] | None = None, details: Mapping[str, Any] | None = None,
@@ -43,14 +41,14 @@ class ApiError(MdiError):
         super().__init__(message)
         self.status = status
         self.param = param
-        self.code = code or ""
+        self._code = code
         self.headers = dict(headers or {})
         self.details = dict(details or {})
 
     @property
     def body(self) -> dict[str, Any]:
         error = {"message": str(self), "type": TYPES.get(self.status, "server_error"), "param": self.param}
-        return {"error": {**error, "code": self.code or None, **self.details}}
+        return {"error": {**error, "code": self._code or None, **self.details}}
 
 
 def invalid(param: str, message: str) -> ApiError:

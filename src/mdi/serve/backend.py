@@ -24,7 +24,7 @@ from mdi.cancel import Cancel
 from mdi.control.reach import Reach, Route
 from mdi.engine.recorder import Activity
 from mdi.engine.sequence import Constraint
-from mdi.errors import EngineError, MdiError, PlacementError, UsageError, WireError
+from mdi.errors import Code, EngineError, MdiError, PlacementError, UsageError, WireError
 from mdi.host.diagnosis import NodeFinding, Report
 from mdi.host.doctor import reach_nodes, starter_finding
 from mdi.placement.model import ModelShape, Workload, model_shape
@@ -67,13 +67,13 @@ def handlers(host: ModelHost, snapshots: Snapshots, machines: Machines | None = 
     }
 
 
-def _want(host: ModelHost, model: str, is_wanted: bool) -> str:
-    """Why it could not be done, as the code of an error; "" if it is done."""
+def _want(host: ModelHost, model: str, is_wanted: bool) -> Code | None:
+    """Why it could not be done; None if it is done."""
     try:
         host.want(model, is_wanted)
     except MdiError as e:
         return e.code
-    return ""
+    return None
 
 
 def doctor(node: Run | None) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def plan_now(node: Run | None, ring: dict[str, Any]) -> dict[str, Any]:
             "error": "Nodes of this ring compute blocks together: only where each has blocks of its own is another cut planned."
         }
     running = max(1, ring["texts"]["running"])
-    shape = model_shape(node.model.weights.config, node.model.format, node.model.computing.kv_dtype)
+    shape = model_shape(node.model.weights.config, node.model.format, node.model.cache_type)
     profile = profile_now(node, ring, shape)
     work = Workload(running, node.max_length, replay_bytes=node.replay_bytes)
     try:
@@ -122,7 +122,7 @@ def plan_now(node: Run | None, ring: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{e}"}
     except MdiError as e:
         return {"error": f"this ring cannot be planned: {e}"}
-    report = replace(report, model=node.model.weights.model)
+    report = replace(report, model=node.model.weights.model.name)
     gain, texts = report.tokens_s / as_it_is.tokens_s, counted(running, "text")
     words = f"For {texts} at once the blocks lie as they should."
     if gain >= WORTH:
@@ -146,7 +146,7 @@ def profile_now(node: Run, ring: dict[str, Any], shape: ModelShape) -> ClusterPr
     return ClusterProfile(
         nodes=nodes,
         links=links,
-        model=node.model.weights.model,
+        model=node.model.weights.model.name,
         config_hash=shape.config_hash,
         format=node.model.format,
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.endpoint import EndpointJob
 from mdi.serve.models import LoadedModel
@@ -387,11 +387,11 @@ async def _rendered(
     except CheckpointError as e:
         raise ApiError(500, str(e), e.code) from None
     except UsageError as e:
-        if e.code == "template" and in_words is not None:
+        if e.code is Code.TEMPLATE and in_words is not None:
             return await _rendered(template, in_words, None, tools, values)
-        if e.code == "removed":
+        if e.code is Code.REMOVED:
             raise ApiError(503, str(e), "engine_ended") from None
-        code = {"length": "context_length_exceeded", "costly": "chat_template"}.get(e.code)
+        code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
         raise ApiError(400, f"messages: {e}", code, "messages") from None
 
 

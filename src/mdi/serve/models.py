@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import MdiError
+from mdi.errors import Code, MdiError
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
@@ -26,7 +26,6 @@ LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
 RETRY_S = "2"
 SHORTENED = 4  # a tokenizer may first make a text shorter: put accents on their letters, drop blanks
-NO_MEMORY = ("memory", "busy")  # codes of errors that go away when another model does
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,9 @@ class Models:
     async def _load(self, name: str) -> None:
         """Load a model; unload others for it if needed."""
         try:
-            while await self._ask("load", name) in NO_MEMORY and (victim := self._victim(name)):
+            while (code := await self._ask("load", name)) and (code.less_fits or code.again):
+                if not (victim := self._victim(name)):
+                    break
                 await self._give_up(victim)
         finally:
             self._loader = None
@@ -234,13 +235,13 @@ class Models:
             self.leaving.discard(name)
             await self._engine.notify()
 
-    async def _ask(self, what: str, name: str) -> str:
-        """The error code; "" if it is done, or if the engine is gone."""
+    async def _ask(self, what: str, name: str) -> Code | None:
+        """The error code; None if it is done, or if the engine is gone."""
         try:
             told = await self._engine.ask(what, {"model": name}, LONGEST_LOAD_S)
         except ApiError:
-            return ""
-        return str(told["code"])
+            return None
+        return Code.of(told["code"]) if told["code"] else None
 
     async def _wait(self, timeout_s: float) -> None:
         await asyncio.wait([waiting := asyncio.ensure_future(self._engine.wait_for_change())], timeout=timeout_s)

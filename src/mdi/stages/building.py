@@ -14,181 +14,42 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
-from mdi.checkpoint.parts import Part
-from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import WeightSource
 from mdi.engine.worker import Backend
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError
 from mdi.host.computing import Computing
-from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
-from mdi.kernels.page_sizes import CHUNK_ROWS
-from mdi.kernels.weight_formats import held_bytes
+from mdi.model.caches import CHUNK_ROWS
+from mdi.model.plain import spec_of
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
-from mdi.stages.kernel_stage import KernelStage, Resident, run_bytes
+from mdi.spec.window import window_of
+from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import StageSpec, check_spec
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, WindowOptions, window_of, work_bytes
-from mdi.tensor.group import Group
+from mdi.stages.window_budget import RunMemory, work_bytes
 from mdi.tensor.shard_blocks import GroupSum
 
 if TYPE_CHECKING:
     import torch
 
-    from mdi.stages.model_family import ModelFamily
     from mdi.stages.torch_packed import Weights as TorchWeights
 
 PROMPT_ROWS = 256  # of prompts in a frame: every frame costs a pass over the weights, so few of them are to do
 
 _FOLDER = "window"  # in the cache folder, for weights that have to be packed
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """A stage. Two specs with the same `key` have the same stage.
-
-    Attributes:
-        name, model: of the node and the model, for messages.
-        config: of the model.
-        parts: of its weights, in the order in which they are computed; their hashes say which weights are the same.
-        stored_dtype, stored_format: of the weights where they come from; the format is None if they are not packed.
-        window: None holds all weights in memory.
-        group: in which this node has a share of every block; None computes them alone.
-        n_nodes: of the ring; max_length: of a sequence; n_sequences: at the same time.
-        kv_memory: limit for the caches by hand, in bytes.
-        n_rows: of a text in a frame, at most: its newest token, and guesses.
-        beside: bytes that the process will take besides, for a small model that guesses.
-    """
-
-    name: str
-    model: str
-    config_hash: str
-    config: ModelConfig = field(compare=False, repr=False)
-    blocks: tuple[int, int]
-    parts: tuple[Part, ...]
-    computing: Computing
-    stored_dtype: str
-    stored_format: str | None
-    window: WindowOptions | None
-    group: Group | None
-    n_nodes: int
-    max_length: int
-    n_sequences: int
-    kv_memory: int | None = None
-    n_rows: int = 1
-    beside: int = 0
-
-    @property
-    def has_ends(self) -> bool:
-        """Whether it is a starter's, with the embedding."""
-        return any(part.name == "embedding" for part in self.parts)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
-        return (
-            self.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.stored_format, share, self.window,
-            None if self.window is None else (self.max_length, self.n_sequences, self.kv_memory, self.n_rows, self.beside),
-        )  # fmt: skip
-
-    @property
-    def adapter_parts(self) -> tuple[str, ...]:
-        return tuple(part.name for part in self.parts if part.name.startswith(ADAPTER_PREFIX))
-
-    @property
-    def adapter_bytes(self) -> int:
-        """Memory of adapters, whose numbers stay as they are."""
-        return sum(part.n_bytes for part in self.parts if part.name.startswith(ADAPTER_PREFIX))
-
-    @property
-    def is_torch(self) -> bool:
-        return self.computing.packing is None
-
-    @property
-    def keeps_packed(self) -> bool:
-        """Whether what is packed for it is kept on disk; with a limit of memory it is packed with more care (stages.window)."""
-        return not self.is_torch and (self.window is None or self.window.memory is None)
-
-    @property
-    def packing(self) -> Packing:
-        """The form of the weights for the kernels; in a group that of its shards, whatever this node would rather have."""
-        packing = self.computing.packing if self.group is None else self.group.packing
-        assert packing is not None
-        return packing
-
-    @property
-    def own_config(self) -> ModelConfig:
-        """Of the blocks as this node has them."""
-        return self.config if self.group is None else self.group.share(self.config).shard_config()
-
-    def run_bytes(self, family: ModelFamily) -> int:
-        """Memory besides the weights, with the caches of one sequence of full length."""
-        if self.is_torch:
-            return family.stage_bytes(self.config, self.blocks, self.max_length, self.computing.kv_dtype)
-        return run_bytes(self.own_config, *self.blocks, self.computing.kv_dtype, self.max_length)
-
-    def weight_bytes(self, without: Mapping[str, Any]) -> int:
-        """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory."""
-        if self.window is not None:
-            return 0  # adapters are part of what is fitted
-        new = [part for part in self.parts if part.name not in without]
-        if self.group is not None:  # shares are packed already
-            return sum(part.n_bytes for part in new)
-        blocks = [part for part in new if part.name.startswith("block.")]
-        ends = [part for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
-        computing = self.computing
-
-        def held(parts: list[Part], form: str) -> int:
-            if self.is_torch or form == self.stored_format:
-                return held_bytes([part.n_bytes for part in parts], self.stored_dtype, form, self.stored_format)
-            return packed_bytes(self.config, self.model, [part.name for part in parts], form)
-
-        return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
-
-    def __str__(self) -> str:
-        return f"embedding, head and {block_span(*self.blocks)}" if self.has_ends else block_span(*self.blocks)
-
-
-def check_spec(spec: StageSpec) -> None:
-    """Raises UsageError for what only the kernels can do."""
-    if spec.is_torch and spec.window is not None:
-        raise UsageError(f"--window and --memory are for the kernels, which do not compute {spec.computing.why_torch}")
-    if spec.adapter_parts and (spec.is_torch or spec.group is not None):
-        why = spec.computing.why_torch or "in torch" if spec.is_torch else "in a group that shares blocks"
-        raise UsageError(
-            f"--adapter: {spec.name} computes {why}, and adapters are for nodes with whole blocks in the kernels"
-        )
-    if spec.is_torch and spec.group is not None:
-        raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
-
-
-NO_GRADIENTS = "gradients go through whole blocks in the kernels' form only: no windows, groups or GPUs"
-
-
-def check_gradients(spec: StageSpec) -> None:
-    """Raises UsageError if no gradients go through the blocks of this stage, or torch, which computes them, is not here."""
-    if spec.is_torch:
-        where = spec.computing.why_torch or "in torch"
-    elif spec.window is not None:
-        where = "with its weights in a window (--window, --memory)"
-    elif spec.group is not None:
-        where = "in a group that shares blocks"
-    else:
-        return load_torch(f"{spec.name}: computing gradients")
-    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code="kernels")
 
 
 def build_stage(
@@ -215,17 +76,17 @@ def build_stage(
         from mdi.stages.torch_stage import TorchStage
 
         inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
-        stage = TorchStage(inner, computing, None if spec.stored_format else spec.stored_dtype)
+        stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.model.formats else spec.model.dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
             stage.compile()
         return stage
     weights: Resident | Any
     if spec.window is not None:
-        n_rows = spec.n_sequences * spec.n_rows
-        work = work_bytes(spec.config if spec.has_ends else spec.own_config, PROMPT_ROWS + n_rows, n_rows)
+        n_rows = spec.extent.n_sequences * spec.n_rows
+        work = work_bytes(spec_of(spec.config) if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
-            spec.run_bytes(family), spec.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
+            spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
@@ -238,7 +99,7 @@ def build_stage(
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
         group = None if spec.group is None else GroupSum(spec.group.share(spec.config))
-        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), computing.kv_dtype, group, adapters)
+        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
     except BaseException:
         weights.close()
         raise
@@ -286,11 +147,11 @@ def torch_weights(source: WeightSource, part: str, computing: Computing) -> Torc
     """
     form = computing.quantize if part.startswith("block.") else computing.quantize_head
     if form is not None:
-        return dict(source.weights(part, Packing(form, form, computing.clips)))
+        return dict(source.weights(part, Packing(form, form, computing.allow_clipping)))
     tensors = source.tensors(part)
     if computing.dtype != "float16":
         return dict(tensors)
-    return {name: _within_half(tensor, name, computing.clips) for name, tensor in tensors.items()}
+    return {name: _within_half(tensor, name, computing.allow_clipping) for name, tensor in tensors.items()}
 
 
 def _within_half(tensor: torch.Tensor, name: str, clips: bool) -> torch.Tensor:

@@ -43,8 +43,9 @@ def share_metrics(stage: object) -> ShareMetrics | None:
         return None
     share, tally = stage.group.share, stage.group.tally
     first, last = share.shares.columns[share.rank : share.rank + 2]
+    heads, groups = share.of(0).heads, share.of(0).groups
     return ShareMetrics(
-        stage.group.name, share.heads, share.groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
+        stage.group.name, heads, groups if share.n_heads else (0, 0), (first, last), tally.n_sums, tally.reduce_s,
         tally.bytes_sent, tally.median_s,
     )  # fmt: skip
 

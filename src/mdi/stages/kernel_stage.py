@@ -20,11 +20,14 @@ from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.blocks import Blocks, Context, Head, LowRank, Weights, array_of
 from mdi.kernels.layout import Matrix, floats
-from mdi.kernels.page_sizes import CacheClass, cache_classes
 from mdi.kernels.pages import CachePages, capacity_of
-from mdi.kernels.positions import n_tables, score_bias_bytes
+from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.model.caches import PageClass, cache_classes
+from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec, Norm
 from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
@@ -120,7 +123,7 @@ class Resident:
         return array_of(self._parts["embedding"], EMBEDDING)
 
     def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
-        return Head(config, self._parts["head"], n_tokens, context)
+        return Head(spec_of(config), self._parts["head"], n_tokens, context)
 
     def check(self) -> None:
         """There is no limit."""
@@ -145,11 +148,11 @@ class NoCaches:
 class EmbeddingNorm:
     """The LayerNorm between the embedding and the first block; few rows, computed in float64."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, norm: Norm, width: int, weights: Weights) -> None:
         self._weight, self._bias = (array_of(weights, f"{EMBEDDING_NORM}.{what}") for what in ("weight", "bias"))
-        if any(part.shape != (config.n_embd,) for part in (self._weight, self._bias)):
-            raise KernelError(f"{EMBEDDING_NORM} is no norm of {config.n_embd} numbers")
-        self._eps = config.norm_eps
+        if any(part.shape != (width,) for part in (self._weight, self._bias)):
+            raise KernelError(f"{EMBEDDING_NORM} is no norm of {width} numbers")
+        self._eps = norm.eps
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32 (N, n_embd) -> float32 (N, n_embd)"""
@@ -164,28 +167,28 @@ class Ends:
     """The embedding, and the final norm and head for what comes back. Alone, it is a stage without blocks.
 
     Args:
-        config: of the whole model.
+        spec: of the whole model.
         head: float32 (M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits
 
     Raises:
         KernelError: the embedding is of another shape.
     """
 
-    def __init__(self, config: ModelConfig, weights: StageWeights, head: HeadFunction) -> None:
-        self.n_embd = self.returned_width = config.n_embd
-        n_tokens, table = config.padded_vocab_size, weights.table()
+    def __init__(self, spec: ModelSpec, weights: StageWeights, head: HeadFunction) -> None:
+        self.n_embd = self.returned_width = spec.width
+        ends, n_tokens, table = spec.ends, spec.n_rows, weights.table()
         if table is None or table.shape != (n_tokens, self.n_embd):
             raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
         self._table = table
         self._scale = weights["embedding"].get(EMBEDDING_SCALE)
-        self._factor = np.float32(self.n_embd**0.5) if config.scale_embeddings else None
+        self._factor = None if ends.embedding_factor is None else np.float32(ends.embedding_factor)
         own, self._positions, self._norm = weights["embedding"], None, None
-        if config.learned_positions:
+        if ends.n_positions:
             self._positions = floats(array_of(own, POSITIONS))
-            if self._positions.shape != (config.block_size, self.n_embd):
-                raise KernelError(f"the learned positions of this model are {config.block_size} x {self.n_embd}")
-        if config.embedding_norm:
-            self._norm = EmbeddingNorm(config, own)
+            if self._positions.shape != (ends.n_positions, self.n_embd):
+                raise KernelError(f"the learned positions of this model are {ends.n_positions} x {self.n_embd}")
+        if ends.embedding_norm is not None:
+            self._norm = EmbeddingNorm(ends.embedding_norm, self.n_embd, own)
         self.head = head
         self.is_head_shared = isinstance(head, SharedHead)
         self.caches = NoCaches()
@@ -233,7 +236,7 @@ class KernelStage:
         config: of the whole model.
         weights: of these blocks, and of the ends; in a group, of this node's share.
         n_threads: see kernels.blocks.Context.
-        cache_type: what caches hold, one of kernels.page_sizes.CACHE_TYPES.
+        cache_type: what caches hold, one of model.caches.CACHE_TYPES.
         group: the share and the sum, in a group.
         adapters: what adapters add to the blocks, by the names of their parts (checkpoint.adapters); not in a group.
 
@@ -261,7 +264,9 @@ class KernelStage:
         self._context = Context(n_threads)
         self._learned = LearnedRows(self._adapters, config, start, stop, cache_type)
         if group is None:
-            self._blocks = Blocks(config, start, stop, self._of_block, cache_type, self._context, self._low_rank_of)
+            self._blocks = Blocks(
+                spec_of(config), start, stop, self._of_block, cache_type, self._context, self._low_rank_of
+            )
             self._forward = self._blocks.forward if weights.ready is None else self._forward_in_halves
         else:
             self._blocks = self._shares = ShardBlocks(
@@ -274,7 +279,7 @@ class KernelStage:
         self._own_logits: HeadFunction | None = None  # of a node of a group that only has rows of the head
         if "embedding" in weights:
             assert head is not None
-            self.ends = Ends(config, weights, head)
+            self.ends = Ends(spec_of(config), weights, head)
             self.embed, self.head, self.is_head_shared = self.ends.embed, self.ends.head, self.ends.is_head_shared
         else:
             self._own_logits = head
@@ -337,7 +342,8 @@ class KernelStage:
 
     def run_bytes(self, max_length: int) -> int:
         """Memory that a run takes besides the weights: position tables, and the caches of one sequence of full length."""
-        return run_bytes(self._blocks.config, self.start, self.stop, self.cache_type, max_length)
+        extent = Extent(max_length, kv_dtype=self.cache_type)
+        return run_bytes(self._blocks.spec, self.start, self.stop, extent)
 
     def prepare(self, max_length: int, cache_limit: int | None = None) -> None:
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
@@ -359,7 +365,7 @@ class KernelStage:
         return self._blocks.caches
 
     @property
-    def cache_classes(self) -> list[CacheClass]:
+    def cache_classes(self) -> list[PageClass]:
         return self._blocks.classes
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
@@ -424,7 +430,8 @@ class KernelStage:
         self.weights.close()
 
 
-def run_bytes(config: ModelConfig, start: int, stop: int, cache_type: str, max_length: int) -> int:
-    """`KernelStage.run_bytes` of blocks that need not be built; in a group, `config` is that of a share."""
-    tables = 2 * 4 * max_length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, max_length)
-    return tables + sum(c.n_bytes(max_length) for c in cache_classes(config, start, stop, cache_type)[0])
+def run_bytes(spec: ModelSpec, start: int, stop: int, extent: Extent) -> int:
+    """`KernelStage.run_bytes` of blocks that need not be built; in a group, `spec` is that of a share."""
+    length = extent.max_length
+    tables = table_bytes(spec.blocks[start:stop], length)
+    return tables + sum(c.n_bytes(length) for c in cache_classes(spec, start, stop, extent.kv_dtype)[0])

@@ -16,13 +16,14 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
-from mdi.errors import ControlError
+from mdi.errors import Code, ControlError
+from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
+from mdi.stages.starter_weights import StarterWeights
 from mdi.tensor.group import group_of
 
 if TYPE_CHECKING:
     from mdi.engine.scheduler import Scheduler
-    from mdi.stages.starter_weights import StarterWeights
     from mdi.stages.torch_stage import Stage
     from mdi.text.texts import TextCodec
 
@@ -45,8 +46,6 @@ class ModelFamily:
         will_be_cut: bool,
     ) -> StarterWeights:  # fmt: skip
         """The weights that the starter can load and send, and the cut; see StarterWeights."""
-        from mdi.stages.starter_weights import StarterWeights
-
         return StarterWeights(ckpt, chunk, n_nodes, layers, quantize, will_be_cut)
 
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
@@ -66,6 +65,16 @@ class ModelFamily:
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
         return stage_parts(0, stop, starter=True)
 
+    def parts_of(self, weights: StarterWeights, node: int) -> list[str]:
+        """The parts that a node of the ring needs of weights that are cut, in the order in which they are computed."""
+        group, n_nodes, (start, stop) = weights.group_of(node), len(weights.blocks), weights.blocks[node]
+        if node == 0:
+            return weights.with_adapters(self.starter_parts(stop, n_nodes), 0, stop)
+        if not weights.groups:
+            return weights.with_adapters(self.secondary_parts(node, n_nodes, start, stop), start, stop)
+        parts = stage_parts(start, stop, starter=False)
+        return parts if group is None or group.shares.vocabulary is None else [*parts, "head"]
+
     def stage(
         self, config: ModelConfig, blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
     ) -> Stage:
@@ -79,22 +88,22 @@ class ModelFamily:
 
         return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
 
-    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], max_length: int, kv_dtype: str) -> int:
+    def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
-        caches = run_bytes(config, *blocks, max_length, TORCH_TYPES[kv_dtype])
+        caches = run_bytes(config, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
         return caches + module_bytes(config, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
-        group = group_of(request.extensions, request.config)
+        group = group_of(request.group, request.model.config)
         has_head = group is not None and group.shares.vocabulary is not None
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts if not p.name.startswith(ADAPTER_PREFIX)] != wanted:
             raise ControlError(
-                "this node can only hold blocks, but was asked to hold the head as well", 409, code="role"
+                "this node can only hold blocks, but was asked to hold the head as well", 409, code=Code.ROLE
             )
 
     def widest_row(self, config: ModelConfig) -> int:

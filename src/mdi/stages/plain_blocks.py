@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from mdi.checkpoint.adapters import gain_factor
 from mdi.checkpoint.packing import norm_before, plain
-from mdi.errors import UsageError
+from mdi.errors import Code, UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels.blocks import Weights
 from mdi.model.plain import spec_of
@@ -133,7 +133,7 @@ class PlainBlocks:
         block.load_state_dict(tensors, strict=False, assign=True)
         block.requires_grad_(False)
         if left := [name for name, tensor in block.state_dict().items() if tensor.is_meta]:
-            raise UsageError(f"the weights of block {index} lack {left[0]}", code="tensor")
+            raise UsageError(f"the weights of block {index} lack {left[0]}", code=Code.TENSOR)
         own = {name.removeprefix(path): tensor for name, tensor in own.items()}
         self._add_adapters(block, path, own)
         prefix: list[torch.Tensor] = []
@@ -142,7 +142,7 @@ class PlainBlocks:
         elif (key := own.get("prefix_key")) is not None:
             if not isinstance(block.attn, Heads) or block.attn.of.window:
                 raise UsageError(
-                    "a prefix cannot stand before attention in windows, or latent attention", code="kernels"
+                    "a prefix cannot stand before attention in windows, or latent attention", code=Code.KERNELS
                 )
             prefix = [key, own["prefix_value"]]
         n_texts, n_tokens, _ = x.shape

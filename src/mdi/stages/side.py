@@ -24,9 +24,9 @@ import numpy as np
 
 from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec, header_bytes, read_header
 from mdi.control.messages import MOST_TAPS
-from mdi.errors import CheckpointError, KernelError, UsageError
+from mdi.errors import CheckpointError, Code, KernelError, UsageError
 from mdi.files import replacing
-from mdi.kernels.blocks import Context, Linear, MdiModel
+from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import pack
 from mdi.spec.decode import Meta, Name, Text, decode_text, one_of
 from mdi.spec.model import ModelConfig
@@ -131,7 +131,7 @@ class SideNetwork:
 def _layer(context: Context | None, weight: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     if context is None:
         return lambda x: np.asarray(x @ weight.T, dtype=np.float32)
-    linear = Linear(context, MdiModel(), None, pack("float32", weight), None)
+    linear = Linear(context, pack("float32", weight))
     return lambda x: linear(np.ascontiguousarray(x, dtype=np.float32))
 
 
@@ -167,7 +167,7 @@ def read_shape(folder: Path) -> SideShape:
     if not path.is_file():
         raise UsageError(
             f"{folder} has no {SIDE_FILE}: give a folder that `mdi finetune` wrote, or NAME=DIR for a folder in PEFT's form",
-            code="missing",
+            code=Code.MISSING,
         )
     header = read_header(path, STRANGERS_LIMIT_BYTES)
     if KEY not in header.metadata:
@@ -208,5 +208,6 @@ def check_base(shape: SideShape, base: Base, config: ModelConfig, folder: Path) 
     fits = shape.n_embd == config.n_embd and all(tap < config.n_layer for tap in shape.taps)
     if is_other or not fits:
         raise UsageError(
-            f"{folder} was trained for {own.model}, whose weights or shape are not those of {base.model}", code="shape"
+            f"{folder} was trained for {own.model}, whose weights or shape are not those of {base.model}",
+            code=Code.SHAPE,
         )

@@ -5,43 +5,32 @@ Weights come from chunks, or from the checkpoint itself. The starter gives parts
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mdi.block_ranges import ADAPTER_PREFIX, default_split, parse_layers, ranges, span
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import Adapter, AdapterName, AdapterSource, weights_hash
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.folder import all_weight_files
-from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.parts import PartInfo, stage_parts
+from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import BELIEVED_S, HashRecord
 from mdi.checkpoint.source import open_source
-from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
-from mdi.engine.speculation import most_rows_of
 from mdi.errors import CheckpointError, UsageError
-from mdi.files import default_cache_dir
-from mdi.host.computing import Computing
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.spec.model import ModelConfig
-from mdi.spec.options import StarterOptions
-from mdi.stages.building import StageSpec
-from mdi.stages.window_budget import window_of
-from mdi.tensor.group import EXTENSION, Group
+from mdi.spec.model_id import ModelId
+from mdi.tensor.group import Group
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share
-
-if TYPE_CHECKING:
-    from mdi.stages.model_family import ModelFamily
 
 logger = logging.getLogger("mdi")
 
@@ -95,11 +84,7 @@ class StarterWeights:
     """
 
     directory: Path
-    model: str
-    config: ModelConfig
-    config_hash: str
-    dtype: str
-    stored_format: str | None
+    model: ModelId
     native: str | None
     quantize: str | None
     quantize_head: str | None
@@ -142,9 +127,7 @@ class StarterWeights:
         if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
         first = self.sources[0]
-        self.model, self.config = first.model, first.config
-        self.config_hash, self.dtype = first.config_hash, first.dtype
-        self.stored_format = first.packing.blocks if first.packing else None
+        self.model = first.model_id
         self.native = first.native
         packing = first.packing or own_packing(first.dtype)
         lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
@@ -162,7 +145,7 @@ class StarterWeights:
         if self.adapters:
             self.sources.append(AdapterSource(self.adapters, self._source_of))
 
-    def _with_adapters(self, parts: Sequence[str], start: int, stop: int) -> list[str]:
+    def with_adapters(self, parts: Sequence[str], start: int, stop: int) -> list[str]:
         """The parts of a node with the blocks [start, stop), and those of adapters."""
         if not self.adapters:
             return [*parts]
@@ -243,7 +226,7 @@ class StarterWeights:
 
     def _source_of(self, part: str) -> WeightSource:
         for source in self.sources:
-            if source.config_hash == self.config_hash and part in source.part_names():
+            if source.config_hash == self.model.config_hash and part in source.part_names():
                 return source
         raise CheckpointError(
             f"the weights of {part} are in none of the starter's files: give the whole checkpoint with --ckpt, or put all "
@@ -269,25 +252,10 @@ class StarterWeights:
             self._shards[node] = ShardWeights(self, group.share(self.config), group.packing)
         return self._shards[node]
 
-    def parts_of(self, node: int, family: ModelFamily) -> list[str]:
-        """The parts that a node needs, in the order in which they are computed."""
-        group, n_nodes, (start, stop) = self.group_of(node), len(self.blocks), self.blocks[node]
-        if node == 0:
-            return self._with_adapters(family.starter_parts(stop, n_nodes), 0, stop)
-        if not self.groups:
-            return self._with_adapters(family.secondary_parts(node, n_nodes, start, stop), start, stop)
-        parts = stage_parts(start, stop, starter=False)
-        return parts if group is None or group.shares.vocabulary is None else [*parts, "head"]
-
     def share_of(self, node: int) -> Any:
         """A node's share of its blocks: rank and shares of its group; None for one that has them whole."""
         group = self.group_of(node)
         return None if group is None else (group.rank, group.shares.heads, group.shares.columns)
-
-    def extensions_of(self, node: int) -> dict[str, Any]:
-        """The facts that only one node of the ring must know."""
-        group = self.group_of(node)
-        return {} if group is None else {EXTENSION: group.to_json()}
 
     # Parts
 
@@ -324,6 +292,10 @@ class StarterWeights:
             chunk.verify([part for part, source in sources.items() if source is chunk], record, cancel)
 
     @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
     def n_layer(self) -> int:
         return self.config.n_layer
 
@@ -331,63 +303,3 @@ class StarterWeights:
         """Harmless if repeated."""
         while self.sources:
             self.sources.pop().close()
-
-
-class StarterSupply:
-    """The starter as a node of its own ring: describes its stage, and gives its weights; see mdi.stages.store.Supply.
-
-    Args:
-        name: of the starter.
-        weights: with the cut.
-    """
-
-    def __init__(self, name: str, weights: StarterWeights, family: ModelFamily, options: StarterOptions) -> None:
-        self._name, self._weights = name, weights
-        self.family, self.memory, self._has_guesses = family, options.weight_memory, options.guesses
-        self.cache_dir = options.cache_dir or default_cache_dir()
-
-    def spec(
-        self, computing: Computing, max_length: int = 1, n_sequences: int = 1, kv_memory: int | None = None,
-        node: int = 0, beside: int = 0,
-    ) -> StageSpec:  # fmt: skip
-        """The starter's stage.
-
-        Args:
-            node: another one of the ring, whose blocks the starter computes as well; none of a group.
-            n_sequences: at the same time.
-            kv_memory: limit for the caches; None: the free memory.
-            beside: see StageSpec.
-        """
-        weights, group = self._weights, self._weights.group_of(0)
-        share = "" if group is None else f"{group.rank} of {group.shares} {group.packing}"
-        parts = tuple(
-            PartInfo(part, f"{weights.id} {share} {part}", self._holder_of(part).part_bytes(part))
-            for part in weights.parts_of(node, self.family)
-        )
-        return StageSpec(
-            self._name, weights.model, weights.config_hash, weights.config, weights.blocks[node], parts, computing,
-            weights.dtype, weights.stored_format, window_of(self.memory), group, len(weights.blocks), max_length,
-            n_sequences, kv_memory, most_rows_of(bool(weights.config.n_expert), True) if self._has_guesses else 1, beside,
-        )  # fmt: skip
-
-    def _holder_of(self, part: str) -> StarterWeights | ShardWeights:
-        """The head is whole unless the group shares it, and the embedding always is."""
-        group = self._weights.group_of(0)
-        is_cut = part.startswith("block.") or (part == "head" and group is not None and group.shares.vocabulary)
-        return self._weights.of_node(0) if is_cut else self._weights
-
-    @contextlib.contextmanager
-    def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
-        """See Supply.reading."""
-        self._weights.verify([part.name for part in spec.parts], cancel)
-        store, keep = BlockStore(self.cache_dir), set[str]()
-        kept = KeptPacked(store)
-
-        def source(part: str) -> WeightSource:
-            of = self._holder_of(part).source_of(part)
-            if not spec.keeps_packed or part in spec.adapter_parts or not kept.may_take(of, of.n_bytes(part)):
-                return of
-            return kept.part(of, of.info(part), spec.packing, keep, cancel)
-
-        with store.in_use(keep):
-            yield source

@@ -23,16 +23,16 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.memory import NodeCaches
 from mdi.engine.replay import SentRows
 from mdi.engine.worker import Backend
-from mdi.errors import ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import device_free_bytes
-from mdi.kernels import library
 from mdi.kernels.blocks import Weights
-from mdi.kernels.page_sizes import CacheClass
+from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
-from mdi.stages.building import NO_GRADIENTS, StageSpec, build_stage
+from mdi.stages.building import build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import NO_GRADIENTS, StageSpec
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ _KEPT_INPUTS: WeakKeyDictionary[Backend, KeptInputs] = WeakKeyDictionary()
 MARGIN_SHARE = 0.15
 MARGIN_BYTES = 64 << 20
 N_CLASSES_LIMIT = 1000
-_SHARE = "cache_share"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class CacheReport:
 
     limit_bytes: int
     is_by_hand: bool
-    classes: tuple[CacheClass, ...]
+    classes: tuple[PageClass, ...]
     device: str
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class CacheReport:
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
         told = decode(_Told, data, f"{where}, of its caches", ControlError)
-        return cls(told.limit_bytes, told.is_by_hand, tuple(CacheClass(*one) for one in told.classes), told.device)
+        return cls(told.limit_bytes, told.is_by_hand, tuple(PageClass(*one) for one in told.classes), told.device)
 
 
 @dataclass(frozen=True)
@@ -105,20 +104,9 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
-        raise UsageError(NO_GRADIENTS, code="kernels")
+        raise UsageError(NO_GRADIENTS, code=Code.KERNELS)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
-
-
-def share_extensions(share: float) -> dict[str, Any]:
-    """The extension of `/init` with the share of free memory for a run's caches; empty if that is all of it."""
-    return {} if share == 1.0 else {_SHARE: share}
-
-
-def share_in(extensions: Mapping[str, Any]) -> float:
-    """The share in such an extension; anything invalid means all."""
-    share = extensions.get(_SHARE)
-    return share if isinstance(share, float) and 0 < share < 1 else 1.0
 
 
 def check_capacity(name: str, stage: Backend, max_length: int, device: str, promised: int = 0) -> None:
@@ -185,7 +173,7 @@ logger = logging.getLogger("mdi")
 class StageBusyError(MdiError):
     """There will be memory once a stage is freed that is kept for another run."""
 
-    code = "busy"
+    code = Code.BUSY
 
 
 class Claim(NamedTuple):
@@ -208,7 +196,7 @@ class Claim(NamedTuple):
 
 
 class Supply(Protocol):
-    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or starter_weights.StarterSupply."""
+    """Where the weights of a stage come from: mdi.node.node_weights.NodeWeights, or mdi.run.supply.StarterSupply."""
 
     family: ModelFamily
     memory: WeightMemory  # how weights in files are read
@@ -272,14 +260,6 @@ class HeldStage:
         return self.spec.computing.device
 
     @property
-    def model(self) -> str:
-        return self.spec.model
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        return self.spec.blocks
-
-    @property
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
 
@@ -288,13 +268,6 @@ class HeldStage:
         """Bytes of rows that are still to be kept."""
         kept = sum(rows.n_bytes for rows in (self.sent, self.received) if rows is not None)
         return max(0, self.replay_bytes * (1 + self.keeps_received) - kept)
-
-    @property
-    def numerics(self) -> str:
-        """Stages of the same blocks give the same bits if this is the same; "" if that is not sure of any other stage."""
-        if not isinstance(self.stage, KernelStage) or self.spec.group is not None:
-            return ""
-        return f"{library.arithmetic()} {self.spec.packing.blocks} {self.spec.computing.kv_dtype}"
 
     def reserved_for_others(self, other: HeldStage | None) -> int:
         """Memory that is not free for another stage, whatever the system says: for caches that will grow, and files."""
@@ -356,7 +329,7 @@ class StageStore:
             is_present = _is_ready(instead_of, spec)
             if (found := instead_of if is_present else self._same(spec.key, claim.run)) is not None:
                 had_caches = is_present or (found.use == "KEPT" and found.run == claim.run)
-                found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.max_length)
+                found.has_caches = claim.keeps_caches and had_caches and self._reaches(found, spec.extent.max_length)
                 found.claim(claim, spec)
                 self._free_kept(claim.run)
                 if instead_of is not None and instead_of is not found:
@@ -424,8 +397,8 @@ class StageStore:
         """Make a stage ready for its run, unless it has the caches of the ring before."""
         spec = held.spec
         if not held.has_caches:
-            check_capacity(spec.name, stage, spec.max_length, held.device, self._promised(held))
-            stage.prepare(spec.max_length, self._kv_memory(spec))
+            check_capacity(spec.name, stage, spec.extent.max_length, held.device, self._promised(held))
+            stage.prepare(spec.extent.max_length, self._kv_memory(spec))
         if not held.has_caches or held.sent is None:
             held.sent = SentRows(held.replay_bytes)
             held.received = SentRows(held.replay_bytes) if held.keeps_received else None
@@ -451,7 +424,7 @@ class StageStore:
         """The stage is prepared; its caches will hold at least one sequence."""
         with self._lock:
             held.stage, held.loaded = stage, {}
-            held.cache_bytes = stage.run_bytes(held.spec.max_length)
+            held.cache_bytes = stage.run_bytes(held.spec.extent.max_length)
             if isinstance(stage, KernelStage) and isinstance(stage.weights, Resident):
                 parts = held.spec.parts
                 held.weights = {_weight_key(held.spec, p.sha256): stage.weights.part_bytes(p.name) for p in parts}
@@ -475,8 +448,9 @@ class StageStore:
             report = replace(report, limit_bytes=int(report.limit_bytes * held.share))
             held.cache_bytes = report.limit_bytes
             if held.share == 1.0:
-                each = sum(c.n_bytes(held.spec.max_length) for c in report.classes)
-                held.cache_bytes = min(report.limit_bytes, each * held.spec.n_sequences)
+                extent = held.spec.extent
+                each = sum(c.n_bytes(extent.max_length) for c in report.classes)
+                held.cache_bytes = min(report.limit_bytes, each * extent.n_sequences)
             return report
 
     def release(self, held: HeldStage, owner: str, is_kept: bool = False, is_failed: bool = False) -> None:
@@ -638,7 +612,7 @@ class StageStore:
         while unused and free - (_bytes_of([*used, *unused]) - _bytes_of(used)) < needed:
             dropped = unused.pop(0)
             self.remove(dropped)
-            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.model or "a model")
+            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.spec.model.name or "a model")
 
 
 def _is_ready(held: HeldStage | None, spec: StageSpec) -> bool:

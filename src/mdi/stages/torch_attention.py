@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mdi.kernels.page_sizes import PAGE
 from mdi.kernels.pages import PageTable
-from mdi.kernels.positions import alibi_terms, rope_table
+from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices
+from mdi.model.caches import PAGE
 from mdi.model.spec import Alibi, LatentAttention, Mixer, Rotary
 from mdi.stages.torch_cache import Memory, Selection, TorchCaches
 
@@ -36,7 +36,7 @@ class Positions:
     def rotary(self, of: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines (max_length, n_elem); of the sines the first half is negated, see `torch_block.rotate_`."""
         if of not in self._rotary:
-            cos, sin = rope_table(of, self.max_length)
+            cos, sin = rope_tables(of, self.max_length)
             sin[:, : of.n_elem - of.n_elem // 2] *= -1
             self._rotary[of] = torch.from_numpy(cos).to(self.device), torch.from_numpy(sin).to(self.device)
         return self._rotary[of]
@@ -47,7 +47,9 @@ class Positions:
             return None
         key = of.positions, of.n_head, of.head_size
         if key not in self._terms:
-            self._terms[key] = torch.from_numpy(alibi_terms(*key, self.max_length)).to(self.device)
+            bias = score_bias(of, self.max_length)
+            assert bias is not None
+            self._terms[key] = torch.from_numpy(bias).to(self.device)
         return self._terms[key]
 
 

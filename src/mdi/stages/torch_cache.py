@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mdi.errors import EngineError
-from mdi.kernels.page_sizes import PAGE, CacheShape, cache_classes, cache_shape
+from mdi.errors import Code, EngineError
 from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
-from mdi.spec.model import ModelConfig
+from mdi.model.caches import PAGE, Paged, kinds_of, places_of
+from mdi.model.spec import ModelSpec
 
 TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CACHE_TYPE_OF = {dtype: name for name, dtype in TORCH_TYPES.items()}
@@ -77,7 +77,7 @@ class DevicePages(Pages):
                 super().release([page])
                 taken = self.slab_pages * self.page_bytes >> 20
                 raise EngineError(
-                    f"no memory is left on {self._device} for another {taken} MB of caches", "memory"
+                    f"no memory is left on {self._device} for another {taken} MB of caches", Code.MEMORY
                 ) from None
         self._row(page).zero_()
         return page
@@ -122,13 +122,13 @@ class BlockCache:
         begin: where it begins in a page, in numbers.
     """
 
-    def __init__(self, pool: TorchPages, cache_class: int, begin: int, shape: CacheShape) -> None:
+    def __init__(self, pool: TorchPages, cache_class: int, begin: int, kind: Paged) -> None:
         self.pool, self.cache_class = pool, cache_class
-        n_groups = shape.n_groups
-        keys = (begin, n_groups, shape.k_size)
+        n_groups = kind.n_groups
+        keys = (begin, n_groups, kind.k_size)
         self._halves = [keys]
-        if shape.v_size:
-            self._halves.append((begin + PAGE * n_groups * shape.k_size, n_groups, shape.v_size))
+        if kind.v_size:
+            self._halves.append((begin + PAGE * n_groups * kind.k_size, n_groups, kind.v_size))
 
     def write(self, places: Selection, *kv: torch.Tensor) -> None:
         """Store keys and values (N, G, size) of positions; values only where there are any."""
@@ -178,7 +178,7 @@ class TorchCaches(CachePages):
     """The caches of a stage of torch.
 
     Args:
-        config: of the model; the blocks are [start, stop).
+        spec: of the model; the blocks are [start, stop).
         max_length: positions that a sequence may reach.
         dtype: number type of the caches.
         limit_bytes: what all caches together will take at most; None is not known.
@@ -188,10 +188,11 @@ class TorchCaches(CachePages):
     """
 
     def __init__(
-        self, config: ModelConfig, start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
+        self, spec: ModelSpec, start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
         limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        classes, places = cache_classes(config, start, stop, CACHE_TYPE_OF[dtype])
+        counts, places = places_of(kinds_of(spec, start, stop))
+        classes = [kind.of_blocks(n, CACHE_TYPE_OF[dtype]) for kind, n in counts.items()]
         pools: list[HostPages | DevicePages] = []
         for c in classes:
             if device.type == "cpu":
@@ -201,9 +202,9 @@ class TorchCaches(CachePages):
                 pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
         super().__init__(classes, pools)
         self.device = device
-        shape = cache_shape(config)
-        numbers = shape.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize
-        self.blocks = [BlockCache(pools[c], c, number * numbers, shape) for c, number in places]
+        kinds = list(counts)
+        sizes = [kind.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize for kind in kinds]  # in numbers
+        self.blocks = [BlockCache(pools[c], c, number * sizes[c], kinds[c]) for c, number in places]
 
     def select(self, cache_class: int, pages: np.ndarray, positions: np.ndarray | None = None) -> Selection:
         """Pages by their numbers; with `positions`, one position in each."""

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
-from mdi.kernels.blocks import Context, Linear, MdiModel
+from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, codes_of, e2m1, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.weight_formats import HALVES, LAYOUTS
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = matrix.n_in, matrix.n_out
         self._matrix, self._bias = matrix, bias
-        self._linear = None if context is None else Linear(context, MdiModel(), None, matrix, bias)
+        self._linear = None if context is None else Linear(context, matrix, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), on the CPU; computed in float32"""
@@ -147,7 +147,7 @@ class DeviceEmbedding(nn.Module):
 
 
 def unpacked(numbers: torch.Tensor, scales: torch.Tensor, form: str, dtype: torch.dtype, n_in: int) -> torch.Tensor:
-    """The weight (n_out, n_in) from numbers and scales (kernels.codes), rounded to `dtype` once."""
+    """The weight (n_out, n_in) from numbers and scales (kernels.layout.Codes), rounded to `dtype` once."""
     n_out, group = len(numbers), LAYOUTS[form].group
     if form in HALVES:
         grouped = numbers.view(n_out, -1, group // 2)

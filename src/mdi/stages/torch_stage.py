@@ -18,9 +18,9 @@ from mdi.engine.rows import TensorRows, logit_rows
 from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
-from mdi.kernels.page_sizes import cache_classes
-from mdi.kernels.positions import n_tables, score_bias_bytes
+from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.model.caches import cache_classes
 from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_attention import Batch, Positions
@@ -122,7 +122,7 @@ class Stage(nn.Module):
         """
         self.max_length = max_length
         self._positions = Positions(max_length, device)
-        self.caches = TorchCaches(self.config, self.start, self.stop, max_length, device, dtype, cache_limit)
+        self.caches = TorchCaches(self.spec, self.start, self.stop, max_length, device, dtype, cache_limit)
 
     @property
     def gathered_share(self) -> float:
@@ -183,8 +183,11 @@ class Stage(nn.Module):
 
 def run_bytes(config: ModelConfig, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
-    tables = 2 * 4 * max_length * config.rope_n_elem * n_tables(config) + score_bias_bytes(config, max_length)
-    classes, _ = cache_classes(config, start, stop, CACHE_TYPE_OF[dtype])
+    spec = spec_of(config)
+    tables, classes = (
+        table_bytes(spec.blocks[start:stop], max_length),
+        cache_classes(spec, start, stop, CACHE_TYPE_OF[dtype])[0],
+    )
     return int(tables + sum(c.n_bytes(max_length) for c in classes))
 
 
@@ -246,14 +249,15 @@ class TorchStage:
 
     Args:
         inner: the stage itself.
+        kv_dtype: what its caches hold.
         stored: type of the weights that it is loaded with; None if they are packed.
     """
 
-    def __init__(self, inner: Stage, computing: Computing, stored: str | None) -> None:
+    def __init__(self, inner: Stage, computing: Computing, kv_dtype: str, stored: str | None) -> None:
         self.inner = inner
         self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
-        self._kv_dtype = TORCH_TYPES[computing.kv_dtype]
+        self._kv_dtype = TORCH_TYPES[kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
         self.rows = TensorRows(self._device, self._dtype)
 

@@ -31,10 +31,12 @@ from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
 from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import weight_format
+from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.spec.model import ModelConfig
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
-from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
+from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
 from mdi.units import megabytes, size
 
@@ -551,7 +553,7 @@ class Windowed:
 
 
 class PiecedHead:
-    """Rows that went through all blocks -> logits, as kernels.head.Head, from pieces that are in memory while they are used.
+    """Rows that went through all blocks -> logits, as kernels.blocks.Head, from pieces that are in memory while they are used.
 
     Args:
         config: of the model.
@@ -571,7 +573,7 @@ class PiecedHead:
             of_piece: dict[str, Matrix | np.ndarray] = {**weights, _HEAD: matrix}
             if isinstance(bias, np.ndarray):
                 of_piece[_HEAD_BIAS] = bias[n_rows : n_rows + matrix.n_out]
-            self._pieces.append(Head(config, of_piece, matrix.n_out, context))
+            self._pieces.append(Head(spec_of(config), of_piece, matrix.n_out, context))
             n_rows += matrix.n_out
         if n_rows != n_tokens:
             raise KernelError(f"the head has {n_rows} rows, {n_tokens} expected")

@@ -1,87 +1,20 @@
-"""The user's choices for a window, and the window that fits into a limit of memory."""
+"""The window of weights that fits into a limit of memory."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
 import psutil
 
-from mdi.errors import ControlError, EngineError, LimitError, MdiError, UsageError
-from mdi.spec.cluster import WeightMemory
-from mdi.spec.decode import Meta, decode
-from mdi.spec.model import ModelConfig
-from mdi.spec.options import Units
+from mdi.errors import Code, EngineError, LimitError, MdiError
+from mdi.model.spec import Attention, BlockSpec, Experts, ModelSpec
+from mdi.spec.window import WindowOptions
 from mdi.stages.window_files import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
 from mdi.units import megabytes, size
-
-_FIELD = "window"  # of the extensions of a run
-
-
-@dataclass(frozen=True)
-class WindowOptions:
-    """See the flags --window, --retain and --memory.
-
-    Attributes:
-        units: halves of blocks, or pieces of the head, that are in memory at a time; None: chosen from `memory`, or 2.
-        retain: every so-manieth block stays in memory for good; None: chosen from `memory`, or none does.
-        memory: limit of the process in bytes; None is no limit.
-    """
-
-    units: Units | None = None
-    retain: Units | None = None
-    memory: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class WindowMemory(WeightMemory):
-    """Where weights are read from while computing: from a window."""
-
-    window: WindowOptions = WindowOptions()
-
-
-def window_of(memory: WeightMemory, asked: Mapping[str, Any] | None = None) -> WindowOptions | None:
-    """The window of a node, None if it has none.
-
-    Args:
-        memory: what the node was started with; it overrides the request.
-        asked: extensions of a run's request, what its starter asks for (`extensions_of`).
-
-    Raises:
-        ControlError (400): the starter's request cannot be read.
-    """
-    if isinstance(memory, WindowMemory):
-        return memory.window
-    return options_from_json((asked or {}).get(_FIELD))
-
-
-def extensions_of(memory: WeightMemory) -> dict[str, Any]:
-    """The extension of `/init` that tells a node with its part of a run that it is to have a window as well."""
-    return {_FIELD: memory.window.to_json()} if isinstance(memory, WindowMemory) else {}
-
-
-def window_options(units: int | None, retain: int | None, memory: int | None) -> WindowOptions | None:
-    """The options that flags give; None without a window. Raises UsageError."""
-    if units is None and memory is None:
-        if retain is not None:
-            raise UsageError("--retain needs a window: give --window or --memory as well")
-        return None
-    return WindowOptions(units, retain, memory)
-
-
-def options_from_json(data: Any) -> WindowOptions | None:
-    """The options that another node asks for. Raises ControlError (400)."""
-    if data is None:
-        return None
-    return decode(WindowOptions, data, "window", lambda message: ControlError(message, 400))
-
 
 logger = logging.getLogger("mdi")
 
@@ -91,10 +24,10 @@ class WindowPlan:
     """Units that stay in memory, and units that share slots.
 
     Attributes:
-        units: of one pass, in order; None is a position of the window that holds nothing, see window.unit_reader.
+        units: of one pass, in order; None is a position of the window that holds nothing.
         kept: indices of those that stay.
         n_slots: units in memory at a time, besides those that stay.
-        retain: every so-manieth block stays; None: none does.
+        retain: every n-th block stays; None: none does.
     """
 
     units: tuple[Unit, ...]
@@ -181,14 +114,22 @@ class RunMemory:
         return max(self.sequence, wanted if self.caches is None else self.caches)
 
 
-def work_bytes(config: ModelConfig, n_rows: int, n_logits: int) -> int:
+def work_bytes(spec: ModelSpec, n_rows: int, n_logits: int) -> int:
     """Bytes that the kernels compute on while a frame of `n_rows` goes through: see csrc/stage.h, Scratch."""
-    n_embd, wide = config.n_embd, config.n_head * config.head_size
-    heads = wide + 2 * config.n_query_groups * config.head_size
-    width = config.intermediate_size or 0
-    experts = 3 * n_embd if config.n_expert else 0
-    per_row = 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
-    return 4 * (n_rows * per_row + 3 * n_logits * config.padded_vocab_size)
+    per_row = max(_work_per_row(block, spec.width) for block in spec.kinds)
+    return 4 * (n_rows * per_row + 3 * n_logits * spec.n_rows)
+
+
+def _work_per_row(block: BlockSpec, n_embd: int) -> int:
+    mixer, mlp, experts = block.mixer, block.mlp, 0
+    width = block.dense.width
+    if isinstance(mlp, Experts):
+        experts, width = 3 * n_embd, max(width, mlp.shared.width if mlp.shared else 0)
+    if not isinstance(mixer, Attention):
+        return 0  # the kernels do not compute it
+    wide = mixer.n_head * mixer.head_size
+    heads = wide + 2 * mixer.n_groups * mixer.head_size
+    return 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
 
 
 def choose_window(
@@ -263,7 +204,7 @@ class MemoryLimit:
 def over_limit(taken: int, limit: int) -> MdiError:
     return EngineError(
         f"this process takes {size(taken)} of memory, more than the {size(limit)} of --memory: raise it, or ask for less",
-        "memory",
+        Code.MEMORY,
     )
 
 

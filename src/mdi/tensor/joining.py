@@ -20,7 +20,7 @@ import numpy as np
 from mdi.cancel import Cancel
 from mdi.engine.rows import ArrayRows, rows_of
 from mdi.engine.worker import FrameStage, SecondaryLoop
-from mdi.errors import AccessError, MdiError, NodeLostError, WireError
+from mdi.errors import AccessError, Code, MdiError, NodeLostError, WireError
 from mdi.net.handshake import CONNECT_S
 from mdi.net.hello import CannotConnectError, Hello, call
 from mdi.net.listener import Expectation, RingListener
@@ -133,7 +133,7 @@ class GroupLinks:
         except (AccessError, WireError, OSError) as e:
             if sock is not None:
                 sock.close()
-            code = e.code if isinstance(e, MdiError) else NodeLostError.code
+            code = e.code if isinstance(e, MdiError) else Code.RING
             raise NodeLostError(member.name, f"{self._own_name} and {where} could not connect: {e}", code) from None
         _deepen(sock)
         return Peer(member.name, sock, codec.session, Dialer(pair, HANDSHAKE_LIMITS, process), is_caller=True)

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from mdi.errors import EngineError
+from mdi.errors import Code, EngineError
 from mdi.kernels.blocks import PIECES, Blocks, Context, MdiFrame, MdiNorm, Tensors
 from mdi.kernels.exchange import MdiMesh
-from mdi.kernels.positions import score_bias
 from mdi.kernels.slices import Slices
+from mdi.model.spec import Attention
 from mdi.tensor.mesh import Tally
 from mdi.tensor.shares import Share
 from mdi.tensor.sums import AllReduce
@@ -121,27 +121,26 @@ class ShardBlocks(Blocks):
         self, share: Share, start: int, stop: int, tensors: Callable[[int], Tensors], cache_type: str, context: Context
     ) -> None:  # fmt: skip
         self._share = share
-        super().__init__(share.shard_config(), start, stop, tensors, cache_type, context)
-        self._model.heads_per_group, self._model.first_head = share.heads_per_group, share.first_head
-        config = share.config
-        self._norms_over_all_heads = config.norm_qk and config.norm_qk_type == "olmo2"
+        super().__init__(share.spec, start, stop, tensors, cache_type, context)
         self._gains: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        if self._norms_over_all_heads:
-            self._take_norms(tensors)
-        self._mlp_phase = 1 if config.parallel_residual else 3
+        for i in range(start, stop):
+            self._take_norms(i, tensors)
 
-    def _made_score_bias(self, max_length: int) -> np.ndarray | None:
-        of_all = score_bias(self._share.config, max_length)
-        return None if of_all is None else np.ascontiguousarray(of_all[slice(*self._share.heads)])
-
-    def _take_norms(self, tensors: Callable[[int], Tensors]) -> None:
+    def _take_norms(self, index: int, tensors: Callable[[int], Tensors]) -> None:
         """Norms over all heads need a sum over all nodes, and are computed here."""
-        for i in range(self.start, self.stop):
-            of_block = tensors(i)
+        mixer = self._mixer(index)
+        if mixer.qk_norm is not None and mixer.qk_norm_over_all:
+            of_block = tensors(index)
             q, k = (np.asarray(of_block[f"attn.norm_{x}.weight"], dtype=np.float32) for x in "qk")
-            offset = np.float32(self._model.unit_offset)
-            self._gains[i] = q + offset, k + offset
-            self._blocks[i - self.start].norm_q = self._blocks[i - self.start].norm_k = MdiNorm(None, None)
+            offset = np.float32(mixer.qk_norm.unit_offset)
+            self._gains[index] = q + offset, k + offset
+            attention = self._blocks[index - self.start].attention
+            attention.norm_q = attention.norm_k = MdiNorm()
+
+    def _mixer(self, index: int) -> Attention:
+        mixer = self.spec.blocks[index].mixer
+        assert isinstance(mixer, Attention)
+        return mixer
 
     def forward_shared(self, rows: np.ndarray, slices: Slices, group: Sum, ready: Ready | None = None) -> None:
         """Run the blocks over the rows, in place; all nodes of the group do so at the same time, and end with the same rows.
@@ -161,14 +160,15 @@ class ShardBlocks(Blocks):
         def run(first: int, stop: int) -> None:
             self._run_phases(frame, y, z, group, first, stop)
 
-        if ready is None and not self._norms_over_all_heads:
+        if ready is None and not self._gains:
             run(0, PHASES * (self.stop - self.start))
             return
         ready = ready or _always
         for i in range(self.start, self.stop):
-            first, mlp = PHASES * (i - self.start), PHASES * (i - self.start) + self._mlp_phase
+            first = PHASES * (i - self.start)
+            mlp = first + (1 if self.spec.blocks[i].residual == "parallel" else 3)
             with ready(i, 0):
-                if self._norms_over_all_heads:
+                if i in self._gains:
                     self._attention(i, frame, len(rows), y, group)
                 else:
                     run(first, first + 1)
@@ -188,7 +188,7 @@ class ShardBlocks(Blocks):
                     ctypes.c_void_p(z.ctypes.data), None if mesh is None else ctypes.byref(mesh), ctypes.byref(at), stop,
                 )  # fmt: skip
             if failed:
-                raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", "memory")
+                raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", Code.MEMORY)
             if at.value < stop:
                 group.end(z if at.value % PHASES == PHASES - 2 else y)
                 at.value += 1
@@ -196,7 +196,7 @@ class ShardBlocks(Blocks):
     def _attention(self, block: int, frame: MdiFrame, n_rows: int, y: np.ndarray, group: Sum) -> None:
         """The part that this node's heads add, in `y`, where norms go over the heads of all nodes."""
         heads = self._normed_heads(block, frame, n_rows, group)
-        if self._share.n_heads:
+        if self._mixer(block).n_head:
             of_heads = MdiFrame.from_buffer_copy(frame)
             of_heads.rows = heads.ctypes.data
             self._piece(block, PIECES["attend"], of_heads, y)
@@ -205,16 +205,18 @@ class ShardBlocks(Blocks):
 
     def _normed_heads(self, block: int, frame: MdiFrame, n_rows: int, group: Sum) -> np.ndarray:
         """Queries, keys, values (n_rows, width), queries and keys after their norms, which go over all heads of all nodes."""
-        share, size = self._share, self._share.config.head_size
-        heads = np.empty((n_rows, self._blocks[block - self.start].qkv.n_out), dtype=np.float32)
+        share, whole, own = self._share.of(block), self._share.whole.blocks[block].mixer, self._mixer(block)
+        assert isinstance(whole, Attention) and own.qk_norm is not None
+        size = own.head_size
+        heads = np.empty((n_rows, self._blocks[block - self.start].attention.qkv.n_out), dtype=np.float32)
         self._piece(block, PIECES["project"], frame, heads)
-        n_q, n_k = share.n_heads * size, (share.groups[1] - share.groups[0]) * size
+        n_q, n_k = own.n_head * size, own.n_groups * size
         q, k = heads[:, :n_q], heads[:, n_q : n_q + n_k]
         counted = np.repeat([share.counts_group(g) for g in range(*share.groups)], size)
         squares = np.stack([np.square(q).sum(1), np.square(k[:, counted]).sum(1)], axis=1).astype(np.float32)
         group.reduce(squares)
-        n_all = np.array([share.config.n_head * size, share.config.n_query_groups * size], dtype=np.float32)
-        factors = 1 / np.sqrt(squares / n_all + np.float32(self._model.norm_eps))
+        n_all = np.array([whole.n_head * size, whole.n_groups * size], dtype=np.float32)
+        factors = 1 / np.sqrt(squares / n_all + np.float32(own.qk_norm.eps))
         gain_q, gain_k = self._gains[block]
         q *= factors[:, :1]
         q *= gain_q

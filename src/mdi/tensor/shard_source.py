@@ -29,7 +29,8 @@ SHARD_KEY = "shard"
 
 def shard_name(share: Share) -> str:
     """The name that a shard's file says of itself."""
-    heads, columns, vocabulary = share.heads, share.shares.columns[share.rank : share.rank + 2], share.vocabulary
+    heads, columns = (bounds[share.rank : share.rank + 2] for bounds in (share.shares.heads, share.shares.columns))
+    vocabulary = share.vocabulary
     first = ", with biases" if share.adds_attention_bias or share.rank == 0 else ""
     rows = "" if vocabulary is None else f", tokens {vocabulary[0]} to {vocabulary[1]}"
     return f"heads {heads[0]} to {heads[1]}, columns {columns[0]} to {columns[1]} of {share.shares.columns[-1]}{rows}{first}"

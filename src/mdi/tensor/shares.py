@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Range, skipped
+from mdi.model.plain import spec_of
+from mdi.model.spec import Alibi, Attention, BlockSpec, Dense, Experts, ModelSpec
 from mdi.spec.model import ModelConfig
 
 COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
@@ -24,8 +26,8 @@ class Shares:
     """Bounds, one more than nodes: node r has [bounds[r], bounds[r + 1]).
 
     Attributes:
-        heads: of the query heads.
-        columns: of the MLP columns of `mlp_width(config)`; MLPs of another width are cut in the same proportion.
+        heads: of the query heads of `n_heads`, and columns: of the MLP columns of `mlp_width`; blocks that have another number
+            of them are cut in the same proportion.
         vocabulary: of the rows of the head; None leaves it to the first node.
     """
 
@@ -44,14 +46,15 @@ class Shares:
 
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError if they are not those of this model."""
-        ends = (self.heads[-1], self.columns[-1], (self.vocabulary or (config.padded_vocab_size,))[-1])
-        if ends != (config.n_head, mlp_width(config), config.padded_vocab_size):
+        spec = spec_of(config)
+        ends = (self.heads[-1], self.columns[-1], (self.vocabulary or (spec.n_rows,))[-1])
+        if ends != (n_heads(spec), mlp_width(spec), spec.n_rows):
             raise ValueError(f"shares of {ends[0]} heads, {ends[1]} columns and {ends[2]} tokens")
 
 
 @dataclass(frozen=True)
 class Share:
-    """The heads and columns of node `rank`.
+    """What node `rank` has of a model.
 
     Args:
         config: of the whole model.
@@ -62,34 +65,23 @@ class Share:
     config: ModelConfig
 
     @property
-    def heads(self) -> Range:
-        return self.shares.heads[self.rank], self.shares.heads[self.rank + 1]
+    def whole(self) -> ModelSpec:
+        return spec_of(self.config)
 
     @property
-    def heads_per_group(self) -> int:
-        return self.config.n_head // self.config.n_query_groups
+    def spec(self) -> ModelSpec:
+        """A model whose blocks are just this node's share: for the kernels."""
+        kinds = {one: BlockShare(self, one).spec() for one in self.whole.kinds}
+        return replace(self.whole, blocks=tuple(kinds[one] for one in self.whole.blocks))
 
-    @property
-    def groups(self) -> Range:
-        """Groups of keys and values that its heads read; without heads one group, which is not read."""
-        first, end = self.heads
-        n = self.heads_per_group
-        if first == end:
-            return 0, 1
-        return first // n, -(-end // n)
-
-    @property
-    def first_head(self) -> int:
-        """Place of its first head in that head's group."""
-        return self.heads[0] % self.heads_per_group if self.n_heads else 0
+    def of(self, block: int) -> BlockShare:
+        return BlockShare(self, self.whole.blocks[block])
 
     @property
     def n_heads(self) -> int:
-        return self.heads[1] - self.heads[0]
-
-    def columns(self, width: int) -> Range:
-        """Of an MLP of this width."""
-        return _scaled(self.shares.columns, self.rank, width)
+        """Of the first block."""
+        first, end = self.of(0).heads
+        return end - first
 
     @property
     def vocabulary(self) -> Range | None:
@@ -103,22 +95,71 @@ class Share:
         heads = self.shares.heads
         return self.rank == next(r for r in range(self.shares.n_nodes) if heads[r] < heads[r + 1])
 
+
+@dataclass(frozen=True)
+class BlockShare:
+    """The heads and columns of a node in one block."""
+
+    share: Share
+    block: BlockSpec
+
+    @property
+    def mixer(self) -> Attention:
+        mixer = self.block.mixer
+        assert isinstance(mixer, Attention)  # the others are not shared out
+        return mixer
+
+    @property
+    def heads(self) -> Range:
+        return _scaled(self.share.shares.heads, self.share.rank, self.mixer.n_head)
+
+    @property
+    def groups(self) -> Range:
+        """Groups of keys and values that its heads read; without heads one group, which is not read."""
+        first, end = self.heads
+        n = self.mixer.queries_per_group
+        if first == end:
+            return 0, 1
+        return first // n, -(-end // n)
+
+    def columns(self, width: int) -> Range:
+        """Of an MLP of this width."""
+        return _scaled(self.share.shares.columns, self.share.rank, width)
+
+    def of_shared_expert(self, width: int) -> Range:
+        """Of one that is as wide as several experts: it is cut like each of them."""
+        return _times(self.columns(self.block.dense.width), width // self.block.dense.width)
+
     def adds_mlp_bias(self, width: int) -> bool:
-        bounds = [_scaled(self.shares.columns, r, width) for r in range(self.shares.n_nodes)]
-        return self.rank == next(r for r, (a, b) in enumerate(bounds) if a < b)
+        shares = self.share.shares
+        bounds = [_scaled(shares.columns, r, width) for r in range(shares.n_nodes)]
+        return self.share.rank == next(r for r, (a, b) in enumerate(bounds) if a < b)
 
     def counts_group(self, group: int) -> bool:
         """Whether this node is the first that holds a group: sums over all groups have it once."""
-        return self.n_heads > 0 and group * self.heads_per_group >= self.heads[0]
+        first, end = self.heads
+        return first < end and group * self.mixer.queries_per_group >= first
 
-    def shard_config(self) -> ModelConfig:
-        """A model whose blocks are just this node's share; it is for the kernels, and none of litgpt's."""
-        (first, end), (a, b) = self.groups, self.columns(self.config.intermediate_size)
-        sizes = {"n_head": self.n_heads, "n_query_groups": end - first, "intermediate_size": b - a}
-        if self.config.moe_intermediate_size:
-            c, d = self.columns(self.config.moe_intermediate_size)
-            sizes["moe_intermediate_size"] = d - c
-        return self.config.with_sizes(**sizes)
+    def spec(self) -> BlockSpec:
+        """The block that computes this share."""
+        (first, end), n, positions = self.heads, self.mixer.queries_per_group, self.mixer.positions
+        mixer = replace(
+            self.mixer,
+            n_head=end - first,
+            n_groups=self.groups[1] - self.groups[0],
+            positions=replace(positions, first=first) if isinstance(positions, Alibi) else positions,
+            share=(n, first % n if first < end else 0),
+        )
+        if isinstance(self.block.mlp, Dense):
+            return replace(self.block, mixer=mixer, mlp=_of_width(self.block.mlp, self.columns(self.block.mlp.width)))
+        mlp = self.block.mlp
+        shared = mlp.shared and _of_width(mlp.shared, self.of_shared_expert(mlp.shared.width))
+        expert = _of_width(mlp.expert, self.columns(mlp.expert.width))
+        return replace(self.block, mixer=mixer, mlp=replace(mlp, expert=expert, shared=shared))
+
+
+def _of_width(dense: Dense, columns: Range) -> Dense:
+    return replace(dense, width=columns[1] - columns[0])
 
 
 def _scaled(bounds: Sequence[int], rank: int, width: int) -> Range:
@@ -128,18 +169,22 @@ def _scaled(bounds: Sequence[int], rank: int, width: int) -> Range:
     return bounds[rank] * width // whole, bounds[rank + 1] * width // whole
 
 
-def mlp_width(config: ModelConfig) -> int:
+def n_heads(spec: ModelSpec) -> int:
+    """The most query heads that a block has."""
+    return max(block.mixer.n_head for block in spec.kinds)
+
+
+def mlp_width(spec: ModelSpec) -> int:
     """Columns of the MLP with most of the work: of an expert, if there are experts."""
-    if config.mlp_class_name == "LLaMAMoE" and config.moe_intermediate_size:
-        return config.moe_intermediate_size
-    return config.intermediate_size
+    return next((b.dense.width for b in spec.kinds if isinstance(b.mlp, Experts)), spec.blocks[0].dense.width)
 
 
 def why_not_shared_out(config: ModelConfig) -> str | None:
     """The part of a model that cannot be shared; None if all of it can."""
     if (reason := why_not_in_kernels(config)) is not None:
         return reason
-    if config.norm_qk and config.norm_qk_type == "olmo2" and config.norm_class_name != "RMSNorm":
+    mixers = [block.mixer for block in spec_of(config).kinds]
+    if any(isinstance(m, Attention) and m.qk_norm_over_all and m.qk_norm and m.qk_norm.kind != "rms" for m in mixers):
         return "norms over all heads that subtract a mean"
     return None
 
@@ -154,9 +199,10 @@ def share_out(config: ModelConfig, parts: Sequence[float], is_head_shared: bool 
         raise UsageError(f"--parallel tensor: {reason} cannot be shared out: use --parallel ring")
     if not parts or min(parts) < 0 or sum(parts) <= 0:
         raise UsageError(f"shares {list(parts)}: expected a number for each node, and one above 0")
-    width, vocabulary = mlp_width(config), config.padded_vocab_size
+    spec = spec_of(config)
+    width, vocabulary = mlp_width(spec), spec.n_rows
     return Shares(
-        _bounds(config.n_head, parts, 1),
+        _bounds(n_heads(spec), parts, 1),
         _bounds(width, parts, COLUMNS_TOGETHER if width >= COLUMNS_TOGETHER * len(parts) else 1),
         _bounds(vocabulary, parts, ROWS_TOGETHER) if is_head_shared else None,
     )
@@ -177,7 +223,7 @@ def _bounds(n: int, parts: Sequence[float], together: int) -> tuple[int, ...]:
 
 Shape = tuple[int, ...]
 
-_IN_BLOCK = re.compile(r"transformer\.h\.\d+\.(.*)\.(weight|bias|sinks)")
+_IN_BLOCK = re.compile(r"transformer\.h\.(\d+)\.(.*)\.(weight|bias|sinks)")
 _MLP = re.compile(r"mlp\.(experts\.\d+\.|shared_experts\.)?(fc|fc_1|fc_2|proj)")
 
 
@@ -218,40 +264,38 @@ def piece_of(name: str, share: Share) -> Piece | None:
     match = _IN_BLOCK.fullmatch(name)
     if match is None:
         return WHOLE
-    layer, what = match.groups()
+    share_of_block, layer, what = share.of(int(match[1])), match[2], match[3]
     if what == "sinks":
-        return Piece(rows=(share.heads,))
+        return Piece(rows=(share_of_block.heads,))
     if layer.startswith("attn."):
-        return _of_attention(layer, what, share)
+        return _of_attention(layer, what, share_of_block)
     if mlp := _MLP.fullmatch(layer):
-        return _of_mlp(share, mlp[1] or "", mlp[2], what)
+        return _of_mlp(share_of_block, mlp[1] or "", mlp[2], what)
     return WHOLE
 
 
-def _of_attention(layer: str, what: str, share: Share) -> Piece | None:
-    size, n_heads, n_groups = share.config.head_size, share.config.n_head, share.config.n_query_groups
-    heads, groups = _times(share.heads, size), _times(share.groups, size)
+def _of_attention(layer: str, what: str, own: BlockShare) -> Piece | None:
+    mixer, size = own.mixer, own.mixer.head_size
+    heads, groups = _times(own.heads, size), _times(own.groups, size)
     if layer == "attn.qkv":
-        keys, values = n_heads * size, (n_heads + n_groups) * size
+        keys, values = mixer.n_head * size, (mixer.n_head + mixer.n_groups) * size
         return Piece(rows=(heads, _plus(groups, keys), _plus(groups, values)))
     if layer == "attn.proj":
-        return Piece(columns=heads) if what == "weight" else (WHOLE if share.adds_attention_bias else None)
-    if share.config.norm_qk_type == "olmo2":
+        return Piece(columns=heads) if what == "weight" else (WHOLE if own.share.adds_attention_bias else None)
+    if mixer.qk_norm_over_all:
         return Piece(rows=(heads if layer == "attn.norm_q" else groups,))
     return WHOLE
 
 
-def _of_mlp(share: Share, path: str, layer: str, what: str) -> Piece | None:
-    """A shared expert is as wide as several experts, and cut like each of them."""
-    config = share.config
-    expert = config.moe_intermediate_size or config.intermediate_size
-    width = expert if path else config.intermediate_size
-    columns = share.columns(width)
+def _of_mlp(own: BlockShare, path: str, layer: str, what: str) -> Piece | None:
+    mlp, width = own.block.mlp, own.block.dense.width
+    columns = own.columns(width)
     if path == "shared_experts.":
-        columns = _times(columns, config.n_shared_expert or 0)
+        assert isinstance(mlp, Experts) and mlp.shared is not None
+        columns = own.of_shared_expert(mlp.shared.width)
     if layer != "proj":
         return Piece(rows=(columns,))
-    return Piece(columns=columns) if what == "weight" else (WHOLE if share.adds_mlp_bias(width) else None)
+    return Piece(columns=columns) if what == "weight" else (WHOLE if own.adds_mlp_bias(width) else None)
 
 
 def _times(bounds: Range, n: int) -> Range:

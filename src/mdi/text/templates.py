@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.checkpoint.folder import CHAT_TEMPLATE
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.files import module_environment
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
 from mdi.text import limited
@@ -168,8 +168,8 @@ class ChatTemplate:
         if answer["code"] == limited.UNREADABLE:
             raise CheckpointError(f"the model's chat template cannot be read: {reason}")
         if answer["code"] == limited.TOO_LONG:
-            raise UsageError(f"the chat is too long: {reason}", code="length")
-        raise UsageError(f"the model's chat template refuses the chat: {reason}", code="template")
+            raise UsageError(f"the chat is too long: {reason}", code=Code.LENGTH)
+        raise UsageError(f"the model's chat template refuses the chat: {reason}", code=Code.TEMPLATE)
 
     async def _written(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return await self._rendered(values) if self._plain is None else self._plain.render(values)
@@ -184,7 +184,7 @@ class ChatTemplate:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UsageError("the model has been unloaded", code="removed")
+            raise UsageError("the model has been unloaded", code=Code.REMOVED)
 
     async def _rendered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Who gives up while the process is at the chat does not end it: others would wait for a new one."""
@@ -215,7 +215,7 @@ class ChatTemplate:
             self._check_open()  # `close` ends the process, too
             raise UsageError(
                 f"the model's chat template needs more than {limited.COMPUTING_S:g} s of computing or "
-                f"{limited.MEMORY_BYTES >> 20} MB of memory for the chat", code="costly",
+                f"{limited.MEMORY_BYTES >> 20} MB of memory for the chat", code=Code.COSTLY,
             ) from None  # fmt: skip
         finally:
             if self._process is not None and not is_usable:

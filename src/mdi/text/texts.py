@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.checkpoint.folder import CONFIG_FILE, GGUF_NOTE, model_name
-from mdi.errors import CheckpointError, UsageError
+from mdi.errors import CheckpointError, Code, UsageError
 from mdi.spec.limits import LIMITS
 from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
@@ -257,7 +257,7 @@ def resolve_prompt_style(name: str, ckpt_dir: str | Path, config_name: str) -> P
         style = known_styles().get(name.lower())
         if style is None:
             raise UsageError(
-                f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}", code="style"
+                f"unknown prompt style {name!r}: expected auto, none, or one of {_style_names()}", code=Code.STYLE
             )
         return style
     folder = Path(ckpt_dir)
@@ -302,7 +302,7 @@ def _style_from_file(path: Path) -> PromptStyle | None:
         raise UsageError(
             f"{path} names the prompt style {class_path!r}, which is not one of litgpt's and is not imported: give "
             f"--prompt-style none, or one of {_style_names()}",
-            code="style",
+            code=Code.STYLE,
         )
     return style
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, Code
 from mdi.spec.cluster import nearest_existing
 
 NAMES = ("tokenizer.json", "tokenizer.model")
@@ -62,7 +62,7 @@ class FileTokenizer:
                 raise CheckpointError(
                     f"{directory} has a tokenizer.model and no tokenizer.json, which sentencepiece reads: "
                     "pip install sentencepiece",
-                    code="library",
+                    code=Code.LIBRARY,
                 ) from None
             self.processor = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 

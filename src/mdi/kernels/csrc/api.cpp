@@ -25,7 +25,7 @@ struct MdiContext {  // the threads and the memory with which one stage computes
 
 #define MDI_API extern "C" __attribute__((visibility("default")))
 
-MDI_API int mdi_abi_version(void) { return 1; }
+MDI_API int mdi_abi_version(void) { return 2; }
 
 MDI_API const char* mdi_instruction_set(void) { return chosen()->name; }
 
@@ -95,19 +95,19 @@ MDI_API int mdi_shared(void* context, const MdiStage* stage, const MdiFrame* fra
 
 MDI_API int mdi_exchange(MdiMesh* mesh, float* x, int64_t n) { return exchange(*mesh, x, n, nullptr); }
 
-MDI_API int mdi_linear(void* context, const MdiModel* model, const MdiNorm* norm, const MdiMatrix* matrix, const float* x, int n,
+MDI_API int mdi_linear(void* context, const MdiNorm* norm, const MdiMatrix* matrix, float softcap, const float* x, int n,
                        float* y) {
   auto& c = *(MdiContext*)context;
-  return guarded([&] { c.set->linear(*model, *norm, *matrix, x, n, y, c.team, c.scratch); });
+  return guarded([&] { c.set->linear(*norm, *matrix, softcap, x, n, y, c.team, c.scratch); });
 }
 
 // All blocks, and then a norm and a linear layer for the last row alone: the next token of a small model.
-MDI_API int mdi_last(void* context, const MdiStage* stage, const MdiFrame* frame, const MdiModel* model, const MdiNorm* norm,
-                     const MdiMatrix* matrix, float* y) {
+MDI_API int mdi_last(void* context, const MdiStage* stage, const MdiFrame* frame, const MdiNorm* norm, const MdiMatrix* matrix,
+                     float softcap, float* y) {
   auto& c = *(MdiContext*)context;
   return guarded([&] {
     c.set->forward(*stage, *frame, c.team, c.scratch);
-    c.set->linear(*model, *norm, *matrix, frame->rows + (int64_t)(frame->n_rows - 1) * matrix->n_in, 1, y, c.team, c.scratch);
+    c.set->linear(*norm, *matrix, softcap, frame->rows + (int64_t)(frame->n_rows - 1) * matrix->n_in, 1, y, c.team, c.scratch);
   });
 }
 

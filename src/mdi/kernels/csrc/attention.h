@@ -24,17 +24,17 @@ struct PageView {
   float* value_scales;
 };
 
-inline int64_t slot_bytes(const MdiModel& model) {
-  int64_t numbers = (int64_t)(model.head_size + padded(model.head_size, 16)) * kPage;
-  int64_t bytes = numbers * cache_item_bytes(model.cache_type) + (model.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
+inline int64_t slot_bytes(const MdiAttention& of) {
+  int64_t numbers = (int64_t)(of.head_size + padded(of.head_size, 16)) * kPage;
+  int64_t bytes = numbers * cache_item_bytes(of.cache_type) + (of.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
   return (bytes + 63) / 64 * 64;
 }
 
-inline PageView view(const MdiModel& model, uint8_t* page, int layer, int group) {
-  uint8_t* slot = page + ((int64_t)layer * model.n_groups + group) * slot_bytes(model);
-  int64_t key_bytes = (int64_t)model.head_size * kPage * cache_item_bytes(model.cache_type);
+inline PageView view(const MdiAttention& of, uint8_t* page, int layer, int group) {
+  uint8_t* slot = page + ((int64_t)layer * of.n_groups + group) * slot_bytes(of);
+  int64_t key_bytes = (int64_t)of.head_size * kPage * cache_item_bytes(of.cache_type);
   uint8_t* values = slot + key_bytes;
-  uint8_t* scales = values + (int64_t)padded(model.head_size, 16) * kPage * cache_item_bytes(model.cache_type);
+  uint8_t* scales = values + (int64_t)padded(of.head_size, 16) * kPage * cache_item_bytes(of.cache_type);
   return {slot, values, (float*)scales, (float*)scales + kPage};
 }
 
@@ -70,8 +70,8 @@ inline float largest_of(const float* x, int n) {
 }
 
 // Brings key and value of one row, (head_size) each, to its place in a page.
-inline void append(const MdiModel& model, const PageView& page, int place, const float* key, const float* value) {
-  int n = model.head_size, wide = padded(n, 16), type = model.cache_type;
+inline void append(const MdiAttention& of, const PageView& page, int place, const float* key, const float* value) {
+  int n = of.head_size, wide = padded(n, 16), type = of.cache_type;
   float key_inverse = 0, value_inverse = 0;
   if (type == kCacheInt8) {
     float most_key = largest_of(key, n), most_value = largest_of(value, n);
@@ -126,15 +126,15 @@ struct Ahead {
 
 // Products of queries with the keys of a page, halves [kFirst, kEnd) of it.
 template <int kType, int kN, int kFirst, int kEnd>
-inline void multiply_keys(const MdiModel& model, const PageView& page, const Queries& queries, int at, Ahead& ahead,
+inline void multiply_keys(const MdiAttention& of, const PageView& page, const Queries& queries, int at, Ahead& ahead,
                           F (&s)[kN][2]) {
   F sums[kN][kEnd - kFirst];
-  const float* numbers = queries.q + (int64_t)at * model.head_size;
+  const float* numbers = queries.q + (int64_t)at * of.head_size;
   #pragma GCC unroll 8
   for (int i = 0; i < kN; i++)
     #pragma GCC unroll 8
     for (int half = kFirst; half < kEnd; half++) sums[i][half - kFirst] = splat(0.0f);
-  for (int d = 0; d < model.head_size; d++) {
+  for (int d = 0; d < of.head_size; d++) {
     ahead.go_on();
     F keys[kEnd - kFirst];
     #pragma GCC unroll 8
@@ -155,16 +155,16 @@ inline void multiply_keys(const MdiModel& model, const PageView& page, const Que
 
 // Scores of up to kQueries queries against a page, made weights; sums and results so far are brought to the new maximum.
 template <int kType, int kN>
-inline void score(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
+inline void score(const MdiAttention& of, const PageView& page, int first_position, int window, const Queries& queries, int at,
                   Ahead& ahead) {
   F s[kN][2];
   if constexpr (2 * kN <= kSums) {
-    multiply_keys<kType, kN, 0, 2>(model, page, queries, at, ahead, s);
+    multiply_keys<kType, kN, 0, 2>(of, page, queries, at, ahead, s);
   } else {
-    multiply_keys<kType, kN, 0, 1>(model, page, queries, at, ahead, s);
-    multiply_keys<kType, kN, 1, 2>(model, page, queries, at, ahead, s);
+    multiply_keys<kType, kN, 0, 1>(of, page, queries, at, ahead, s);
+    multiply_keys<kType, kN, 1, 2>(of, page, queries, at, ahead, s);
   }
-  int wide = padded(model.head_size, 16);
+  int wide = padded(of.head_size, 16);
   F none = splat(-__builtin_inff());
   float most[kN];
   bool sees[kN];  // something of the page
@@ -174,10 +174,10 @@ inline void score(const MdiModel& model, const PageView& page, int first_positio
     sees[i] = last >= 0 && first <= last;
     if (!sees[i]) continue;
     for (int half = 0; half < 2; half++) {
-      F x = mul(s[i][half], splat(model.scale));
+      F x = mul(s[i][half], splat(of.scale));
       if constexpr (kType == kCacheInt8) x = mul(x, load(page.key_scales + 16 * half));
       x = sub(x, sub(x, x));  // NaN if it is infinite: minus infinity would have no weight, and a cap would make it a number
-      if (model.softcap != 0) x = mul(tanh(div(x, splat(model.softcap))), splat(model.softcap));
+      if (of.softcap != 0) x = mul(tanh(div(x, splat(of.softcap))), splat(of.softcap));
       if (queries.bias) x = add(x, load(queries.bias[at + i] + first_position + 16 * half));
       int end = last + 1 - 16 * half, start = first - 16 * half;
       if (end < 16) x = first_lanes(x, end > 0 ? end : 0, none);
@@ -241,8 +241,8 @@ inline void add_parts(const PageView& page, int first, int end, const Queries& q
 }
 
 template <int kType, int kN>
-inline void add_values(const MdiModel& model, const PageView& page, int first, int end, const Queries& queries, int at, Ahead& ahead) {
-  add_parts<kType, kN, parts(kN)>(page, first, end, queries, at, padded(model.head_size, 16), 0, ahead);
+inline void add_values(const MdiAttention& of, const PageView& page, int first, int end, const Queries& queries, int at, Ahead& ahead) {
+  add_parts<kType, kN, parts(kN)>(page, first, end, queries, at, padded(of.head_size, 16), 0, ahead);
 }
 
 struct Range { int first, end; };
@@ -253,48 +253,48 @@ inline Range visible(int position, int first_position, int window) {  // places 
 }
 
 template <int kType, int kN>
-inline void attend_page(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
+inline void attend_page(const MdiAttention& of, const PageView& page, int first_position, int window, const Queries& queries, int at,
                         Ahead& ahead) {
-  score<kType, kN>(model, page, first_position, window, queries, at, ahead);
+  score<kType, kN>(of, page, first_position, window, queries, at, ahead);
   Range all = visible(queries.position[at], first_position, window);
   bool same = true;
   for (int i = 1; i < kN; i++) {
     Range other = visible(queries.position[at + i], first_position, window);
     same = same && other.first == all.first && other.end == all.end;
   }
-  if (same) return add_values<kType, kN>(model, page, all.first, all.end, queries, at, ahead);
+  if (same) return add_values<kType, kN>(of, page, all.first, all.end, queries, at, ahead);
   for (int i = 0; i < kN; i++) {
     Range own = visible(queries.position[at + i], first_position, window);
-    add_values<kType, 1>(model, page, own.first, own.end, queries, at + i, ahead);
+    add_values<kType, 1>(of, page, own.first, own.end, queries, at + i, ahead);
   }
 }
 
 // Queries from `at` on against a page, kN at a time, the last ones fewer, as `together` says.
 template <int kType, int kN>
-inline void attend_queries(const MdiModel& model, const PageView& page, int first_position, int window, const Queries& queries, int at,
+inline void attend_queries(const MdiAttention& of, const PageView& page, int first_position, int window, const Queries& queries, int at,
                            Ahead& ahead) {
   for (; at + kN <= queries.n; at += kN) {
     if (ahead.at >= ahead.end) ahead.step = 0;
-    attend_page<kType, kN>(model, page, first_position, window, queries, at, ahead);
+    attend_page<kType, kN>(of, page, first_position, window, queries, at, ahead);
   }
   if constexpr (kN > 1)
-    if (at < queries.n) attend_queries<kType, kN / 2>(model, page, first_position, window, queries, at, ahead);
+    if (at < queries.n) attend_queries<kType, kN / 2>(of, page, first_position, window, queries, at, ahead);
 }
 
 // All queries against all pages that any of them sees. `page_at(p)` is the view of the positions from 32 p on.
 template <int kType, class PageAt>
-void attend(const MdiModel& model, int window, const Queries& queries, const PageAt& page_at) {
-  int wide = padded(model.head_size, 16), lowest = queries.position[0], highest = queries.position[queries.n - 1];
+void attend(const MdiAttention& of, int window, const Queries& queries, const PageAt& page_at) {
+  int wide = padded(of.head_size, 16), lowest = queries.position[0], highest = queries.position[queries.n - 1];
   std::memset(queries.result, 0, sizeof(float) * (size_t)queries.n * wide);
   int first = window && lowest - window + 1 > 0 ? (lowest - window + 1) / kPage : 0;
   int last = highest / kPage;
-  int64_t n_bytes = slot_bytes(model), n_rounds = kKeyPasses * model.head_size;
+  int64_t n_bytes = slot_bytes(of), n_rounds = kKeyPasses * of.head_size;
   if (kWithValues<kType>) n_rounds += wide / (16 * parts(kQueries)) * kPage;
   n_rounds *= (queries.n + kQueries - 1) / kQueries;
   for (int p = first; p <= last; p++) {
     const uint8_t* next = p < last ? page_at(p + 1).keys : nullptr;
     Ahead ahead{next, next + (next ? n_bytes : 0), (int)((n_bytes + 16 * n_rounds - 1) / (16 * n_rounds)) * 16};
-    attend_queries<kType, kQueries>(model, page_at(p), p * kPage, window, queries, 0, ahead);
+    attend_queries<kType, kQueries>(of, page_at(p), p * kPage, window, queries, 0, ahead);
   }
   for (int i = 0; i < queries.n; i++) {
     F inverse = splat(1.0f / queries.total[i]);

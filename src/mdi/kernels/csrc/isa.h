@@ -17,8 +17,8 @@ struct InstructionSet {
   // z (n_rows, n_embd) keep what was computed. Ends early, with `at` there, where a sum is due that `mesh` cannot do.
   void (*shared)(const MdiStage&, const MdiFrame&, float* y, float* z, MdiMesh* mesh, int32_t& at, int32_t stop, Team&,
                  void* scratch);
-  // Norm, if it has a weight, then a matrix: x (n, n_in) -> y (n, n_out).
-  void (*linear)(const MdiModel&, const MdiNorm&, const MdiMatrix&, const float* x, int n, float* y, Team&, void* scratch);
+  // Norm, if it has a weight, then a matrix, then a cap unless it is 0: x (n, n_in) -> y (n, n_out).
+  void (*linear)(const MdiNorm&, const MdiMatrix&, float softcap, const float* x, int n, float* y, Team&, void* scratch);
   // functions.h over n numbers: 0 exp, 1 tanh, 2 erf, 3 to 6 the activations. For tests.
   void (*function)(int which, const float* x, int64_t n, float* y);
   // Rows of 16 outputs per panel, of `width` inputs in whole records -> the panels; factors: see layout.py.

@@ -36,24 +36,23 @@ static void shared(const MdiStage& stage, const MdiFrame& frame, float* y, float
   Runner(stage, frame, team, *(Scratch*)scratch).run_phases(y, z, mesh, at, stop);
 }
 
-static void linear(const MdiModel& model, const MdiNorm& norm, const MdiMatrix& w, const float* x, int n, float* y, Team& team,
+static void linear(const MdiNorm& norm, const MdiMatrix& w, float softcap, const float* x, int n, float* y, Team& team,
                    void* scratch) {
   FloatMode mode;
   Scratch& own = *(Scratch*)scratch;
   MdiStage stage{};
-  stage.model = &model;
   MdiFrame frame{};
   if (norm.weight) {
     float* normed = own.normed.of((size_t)n * w.n_in);
-    for (int m = 0; m < n; m++) normalize(model, norm, x + (int64_t)m * w.n_in, w.n_in, normed + (int64_t)m * w.n_in);
+    for (int m = 0; m < n; m++) normalize(norm, x + (int64_t)m * w.n_in, w.n_in, normed + (int64_t)m * w.n_in);
     x = normed;
   }
   Runner(stage, frame, team, own).multiply(w, x, n, y);
-  if (model.softcap != 0)  // of logits
+  if (softcap != 0)  // of logits
     for (int64_t i = 0; i < (int64_t)n * w.n_out; i += 16) {
       int rest = (int)((int64_t)n * w.n_out - i < 16 ? (int64_t)n * w.n_out - i : 16);
       F raw = load_part(y + i, rest);
-      F capped = mul(tanh(div(sub(raw, sub(raw, raw)), splat(model.softcap))), splat(model.softcap));  // infinity is not hidden
+      F capped = mul(tanh(div(sub(raw, sub(raw, raw)), splat(softcap))), splat(softcap));  // infinity is not hidden
       store_part(y + i, capped, rest);
     }
 }

@@ -1,4 +1,4 @@
-// What Python tells the kernels of a model: plain structures, the same for all instruction sets (library.py has their twins).
+// What Python tells the kernels of a model: plain structures, the same for all instruction sets (kernels/blocks.py has their twins).
 #pragma once
 #include <cstdint>
 
@@ -25,41 +25,55 @@ struct MdiMatrix {
 struct MdiNorm {
   const float* weight;  // null: no norm
   const float* bias;    // or null
+  int32_t type, unit_offset;  // unit_offset: it multiplies by 1 + weight
+  float eps;
+  int32_t reserved;
 };
 
 // One gated or plain MLP: act(fc_1 x) * (fc_2 x), or act(fc_1 x) where fc_2 is missing; then proj.
 struct MdiMlp {
   MdiMatrix fc_1, fc_2, proj;
+  int32_t activation;
+  float limit;  // of kClampedGlu
 };
 
-struct MdiBlock {
-  MdiNorm norm_1, post_attention_norm, norm_2, post_mlp_norm, norm_q, norm_k;
-  MdiMatrix qkv, attention_proj;
-  MdiMlp mlp;              // also the shared expert, where there are experts
-  MdiMatrix router;        // float32; null without experts
-  const float* router_correction;  // n_expert floats: the router is one of sigmoids; null: of a softmax
-  const MdiMlp* experts;   // n_expert of them
-  const float* sinks;      // n_head scores of a key without a value, which a softmax over keys also counts; or null
-  int32_t n_expert;
-  int32_t window;          // positions that a row sees, itself included; 0 is all
-  int32_t cache_class;     // which of the tables of a sequence
-  int32_t cache_layer;     // number of the block within its class
-  int32_t rope_table;      // which of the tables of positions
+// Heads of queries in groups, each of which shares keys and values.
+struct MdiAttention {
+  MdiNorm norm_q, norm_k;
+  MdiMatrix qkv, proj;
+  const float* sinks;         // n_head scores of a key without a value, which a softmax over keys also counts; or null
+  const float *cos, *sin;     // (max_length, rope_n_elem)
+  const float* score_bias;    // (n_head, score_bias_floats): added to the scores of the keys at each position (ALiBi); or null
+  int64_t score_bias_floats;  // of one head: whole pages of positions
+  int32_t n_head, n_groups, head_size;
+  int32_t queries_per_group;  // that share keys and values, on all nodes together
+  int32_t first_head;         // place of the first head in its group, of which another node may have some
+  int32_t norms_over_all;     // norms of queries and keys go over all heads together (OLMo 2)
+  int32_t rope_n_elem, rope_interleaved;
+  int32_t window;             // positions that a row sees, itself included; 0 is all
+  int32_t cache_type;
+  int32_t cache_class;        // which of the tables of a sequence
+  int32_t cache_layer;        // number of the block within its class
+  float scale, softcap;       // softcap 0: none
+};
+
+struct MdiExperts {
+  MdiMatrix router;         // float32; null without experts
+  const float* correction;  // n floats: the router is one of sigmoids; null: of a softmax
+  const MdiMlp* experts;    // n of them
+  int32_t n, n_used;
+  float scale;
   int32_t reserved;
 };
 
-struct MdiModel {
-  int32_t n_embd, n_head, n_groups, head_size;
-  int32_t rope_n_elem, rope_interleave;
-  int32_t norm_type, unit_offset;  // unit_offset: norms multiply by 1 + weight
-  int32_t parallel_residual, shared_attention_norm;
-  int32_t qk_norm_all_heads;       // norms of q and k go over all heads together (OLMo 2)
-  int32_t activation, n_expert_per_token, cache_type;
-  int32_t heads_per_group;         // queries that share keys and values, on all nodes together
-  int32_t first_head;              // place of the first head in its group, of which another node may have some
-  int32_t norm_after_residual;     // norms follow the sums of attention and MLP with what they read
-  float norm_eps, scale, softcap, expert_scale;  // softcap 0: none
-  float glu_limit;                               // of kClampedGlu
+enum MdiResidual { kSequential = 0, kParallel = 1, kBehind = 2 };  // kBehind: norms follow the sums of both with what they read
+
+struct MdiBlock {
+  MdiNorm norm_1, post_attention_norm, norm_2, post_mlp_norm;
+  MdiAttention attention;
+  MdiMlp mlp;  // also the shared expert, where there are experts
+  MdiExperts experts;
+  int32_t residual, norm_is_shared;  // norm_is_shared: the MLP reads what norm_1 gives, too
 };
 
 // Layers of a block to whose results an adapter may add something.
@@ -76,14 +90,8 @@ struct MdiLowRank {
 
 // A run of blocks.
 struct MdiStage {
-  const MdiModel* model;
   const MdiBlock* blocks;
-  const float* cos;  // per table (max_length, rope_n_elem), one table after the other
-  const float* sin;
-  int64_t rope_table_floats;  // of one table
-  const float* score_bias;    // (n_head, score_bias_floats): added to the scores of the keys at each position (ALiBi); may be null
-  int64_t score_bias_floats;  // of one head: whole pages of positions
-  int32_t n_blocks, n_classes;
+  int32_t n_blocks, n_classes, n_embd, reserved;
   int64_t* n_finished;  // counts the blocks that `forward` has finished, for other threads; may be null
   const MdiLowRank* low_rank;        // of all blocks, one after the other; null: there are no adapters
   const int32_t* low_rank_of_block;  // those of block b are [low_rank_of_block[b], low_rank_of_block[b + 1])

@@ -13,15 +13,15 @@ inline float sum_of(const float* x, int n, Term term) {  // over whole vectors f
   return sum(total);
 }
 
-inline void normalize(const MdiModel& model, const MdiNorm& norm, const float* x, int n, float* y) {
+inline void normalize(const MdiNorm& norm, const float* x, int n, float* y) {
   float mean = 0;
-  if (model.norm_type == kLayerNorm) mean = sum_of(x, n, [](F a) { return a; }) / (float)n;
+  if (norm.type == kLayerNorm) mean = sum_of(x, n, [](F a) { return a; }) / (float)n;
   F shift = splat(mean);
   float square = sum_of(x, n, [shift](F a) { F d = sub(a, shift); return mul(d, d); }) / (float)n;
-  F factor = splat(1.0f / __builtin_sqrtf(square + model.norm_eps));
+  F factor = splat(1.0f / __builtin_sqrtf(square + norm.eps));
   for (int i = 0; i < n; i += 16) {
     F gain = load_part(norm.weight + i, n - i);
-    if (model.unit_offset) gain = add(gain, splat(1.0f));
+    if (norm.unit_offset) gain = add(gain, splat(1.0f));
     F value = mul(mul(sub(load_part(x + i, n - i), shift), factor), gain);
     if (norm.bias) value = add(value, load_part(norm.bias + i, n - i));
     store_part(y + i, value, n - i);

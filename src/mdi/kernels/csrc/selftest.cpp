@@ -20,7 +20,7 @@ void* mdi_context_new(int n_threads, int spins);
 void mdi_context_delete(void* context);
 int mdi_forward(void* context, const MdiStage* stage, const MdiFrame* frame);
 int mdi_half(void* context, const MdiStage* stage, int block, int half, const MdiFrame* frame, float* y);
-int mdi_linear(void* context, const MdiModel*, const MdiNorm*, const MdiMatrix*, const float* x, int n, float* y);
+int mdi_linear(void* context, const MdiNorm*, const MdiMatrix*, float softcap, const float* x, int n, float* y);
 void mdi_function(int which, const float* x, int64_t n, float* y);
 void mdi_pack_int4(const float* rows, int n_panels, int width, const float* factors, int n_factors, uint8_t* to);
 }
@@ -150,26 +150,24 @@ static void try_linear(const char* set, int format, int n_out, int n_in) {
   Random random(2);
   Weight w(random, format, n_out, n_in, true);
   Floats gain = random.numbers(n_in, 0.5f, 1.0f);
-  MdiModel model{};
-  model.norm_eps = 1e-5f;
-  MdiNorm none{}, norm{gain.data(), nullptr};
+  MdiNorm none{}, norm{gain.data(), nullptr, kRmsNorm, 0, 1e-5f, 0};
   Context one(1), three(3);
   constexpr int kRows = 13;
   Floats rows = random.numbers((size_t)kRows * n_in), alone((size_t)kRows * n_out);
   rows[7] = 60.0f;  // one that is far larger than the rest of its group
   for (int m = 0; m < kRows; m++)
-    require(!mdi_linear(one.handle, &model, &norm, &w.matrix, &rows[(size_t)m * n_in], 1, &alone[(size_t)m * n_out]), "memory");
+    require(!mdi_linear(one.handle, &norm, &w.matrix, 0, &rows[(size_t)m * n_in], 1, &alone[(size_t)m * n_out]), "memory");
   std::string name = std::string("linear-") + kFormats[format] + "-" + std::to_string(n_out) + "x" + std::to_string(n_in);
   for (int n : {2, 3, 4, 5, 6, 8, kRows}) {
     Floats y((size_t)n * n_out);
     void* context = n % 2 ? three.handle : one.handle;
-    require(!mdi_linear(context, &model, &norm, &w.matrix, rows.data(), n, y.data()), "memory");
+    require(!mdi_linear(context, &norm, &w.matrix, 0, rows.data(), n, y.data()), "memory");
     require(!std::memcmp(y.data(), alone.data(), y.size() * sizeof(float)), name + " depends on company or threads");
   }
   print(set, name, alone);
   Floats y((size_t)kRows * n_out);
-  model.softcap = 3.0f;
-  require(!mdi_linear(three.handle, &model, &none, &w.matrix, rows.data(), kRows, y.data()), "memory");
+  constexpr float kCap = 3.0f;
+  require(!mdi_linear(three.handle, &none, &w.matrix, kCap, rows.data(), kRows, y.data()), "memory");
   print(set, name + "-capped", y);
   for (float bad : kNotFinite)
     for (int place : {0, 7, 31, 63, n_in - 1}) {
@@ -177,7 +175,7 @@ static void try_linear(const char* set, int format, int n_out, int n_in) {
       damaged[(size_t)5 * n_in + place] = bad;
       for (int n : {1, 7, kRows}) {  // row 5 alone, in a tile, and for a matrix unit
         const float* x = n == 1 ? &damaged[(size_t)5 * n_in] : damaged.data();
-        require(!mdi_linear(three.handle, &model, &none, &w.matrix, x, n, z.data()), "memory");
+        require(!mdi_linear(three.handle, &none, &w.matrix, kCap, x, n, z.data()), "memory");
         size_t before = n == 1 ? 0 : (size_t)5 * n_out, end = before + n_out, all = (size_t)n * n_out;
         require(all_finite(&z[before], n_out, false), name + " hides a number that is not finite");
         require(n == 1 || (!std::memcmp(z.data(), y.data(), before * sizeof(float)) &&
@@ -192,7 +190,6 @@ static void try_extremes(const char* set) {
   constexpr int kIn = 256, kOut = 16, kRows = 13;
   struct Extreme { int format; uint8_t byte; float value; };  // of int8 with an offset of 128, of int4 with one of 8
   Context context(1);
-  MdiModel model{};
   MdiNorm none{};
   for (Extreme e : {Extreme{kInt8, 255, 127}, Extreme{kInt8, 1, -127}, Extreme{kInt4, 0xff, 7}, Extreme{kInt4, 0x00, -8},
                     Extreme{kMxfp4, 0x77, 6}, Extreme{kMxfp4, 0xff, -6}}) {
@@ -208,7 +205,7 @@ static void try_extremes(const char* set) {
     MdiMatrix w = {data, nullptr, e.format, kOut, kIn, 0};
     for (float sign : {1.0f, -1.0f}) {
       Floats x((size_t)kRows * kIn, sign), y((size_t)kRows * kOut);
-      require(!mdi_linear(context.handle, &model, &none, &w, x.data(), kRows, y.data()), "memory");
+      require(!mdi_linear(context.handle, &none, &w, 0, x.data(), kRows, y.data()), "memory");
       for (float a : y)
         require(std::fabs(a / (sign * e.value * kIn) - 1) < 1e-5f, std::string(set) + ": sums of " + kFormats[e.format] + " overflow");
     }
@@ -232,35 +229,35 @@ struct Stage {
   std::vector<Weight*> weights;
   std::vector<Floats*> floats;
   std::vector<MdiMlp> experts;
-  MdiModel model{};
   MdiBlock block{};
   MdiStage stage{};
   Floats cos, sin;
+  int32_t norm_type = kRmsNorm, unit_offset = 0;
 
   explicit Stage(const Shape& s) {
-    model.n_embd = 72, model.n_head = 4, model.n_groups = 2, model.head_size = 20, model.heads_per_group = 2;
-    model.rope_n_elem = s.interleaved ? 12 : 20, model.rope_interleave = s.interleaved;
-    model.norm_type = s.layer_norm ? kLayerNorm : kRmsNorm, model.unit_offset = s.window;
-    model.parallel_residual = s.parallel, model.shared_attention_norm = s.parallel;
-    model.activation = s.layer_norm ? kGelu : s.window ? kGeluTanh : kSilu;
-    model.cache_type = s.cache_type, model.norm_eps = 1e-5f, model.scale = 0.22f, model.softcap = s.window ? 20.0f : 0.0f;
-    model.n_expert_per_token = 2, model.expert_scale = 1.0f;
+    MdiAttention& attention = block.attention;
+    attention.n_head = 4, attention.n_groups = 2, attention.head_size = 20, attention.queries_per_group = 2;
+    attention.rope_n_elem = s.interleaved ? 12 : 20, attention.rope_interleaved = s.interleaved;
+    attention.cache_type = s.cache_type, attention.scale = 0.22f, attention.softcap = s.window ? 20.0f : 0.0f;
+    block.residual = s.parallel ? kParallel : kSequential, block.norm_is_shared = s.parallel;
+    norm_type = s.layer_norm ? kLayerNorm : kRmsNorm, unit_offset = s.window;
     block.norm_1 = norm(72, s.layer_norm), block.norm_2 = norm(72, s.layer_norm);
     if (s.window) block.post_attention_norm = norm(72, false), block.post_mlp_norm = norm(72, false);
-    if (s.interleaved) block.norm_q = norm(20, false), block.norm_k = norm(20, false);
-    block.qkv = matrix(s, (4 + 2 * 2) * 20, 72), block.attention_proj = matrix(s, 72, 80);
+    if (s.interleaved) attention.norm_q = norm(20, false), attention.norm_k = norm(20, false);
+    attention.qkv = matrix(s, (4 + 2 * 2) * 20, 72), attention.proj = matrix(s, 72, 80);
     block.mlp = mlp(s);
-    block.window = s.window ? 21 : 0;
+    attention.window = s.window ? 21 : 0;
     if (s.experts) {
       for (int e = 0; e < 5; e++) experts.push_back(mlp(s));
       weights.push_back(new Weight(random, kFloat32, 5, 72));
-      block.router = weights.back()->matrix, block.experts = experts.data(), block.n_expert = 5;
+      block.experts = {weights.back()->matrix, nullptr, experts.data(), 5, 2, 1.0f, 0};
     }
-    for (int i = 0; i < kLength * model.rope_n_elem; i++) {
+    for (int i = 0; i < kLength * attention.rope_n_elem; i++) {
       float a = random.number();
       cos.push_back(a), sin.push_back(1.0f - a * a);
     }
-    stage = {&model, &block, cos.data(), sin.data(), (int64_t)cos.size(), nullptr, 0, 1, 1, nullptr};
+    attention.cos = cos.data(), attention.sin = sin.data();
+    stage.blocks = &block, stage.n_blocks = 1, stage.n_classes = 1, stage.n_embd = 72;
   }
   ~Stage() {
     for (Weight* w : weights) delete w;
@@ -272,14 +269,14 @@ struct Stage {
     floats.push_back(new Floats(random.numbers(n, 0.5f, 1.0f)));
     const float* weight = floats.back()->data();
     if (with_bias) floats.push_back(new Floats(random.numbers(n)));
-    return {weight, with_bias ? floats.back()->data() : nullptr};
+    return {weight, with_bias ? floats.back()->data() : nullptr, norm_type, unit_offset, 1e-5f, 0};
   }
   MdiMatrix matrix(const Shape& s, int n_out, int n_in) {
     weights.push_back(new Weight(random, s.format, n_out, n_in, s.layer_norm));
     return weights.back()->matrix;
   }
   MdiMlp mlp(const Shape& s) {
-    MdiMlp m{matrix(s, 150, 72), {}, matrix(s, 72, 150)};
+    MdiMlp m{matrix(s, 150, 72), {}, matrix(s, 72, 150), s.layer_norm ? kGelu : s.window ? kGeluTanh : kSilu, 0};
     if (!s.layer_norm) m.fc_2 = matrix(s, 150, 72);
     return m;
   }
@@ -288,7 +285,7 @@ struct Stage {
   // brought into one number of row kBadRow of the first one, unless it is zero.
   Floats run(const Context& context, const std::vector<int>& pieces, float bad = 0) {
     int n_pages = (kLength + kPage - 1) / kPage, items[] = {4, 2, 2, 1};
-    int64_t slot = (int64_t)(20 + 32) * kPage * items[model.cache_type] + (model.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
+    int64_t slot = (int64_t)(20 + 32) * kPage * items[block.attention.cache_type] + (block.attention.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
     int64_t page_bytes = 2 * ((slot + 63) / 64 * 64);
     uint8_t* pool = (uint8_t*)std::aligned_alloc(64, 2 * n_pages * page_bytes);
     std::memset(pool, 0xff, 2 * n_pages * page_bytes);  // numbers that would show
@@ -324,7 +321,7 @@ static void try_block(const char* set, const Shape& shape) {
   print(set, name, whole);
   for (float bad : kNotFinite) {
     Floats damaged = stage.run(three, {35, 25, 1}, bad);
-    size_t first = (size_t)kBadRow * 72, end = 72 * (size_t)(stage.block.window ? kBadRow + stage.block.window : kLength);
+    size_t first = (size_t)kBadRow * 72, end = 72 * (size_t)(stage.block.attention.window ? kBadRow + stage.block.attention.window : kLength);
     require(all_finite(&damaged[first], end - first, false), name + " hides a number that is not finite");
     require(!std::memcmp(damaged.data(), whole.data(), first * sizeof(float)) &&
                 !std::memcmp(&damaged[end], &whole[end], (whole.size() - end) * sizeof(float)),

@@ -30,7 +30,7 @@ struct Scratch {
 class Runner {
  public:
   Runner(const MdiStage& stage, const MdiFrame& frame, Team& team, Scratch& scratch)
-      : stage_(stage), model_(*stage.model), frame_(frame), team_(team), scratch_(scratch), n_(frame.n_rows) {}
+      : stage_(stage), frame_(frame), team_(team), scratch_(scratch), n_(frame.n_rows) {}
 
   void forward() {
     for (int b = 0; b < stage_.n_blocks; b++) {
@@ -43,17 +43,18 @@ class Runner {
   // attention adds is kept until the MLP has read them.
   void step(int b, int half) {
     const MdiBlock& block = stage_.blocks[b];
-    size_t n_floats = (size_t)n_ * model_.n_embd;
+    size_t n_floats = (size_t)n_ * stage_.n_embd;
+    bool parallel = block.residual == kParallel;
     float* y = scratch_.result.of(2 * n_floats);
     if (half == 0) {
       attention_half(block, frame_.rows, y);
-      if (!model_.parallel_residual) add_normed(block.post_attention_norm, y);
+      if (!parallel) add_normed(block, block.post_attention_norm, y);
       return;
     }
-    float* z = model_.parallel_residual ? y + n_floats : y;
+    float* z = parallel ? y + n_floats : y;
     mlp_half(block, frame_.rows, z);
-    if (model_.parallel_residual) add_normed(block.post_attention_norm, y);
-    add_normed(block.post_mlp_norm, z);
+    if (parallel) add_normed(block, block.post_attention_norm, y);
+    add_normed(block, block.post_mlp_norm, z);
   }
 
   // The phases [at, stop) of blocks of which this node has a share: six for each, the order is kPhases. Where one sum does for
@@ -61,14 +62,14 @@ class Runner {
   void run_phases(float* y, float* z, MdiMesh* mesh, int32_t& at, int stop) {
     for (; at < stop; at++) {
       int b = at / kPhasesEach, which = at % kPhasesEach;
-      if (!phase(b, kPhases[model_.parallel_residual != 0][which], y, z, mesh)) return;
+      if (!phase(b, kPhases[stage_.blocks[b].residual == kParallel][which], y, z, mesh)) return;
       if (auto* n = stage_.n_finished; n && which == kPhasesEach - 1) __atomic_fetch_add(n, 1, __ATOMIC_RELAXED);
     }
   }
 
   // x (n, n_embd) -> y: what attention makes of the normed rows, before the norm that may follow it.
   void attention_half(const MdiBlock& block, const float* x, float* y) {
-    float* heads = scratch_.heads.of((size_t)n_ * block.qkv.n_out);
+    float* heads = scratch_.heads.of((size_t)n_ * block.attention.qkv.n_out);
     project(block, x, heads);
     attend_heads(block, heads, y);
   }
@@ -76,37 +77,38 @@ class Runner {
   // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions.
   void project(const MdiBlock& block, const float* x, float* heads) {
     const float* normed = normalized(block.norm_1, x);
-    multiply(block.qkv, normed, n_, heads);
-    adapt(block, kQkv, normed, heads, block.qkv.n_out);
+    multiply(block.attention.qkv, normed, n_, heads);
+    adapt(block, kQkv, normed, heads, block.attention.qkv.n_out);
   }
 
   // heads as `project` gives them, changed in place -> y (n, n_embd).
   void attend_heads(const MdiBlock& block, float* heads, float* y) {
-    int width = (model_.n_head + 2 * model_.n_groups) * model_.head_size, wide = model_.n_head * model_.head_size;
-    prepare_heads(block, heads, width);
+    const MdiAttention& of = block.attention;
+    int width = (of.n_head + 2 * of.n_groups) * of.head_size, wide = of.n_head * of.head_size;
+    prepare_heads(of, heads, width);
     float* attended = scratch_.attended.of((size_t)n_ * wide);
-    attend_slices(block, heads, width, attended, wide);
-    multiply(block.attention_proj, attended, n_, y);
-    adapt(block, kAttentionProj, attended, y, model_.n_embd);
+    attend_slices(of, heads, width, attended, wide);
+    multiply(of.proj, attended, n_, y);
+    adapt(block, kAttentionProj, attended, y, stage_.n_embd);
   }
 
   // x (n, n_embd) -> y: what the MLP, or the chosen experts, make of the normed rows.
   void mlp_half(const MdiBlock& block, const float* x, float* y) {
-    const float* normed = normalized(model_.shared_attention_norm ? block.norm_1 : block.norm_2, x);
-    if (!block.n_expert) return mlp(block.mlp, normed, n_, y, &block);
+    const float* normed = normalized(block.norm_is_shared ? block.norm_1 : block.norm_2, x);
+    if (!block.experts.n) return mlp(block.mlp, normed, n_, y, &block);
     experts(block, normed, y);
   }
 
   // rows += norm(y), or rows = norm(rows + y); rows is the frame's.
-  void add_normed(const MdiNorm& norm, float* y) {
-    int width = model_.n_embd;
+  void add_normed(const MdiBlock& block, const MdiNorm& norm, float* y) {
+    int width = stage_.n_embd;
     team_.run_rows(n_, [&](int m, int) {
       float* row = y + (int64_t)m * width;
-      bool after = model_.norm_after_residual;
-      if (norm.weight && !after) normalize(model_, norm, row, width, row);
+      bool after = block.residual == kBehind;
+      if (norm.weight && !after) normalize(norm, row, width, row);
       float* to = frame_.rows + (int64_t)m * width;
       for (int i = 0; i < width; i++) to[i] = row[i] + to[i];
-      if (norm.weight && after) normalize(model_, norm, to, width, to);
+      if (norm.weight && after) normalize(norm, to, width, to);
     });
   }
 
@@ -123,12 +125,13 @@ class Runner {
   // False if a sum is due that `mesh` cannot do.
   bool phase(int b, Phase what, float* y, float* z, MdiMesh* mesh) {
     const MdiBlock& block = stage_.blocks[b];
-    int64_t n_floats = (int64_t)n_ * model_.n_embd;
-    bool is_one_sum = model_.parallel_residual && !block.post_attention_norm.weight && !block.post_mlp_norm.weight;
-    const uint8_t* next_block = b + 1 < stage_.n_blocks ? stage_.blocks[b + 1].qkv.data : nullptr;
+    int64_t n_floats = (int64_t)n_ * stage_.n_embd;
+    bool parallel = block.residual == kParallel;
+    bool is_one_sum = parallel && !block.post_attention_norm.weight && !block.post_mlp_norm.weight;
+    const uint8_t* next_block = b + 1 < stage_.n_blocks ? stage_.blocks[b + 1].attention.qkv.data : nullptr;
     switch (what) {
       case kAttentionShare:
-        if (model_.n_head) attention_half(block, frame_.rows, y);
+        if (block.attention.n_head) attention_half(block, frame_.rows, y);
         else std::memset(y, 0, sizeof(float) * (size_t)n_floats);
         return true;
       case kMlpShare:
@@ -138,21 +141,21 @@ class Runner {
           for (int64_t i = 0; i < n_floats; i++) y[i] += z[i];
         return true;
       case kSumAttention:
-        return mesh && exchange(*mesh, y, n_floats, model_.parallel_residual ? next_block : block.mlp.fc_1.data);
+        return mesh && exchange(*mesh, y, n_floats, parallel ? next_block : block.mlp.fc_1.data);
       case kAddAttention:
-        add_normed(block.post_attention_norm, y);
+        add_normed(block, block.post_attention_norm, y);
         return true;
       case kSumMlp:
         return is_one_sum || (mesh && exchange(*mesh, z, n_floats, next_block));
       default:
-        if (!is_one_sum) add_normed(block.post_mlp_norm, z);
+        if (!is_one_sum) add_normed(block, block.post_mlp_norm, z);
         return true;
     }
   }
 
   // Whether this node has columns of the MLP, or of the experts.
   static bool has_mlp(const MdiBlock& block) {
-    return block.mlp.fc_1.n_out > 0 || (block.n_expert && block.experts[0].fc_1.n_out > 0);
+    return block.mlp.fc_1.n_out > 0 || (block.experts.n && block.experts.experts[0].fc_1.n_out > 0);
   }
 
   Rows prepared(const MdiMatrix& w, const float* x, int n) {
@@ -225,92 +228,89 @@ class Runner {
 
   const float* normalized(const MdiNorm& norm, const float* x) {
     if (!norm.weight) return x;
-    int width = model_.n_embd;
+    int width = stage_.n_embd;
     float* y = scratch_.normed.of((size_t)n_ * width);
-    team_.run_rows(n_, [&](int m, int) { normalize(model_, norm, x + (int64_t)m * width, width, y + (int64_t)m * width); });
+    team_.run_rows(n_, [&](int m, int) { normalize(norm, x + (int64_t)m * width, width, y + (int64_t)m * width); });
     return y;
   }
 
   // Norms and positions of queries and keys; keys and values go to their pages.
-  void prepare_heads(const MdiBlock& block, float* heads, int width) {
-    int size = model_.head_size, n_head = model_.n_head, n_groups = model_.n_groups;
-    const float* cos = stage_.cos + block.rope_table * stage_.rope_table_floats;
-    const float* sin = stage_.sin + block.rope_table * stage_.rope_table_floats;
+  void prepare_heads(const MdiAttention& of, float* heads, int width) {
+    int size = of.head_size, n_head = of.n_head, n_groups = of.n_groups;
     int row0 = 0;
     for (int s = 0; s < frame_.n_slices; row0 += frame_.slices[s].n_rows, s++) {
       const MdiSlice& slice = frame_.slices[s];
       team_.run_rows(slice.n_rows, [&](int r, int) {
         float* row = heads + (int64_t)(row0 + r) * width;
         int position = slice.start + r;
-        if (block.norm_q.weight && model_.qk_norm_all_heads) {
-          normalize(model_, block.norm_q, row, n_head * size, row);
-          normalize(model_, block.norm_k, row + n_head * size, n_groups * size, row + n_head * size);
+        if (of.norm_q.weight && of.norms_over_all) {
+          normalize(of.norm_q, row, n_head * size, row);
+          normalize(of.norm_k, row + n_head * size, n_groups * size, row + n_head * size);
         }
         for (int h = 0; h < n_head + n_groups; h++) {
           float* head = row + h * size;
-          const MdiNorm& norm = h < n_head ? block.norm_q : block.norm_k;
-          if (norm.weight && !model_.qk_norm_all_heads) normalize(model_, norm, head, size, head);
-          int64_t at = (int64_t)position * model_.rope_n_elem;
-          rotate(head, cos + at, sin + at, model_.rope_n_elem, model_.rope_interleave);
+          const MdiNorm& norm = h < n_head ? of.norm_q : of.norm_k;
+          if (norm.weight && !of.norms_over_all) normalize(norm, head, size, head);
+          int64_t at = (int64_t)position * of.rope_n_elem;
+          rotate(head, of.cos + at, of.sin + at, of.rope_n_elem, of.rope_interleaved);
         }
         for (int g = 0; g < n_groups; g++)
-          append(model_, page_of(block, slice, position / kPage, g), position % kPage, row + (n_head + g) * size,
+          append(of, page_of(of, slice, position / kPage, g), position % kPage, row + (n_head + g) * size,
                  row + (n_head + n_groups + g) * size);
       });
     }
   }
 
-  PageView page_of(const MdiBlock& block, const MdiSlice& slice, int page, int group) const {
-    int c = block.cache_class;
+  PageView page_of(const MdiAttention& of, const MdiSlice& slice, int page, int group) const {
+    int c = of.cache_class;
     int64_t at = (&slice - frame_.slices) * stage_.n_classes + c;
     int64_t number = frame_.pages[at][page - frame_.first[at]];
-    return view(model_, frame_.pool[c] + number * frame_.page_bytes[c], block.cache_layer, group);
+    return view(of, frame_.pool[c] + number * frame_.page_bytes[c], of.cache_layer, group);
   }
 
-  void attend_slices(const MdiBlock& block, const float* heads, int width, float* attended, int wide) {
-    int row0 = 0;
+  void attend_slices(const MdiAttention& of, const float* heads, int width, float* attended, int wide) {
+    int row0 = 0, n_groups = of.n_groups;
     for (int s = 0; s < frame_.n_slices;) {
       // Slices of one row each, side by side, are the tasks of one round; a longer one is cut into blocks of rows.
       int end = s;
       while (end < frame_.n_slices && frame_.slices[end].n_rows == 1) end++;
       if (end > s) {
-        int n_groups = model_.n_groups;
         team_.run((end - s) * n_groups, [&](int task, int thread) {
           const MdiSlice& slice = frame_.slices[s + task / n_groups];
-          attend_rows(block, slice, 0, 1, row0 + task / n_groups, task % n_groups, heads, width, attended, wide, thread);
+          attend_rows(of, slice, 0, 1, row0 + task / n_groups, task % n_groups, heads, width, attended, wide, thread);
         });
         row0 += end - s, s = end;
         continue;
       }
       const MdiSlice& slice = frame_.slices[s++];
       int n_blocks = (slice.n_rows + kRowBlock - 1) / kRowBlock;
-      team_.run(n_blocks * model_.n_groups, [&](int task, int thread) {
-        int first = task / model_.n_groups * kRowBlock;
+      team_.run(n_blocks * n_groups, [&](int task, int thread) {
+        int first = task / n_groups * kRowBlock;
         int n = slice.n_rows - first < kRowBlock ? slice.n_rows - first : kRowBlock;
-        attend_rows(block, slice, first, n, row0 + first, task % model_.n_groups, heads, width, attended, wide, thread);
+        attend_rows(of, slice, first, n, row0 + first, task % n_groups, heads, width, attended, wide, thread);
       });
       row0 += slice.n_rows;
     }
   }
 
   // Rows [first, first + n) of a slice, which are rows row0, ... of the frame, in one group of heads.
-  void attend_rows(const MdiBlock& block, const MdiSlice& slice, int first, int n, int row0, int group, const float* heads,
+  void attend_rows(const MdiAttention& of, const MdiSlice& slice, int first, int n, int row0, int group, const float* heads,
                    int width, float* attended, int wide, int thread) {
-    int size = model_.head_size, padded_size = padded(size, 16);
-    int first_head = group * model_.heads_per_group - model_.first_head, end = first_head + model_.heads_per_group;
+    int size = of.head_size, padded_size = padded(size, 16);
+    int first_head = group * of.queries_per_group - of.first_head, end = first_head + of.queries_per_group;
     if (first_head < 0) first_head = 0;
-    if (end > model_.n_head) end = model_.n_head;
+    if (end > of.n_head) end = of.n_head;
     int repeat = end - first_head, n_queries = n * repeat;
     Scratch::PerThread& own = scratch_.threads[thread];
-    const float** bias = stage_.score_bias ? own.bias.of((size_t)n_queries) : nullptr;
+    const float** bias = of.score_bias ? own.bias.of((size_t)n_queries) : nullptr;
     Queries queries{own.q.of((size_t)n_queries * size), own.position.of((size_t)n_queries), bias,
                     own.weights.of((size_t)n_queries * kPage), own.most.of((size_t)n_queries),
                     own.total.of((size_t)n_queries), own.result.of((size_t)n_queries * padded_size), n_queries};
     for (int i = 0; i < n_queries; i++) {
       own.position.data()[i] = slice.start + first + i / repeat;
-      queries.most[i] = block.sinks ? block.sinks[first_head + i % repeat] : -__builtin_inff();
-      queries.total[i] = block.sinks ? 1.0f : 0.0f;
-      if (bias) bias[i] = stage_.score_bias + (first_head + i % repeat) * stage_.score_bias_floats;
+      queries.most[i] = of.sinks ? of.sinks[first_head + i % repeat] : -__builtin_inff();
+      queries.total[i] = of.sinks ? 1.0f : 0.0f;
+      if (bias) bias[i] = of.score_bias + (first_head + i % repeat) * of.score_bias_floats;
     }
     for (int at = 0, k; at < n_queries; at += k) {
       k = together(at, n_queries);
@@ -319,12 +319,12 @@ class Runner {
         for (int d = 0; d < size; d++) own.q.data()[at * size + d * k + i] = head[d];
       }
     }
-    auto page_at = [&](int p) { return page_of(block, slice, p, group); };
-    switch (model_.cache_type) {
-      case kCacheFloat32: attend<kCacheFloat32>(model_, block.window, queries, page_at); break;
-      case kCacheBf16: attend<kCacheBf16>(model_, block.window, queries, page_at); break;
-      case kCacheFp16: attend<kCacheFp16>(model_, block.window, queries, page_at); break;
-      default: attend<kCacheInt8>(model_, block.window, queries, page_at);
+    auto page_at = [&](int p) { return page_of(of, slice, p, group); };
+    switch (of.cache_type) {
+      case kCacheFloat32: attend<kCacheFloat32>(of, of.window, queries, page_at); break;
+      case kCacheBf16: attend<kCacheBf16>(of, of.window, queries, page_at); break;
+      case kCacheFp16: attend<kCacheFp16>(of, of.window, queries, page_at); break;
+      default: attend<kCacheInt8>(of, of.window, queries, page_at);
     }
     for (int i = 0; i < n_queries; i++)
       std::memcpy(attended + (int64_t)(row0 + i / repeat) * wide + (first_head + i % repeat) * size,
@@ -349,12 +349,12 @@ class Runner {
     }
     if (adapted) adapt(*adapted, kFc1, x, gate, width);
     if (adapted && up) adapt(*adapted, kFc2, x, up, width);
-    int kind = model_.activation;
+    int kind = mlp.activation;
     team_.run_rows(n, [&](int m, int) {
       float* g = gate + (int64_t)m * width;
       for (int i = 0; i < width; i += 16) {
         F a = load_part(g + i, width - i), b = up ? load_part(up + (int64_t)m * width + i, width - i) : splat(1.0f);
-        if (kind == kClampedGlu) a = clamped_glu(a, b, splat(model_.glu_limit));
+        if (kind == kClampedGlu) a = clamped_glu(a, b, splat(mlp.limit));
         else a = up ? mul(activate(a, kind), b) : activate(a, kind);
         store_part(g + i, a, width - i);
       }
@@ -365,13 +365,14 @@ class Runner {
 
   // The best experts of each row, weighted by the router, added in the order of their numbers.
   void experts(const MdiBlock& block, const float* x, float* y) {
-    int width = model_.n_embd, n_expert = block.n_expert, k = model_.n_expert_per_token;
+    const MdiExperts& of = block.experts;
+    int width = stage_.n_embd, n_expert = of.n, k = of.n_used;
     float* scores = scratch_.router.of((size_t)n_ * n_expert);
-    multiply(block.router, x, n_, scores);
+    multiply(of.router, x, n_, scores);
     int32_t* choice = scratch_.choice.of((size_t)n_ * k);
     float* probability = scratch_.probability.of((size_t)n_ * k);
     for (int m = 0; m < n_; m++)
-      choose(block.router_correction, scores + (int64_t)m * n_expert, n_expert, k, choice + m * k, probability + m * k);
+      choose(of.correction, scores + (int64_t)m * n_expert, n_expert, k, choice + m * k, probability + m * k);
     if (block.mlp.fc_1.data) mlp(block.mlp, x, n_, y);
     float* sum = scratch_.expert.of((size_t)2 * n_ * width);
     float* out = sum + (size_t)n_ * width;
@@ -383,12 +384,12 @@ class Runner {
         for (int i = 0; i < k; i++)
           if (choice[m * k + i] == e) std::memcpy(chosen + (int64_t)n++ * width, x + (int64_t)m * width, sizeof(float) * (size_t)width);
       if (!n) continue;
-      mlp(block.experts[e], chosen, n, out);
+      mlp(of.experts[e], chosen, n, out);
       n = 0;
       for (int m = 0; m < n_; m++)
         for (int i = 0; i < k; i++)
           if (choice[m * k + i] == e) {
-            float p = probability[m * k + i] * model_.expert_scale;
+            float p = probability[m * k + i] * of.scale;
             const float* from = out + (int64_t)n++ * width;
             for (int j = 0; j < width; j++) sum[(int64_t)m * width + j] += p * from[j];
           }
@@ -433,7 +434,6 @@ class Runner {
   }
 
   const MdiStage& stage_;
-  const MdiModel& model_;
   const MdiFrame& frame_;
   Team& team_;
   Scratch& scratch_;

@@ -14,11 +14,13 @@ from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import BUSY_S, reach_node
-from mdi.errors import ControlError, MdiError, NodeLostError, RingError
+from mdi.errors import Code, ControlError, MdiError, NodeLostError, RingError
 from mdi.host.diagnosis import port_remedy
 from mdi.kernels import library
-from mdi.node.part_sending import STALL_S, Holders, PartSending, PartSource
+from mdi.run.part_sending import STALL_S, Holders, PartSending, PartSource
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import NodeConfig
+from mdi.spec.decode import decode
 from mdi.stages.store import CacheReport
 from mdi.units import duration, size
 
@@ -66,7 +68,6 @@ class SecondarySetup:
         self.error: MdiError | None = None
         self.ring_port: Any = None  # the node's status, once it has answered
         self.process = ""
-        self.arithmetic: str | None = None  # see `arithmetic_of`; None for a node that was known
         self.sent_rows: dict[int, int] | None = None
         self._progress: Progress | None = None  # of the weights that are being sent
         self._setup = threading.Thread(target=self._run, name=f"setup-{self.name}", daemon=True)
@@ -130,7 +131,6 @@ class SecondarySetup:
                 "warning: %s runs version %s of MDI-LLM, this machine version %s: they work together, but install "
                 "the same version on both", self.name, version, mdi.__version__,
             )  # fmt: skip
-        self.arithmetic = arithmetic_of(status)
         if (theirs := status.get("arithmetic")) != (ours := library.arithmetic()):
             logger.warning(
                 "warning: %s computes in %s arithmetic, this machine in %s: numbers agree up to rounding, so a text may "
@@ -153,7 +153,7 @@ class SecondarySetup:
             except ControlError as e:
                 if e.status is None:
                     raise self._lost(e) from None
-                if e.code != "busy" or time.monotonic() > deadline:
+                if not e.code.again or time.monotonic() > deadline:
                     raise
                 if not is_reported:
                     logger.info("%s; waiting up to %.0f s for its end", e, BUSY_S)
@@ -240,9 +240,14 @@ class SecondarySetup:
             raise
 
     @property
-    def numerics(self) -> str:
-        """See stages.store.HeldStage; "" before it is ready."""
-        return str(self._answer.get("numerics") or "")
+    def arithmetic(self) -> Arithmetic:
+        """Of the node's stage, once it is ready. Raises ControlError."""
+        try:
+            told, where = self._answer.get("stage_arithmetic"), f"{self._client.where}: stage_arithmetic"
+            return decode(Arithmetic, told, where, ControlError)
+        except ControlError as e:
+            self.error = e
+            raise
 
     @property
     def has_window(self) -> bool:
@@ -260,7 +265,7 @@ class SecondarySetup:
     def _checked(self, status: dict[str, Any]) -> dict[str, Any]:
         if status["state"] not in ("LOADING", "READY"):
             error = RingError(f"{self.name} could not get ready: {status.get('error') or status['state']}")
-            error.code = str(status.get("error_code") or RingError.code)
+            error.code = Code.of(status.get("error_code") or Code.RING)
             raise error
         return status
 
@@ -317,12 +322,6 @@ def _sent_rows(status: dict[str, Any]) -> dict[int, int]:
         return {int(seq_id): int(n) for seq_id, n in found.items()} if isinstance(found, dict) else {}
     except (TypeError, ValueError):
         return {}
-
-
-def arithmetic_of(status: Mapping[str, Any]) -> str:
-    """The kind of arithmetic that a node reports, or its device if that is none of the kernels'."""
-    device = str(status.get("device", "cpu"))
-    return str(status.get("arithmetic", "")) if device == "cpu" else device
 
 
 # How it goes on

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.store import COMING
-from mdi.control.client import PART_ANSWER_S, ControlClient
+from mdi.checkpoint.parts import from_offset
+from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
-from mdi.errors import ControlError, NodeLostError
-from mdi.net.keys import KeyFile
-from mdi.spec.cluster import NodeConfig
+from mdi.errors import Code, ControlError, NodeLostError
 
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 AGAIN_S = 0.2  # before a part that another node sends is tried again
-N_FORWARDS = 8  # at a time
-FORWARD_ANSWER_S = 60.0  # for a part that is sent to another node, for each piece, and to be stored there
 N_BROKEN = 3  # connections that break one after the other without a byte that arrives
 
 
@@ -68,7 +63,7 @@ class _Tries:
             if self._n_broken > N_BROKEN:
                 words = f"{self._name} was lost while {self._part.name} was sent to it: {error}"
                 raise NodeLostError(self._name, words) from None
-        elif error.code != COMING or time.monotonic() > self._deadline:
+        elif not error.code.again or time.monotonic() > self._deadline:
             raise error
 
 
@@ -105,7 +100,7 @@ class PartSending:
             try:
                 return self._forward(holder, part, have)
             except ControlError as e:
-                if (e.status, e.code) in ((404, "weights"), (409, "run")):
+                if (e.status, e.code) in ((404, Code.WEIGHTS), (409, Code.RUN)):
                     continue  # it does not have the part, or not any more, or has had no part in this run
                 logger.info("%s comes from this node: %s", part.name, e)
             self._cancel.check()
@@ -147,52 +142,3 @@ class PartSending:
         for piece in from_offset(self._weights.pieces(part.name), skip):
             self._cancel.check()
             yield piece
-
-
-class Forwards:
-    """Parts that a secondary sends to other nodes when a starter asks it to, a few at a time.
-
-    Each holds a thread of the ring port, and the other node may be a stranger that takes nothing and never answers.
-
-    Args:
-        name: of the node.
-        pieces: gives the bytes of a part that is here. ControlError if it is not.
-    """
-
-    def __init__(
-        self, name: str, pieces: Callable[[PartSpec], Iterator[bytes | memoryview]], keys: KeyFile | None
-    ) -> None:
-        self._name, self._pieces, self._keys = name, pieces, keys
-        self._places = threading.BoundedSemaphore(N_FORWARDS)
-
-    def send(self, request: ForwardRequest) -> None:
-        """Send the rest of a part. Raises ControlError: it is not here, others are being sent, or it is not taken in time."""
-        if not self._places.acquire(blocking=False):
-            raise ControlError(f"{self._name} sends {N_FORWARDS} parts to other nodes already", 409, code="busy")
-        try:
-            end = time.monotonic() + PART_ANSWER_S  # the starter does not wait any longer
-            pieces = until(end, from_offset(self._pieces(request.part), request.offset))
-            client = ControlClient(NodeConfig(request.node, request.addr, 0, request.port_in), self._keys)
-            client.send_part(request.part, request.run, request.offset, pieces, FORWARD_ANSWER_S)
-        finally:
-            self._places.release()
-
-
-def until(
-    end_s: float, pieces: Iterable[bytes | memoryview], clock: Callable[[], float] = time.monotonic
-) -> Iterator[bytes | memoryview]:
-    """The pieces. ControlError (504) if they have not been taken at a time."""
-    for piece in pieces:
-        if clock() > end_s:
-            raise ControlError("the other node takes the part too slowly", 504)
-        yield piece
-
-
-def from_offset(pieces: Iterable[bytes | memoryview], skip: int) -> Iterator[bytes | memoryview]:
-    """The chunks without their first `skip` bytes."""
-    for piece in pieces:
-        if skip >= len(piece):
-            skip -= len(piece)
-        else:
-            yield piece[skip:]
-            skip = 0
