@@ -1,5 +1,5 @@
-"""Every kind of cache against plain lists: whatever is appended, made final, cut, copied, freed, exported and filled, a sequence
-has what was written to it, and can be cut as far back as its kind says.
+"""Every kind of cache against plain lists: whatever is appended, made final, cut, copied, freed, exported and filled, a
+sequence has what was written to it, and can be cut as far back as its kind says.
 """
 
 from __future__ import annotations
