@@ -27,7 +27,7 @@ OnText = Callable[[str], None]
 Record = Callable[[int, list[int], str | None, bool], None]
 # The number of a text that a search has found beyond those that are wanted: it is neither shown nor recorded.
 UNREAD = -1
-TAKEN_BACK = "\n[a node gave wrong rows: the text is written again]\n"
+RETRACTED = "\n[a node gave wrong rows: the text is written again]\n"
 
 
 def _nothing() -> None: ...
@@ -137,7 +137,7 @@ class Sample:
             self.take(Event(-1, (), finish_reason, self._begin))
         return finish_reason is None
 
-    def take_back(self, n_kept: int) -> None:
+    def retract(self, n_kept: int) -> None:
         """All tokens but the first `n_kept` were wrong."""
         kept, times, shown = self.token_ids[:n_kept], self.token_times_s[:n_kept], self.text
         self._stream, self._is_stopped = self._streams(), False
@@ -147,7 +147,7 @@ class Sample:
         self.take(Event(-1, tuple(kept), None, self._begin))
         self.token_times_s, self._on_text = times, on_text
         if self.text != shown and on_text is not None:
-            on_text(TAKEN_BACK + self.text)
+            on_text(RETRACTED + self.text)
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)
@@ -196,7 +196,7 @@ class SampleReader:
                 self.record(sample.index, sample.token_ids[n_before:], sample.finish_reason, False)
 
     def _begin_again(self, sample: Sample, n_kept: int) -> None:
-        sample.take_back(n_kept)
+        sample.retract(n_kept)
         if self.record is not None and sample.index != UNREAD:
             self.record(sample.index, sample.token_ids, None, True)
         assert sample.request is not None
@@ -214,7 +214,7 @@ class SampleReader:
 
 
 class RunTexts:
-    """See the module. Made when the run is ready: times count from here.
+    """Made when the run is ready: times count from here.
 
     Attributes:
         samples: all submitted samples.
