@@ -22,18 +22,17 @@ from families import FAMILIES, config_of
 from gguf_files import gguf_families, write_gguf
 from mdi.checkpoint.adapters import adapted_rows
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.export import hf_config as exported_config
 from mdi.checkpoint.ggufsource import GgufSource
-from mdi.checkpoint.hfconfig import choose_config, derive_config
+from mdi.checkpoint.hfconfig import PUBLISHED, choose_config, derive_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.published import PUBLISHED
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
 from mdi.control.swarm import Announced, ModelFacts, weights_id
 from mdi.errors import MdiError
+from mdi.families.registry import written
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS
 from mdi.model.caches import CACHE_TYPES, cache_classes
 from mdi.model.plain import spec_of
@@ -233,7 +232,7 @@ def _id_of(config: ModelConfig) -> ModelId:
 def exported(config: ModelConfig) -> Json:
     """config.json of the model as it is exported."""
     try:
-        return untupled(exported_config(config))
+        return untupled(written(config)[1])
     except MdiError as e:
         return type(e).__name__
 
