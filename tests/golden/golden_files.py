@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from litgpt.config import Config
 
@@ -103,9 +102,7 @@ def fill(named: dict[str, torch.nn.Parameter]) -> None:
 
 def tuned(name: str, model: Path, *, is_filled: bool) -> TunedTensors:
     source = open_source(model)
-    made = new_tensors(
-        KINDS[name], CONFIG, 1, lambda part: source, lambda ids: np.zeros((len(ids), 8), dtype=np.float32)
-    )
+    made = new_tensors(KINDS[name], CONFIG, 1, lambda part: source)
     if is_filled:
         fill(made.named)
     return made
