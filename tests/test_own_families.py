@@ -23,7 +23,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import AdapterName, AdapterSource, adapted_rows
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.export import export_hf, hf_config
+from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.hffolder import HfFolder
@@ -41,6 +41,7 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import CheckpointError
+from mdi.families.registry import written
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
@@ -675,7 +676,7 @@ def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:
         assert np.array_equal(again.array(name), source.array(name)), name
     for change in ({"router_bias": False}, {"rope_interleave": True}, {"embedding_norm": True}):
         with pytest.raises(CheckpointError, match=next(iter(change))):
-            hf_config(replace(source.config, **change))
+            written(replace(source.config, **change))
 
 
 def test_falcons_positions_are_rounded_to_bfloat16() -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from mdi.checkpoint.adapters import BASE_KEY, CONFIG_FILE, WEIGHTS_FILE, AdaptedRows, adapted_rows, norm_gain
-from mdi.checkpoint.export import transformers_type
 from mdi.checkpoint.packing import norm_before
 from mdi.checkpoint.parts import serialize
 from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec
@@ -27,6 +26,8 @@ from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, row_widths, wh
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.families.names import Names
+from mdi.families.registry import family_of
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
 from mdi.spec.decode import Meta, decode_text
@@ -142,27 +143,22 @@ class TunedTensors(ABC):
         }  # fmt: skip
 
 
-# Modules of transformers' models, by our layers, where they are not those of Llama.
-_LLAMA = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "projection": "self_attn.o_proj",
-    "mlp": "mlp.gate_proj mlp.up_proj mlp.down_proj",
-}  # fmt: skip
-_NEOX = {"projection": "attention.dense", "mlp": "mlp.dense_h_to_4h mlp.dense_4h_to_h"} | dict.fromkeys(
-    ("query", "key", "value"), "attention.query_key_value"
-)
-_FALCON = {name: modules.replace("attention.", "self_attention.") for name, modules in _NEOX.items()}
-_MODULES = {
-    "gpt_neox": _NEOX, "falcon": _FALCON, "bloom": _FALCON,
-    "gpt2": {"projection": "attn.c_proj", "mlp": "mlp.c_fc mlp.c_proj"}
-    | dict.fromkeys(("query", "key", "value"), "attn.c_attn"),
-    "opt": {**_LLAMA, "projection": "self_attn.out_proj", "mlp": "fc1 fc2"},
-    "phi": {**_LLAMA, "projection": "self_attn.dense", "mlp": "mlp.fc1 mlp.fc2"},
-    "phi3": {"projection": "self_attn.o_proj", "mlp": "mlp.gate_up_proj mlp.down_proj"}
-    | dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
-}  # fmt: skip
-_PATHS = {"gpt_neox": "gpt_neox.layers", "opt": "model.decoder.layers"} | dict.fromkeys(
-    ("falcon", "bloom", "gpt2"), "transformer.h"
-)
+# Our layers by what --lora-targets calls them; of query, key and value, which one it is.
+_LAYERS: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "query": (("attn.qkv",), 0),
+    "key": (("attn.qkv",), 1),
+    "value": (("attn.qkv",), 2),
+    "projection": (("attn.proj",), None),
+    "mlp": (("mlp.fc_1", "mlp.fc_2", "mlp.fc", "mlp.proj"), None),
+}
+
+
+def _modules(names: Names, target: str) -> list[str]:
+    """Of transformers' model. Its own name if the family has no such module, which no block has."""
+    layers, part = _LAYERS[target]
+    found = [names.modules(layer) for layer in layers]
+    one = [modules if part is None or len(modules) == 1 else modules[part : part + 1] for modules in found]
+    return [module for modules in one for module in modules] or [target]
 
 
 class Lora(TunedTensors):
@@ -179,10 +175,10 @@ class Lora(TunedTensors):
         self, kind: TuningKind, config: ModelConfig, seed: int, gain: Callable[[str], np.ndarray | None]
     ) -> None:
         super().__init__(kind, config, seed)
-        family = transformers_type(self.config)
-        known, self._path = _MODULES.get(family, _LLAMA), _PATHS.get(family, "model.layers")
-        self._of_family = {module for modules in known.values() for module in modules.split()}
-        self._modules = list(dict.fromkeys(module for one in kind.targets for module in known[one].split()))
+        names = family_of(self.config).names(self.config)
+        self._path = f"{names.prefixes[0]}{names.blocks}"
+        self._of_family = {module for one in _LAYERS for module in _modules(names, one)}
+        self._modules = list(dict.fromkeys(module for one in kind.targets for module in _modules(names, one)))
         self._rows = {(i, module): self._rows_of(i, module) for i in self._blocks for module in self._modules}
         self._gains: dict[str, torch.Tensor] = {}
         for (i, _), rows in self._rows.items():

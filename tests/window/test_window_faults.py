@@ -130,7 +130,7 @@ def test_a_slow_disk_is_waited_for_with_a_word(
     expected = windowed(chunk, 0, 5, WindowOptions(50))
     wanted = run(expected, (3, 1))
     run(stage, (2,))
-    monkeypatch.setattr(unit_reader, "TOLD_S", 0.01)
+    monkeypatch.setattr(unit_reader, "LOG_WAIT_S", 0.01)
     reading(monkeypatch, late)
     logging.getLogger("mdi").addHandler(warning)
     try:

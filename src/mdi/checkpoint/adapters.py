@@ -33,7 +33,6 @@ import numpy as np
 
 from mdi.block_ranges import ADAPTER_PREFIX
 from mdi.checkpoint.chunks import PartFile
-from mdi.checkpoint.hffolder import BLOCK_MODULES, INTERLEAVED
 from mdi.checkpoint.packing import FOLDED_FORMATS, Packing, PartWeights, gain_offset, norm_before
 from mdi.checkpoint.parts import Part, part_of
 from mdi.checkpoint.records import HashRecord
@@ -43,6 +42,7 @@ from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, 
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.families.registry import places_of
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
 from mdi.model.plain import spec_of
@@ -128,13 +128,13 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
     found, n_rows, n_in = [], 0, 0
     for layer in LAYERS:
         shape = shapes.get(f"transformer.h.{block}.{layer}.weight")
-        for known in BLOCK_MODULES[layer] if shape is not None else ():
+        for known in places_of(config, layer) if shape is not None else ():
             assert shape is not None
-            if known == module:
-                found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), module in INTERLEAVED))
+            if known.modules == (module,):
+                found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), known.is_interleaved))
                 n_rows, n_in = n_rows + shape[0], shape[1]
-            elif isinstance(known, tuple) and module in known:
-                first, n = _of_heads(config, block)[known.index(module)]
+            elif module in known.modules:
+                first, n = _of_heads(config, block)[known.modules.index(module)]
                 found.append(AdaptedRows(layer, first, (0, n)))
                 n_rows, n_in = n, shape[1]
     return tuple(found), n_rows, n_in

@@ -108,13 +108,13 @@ class SwarmRequest(Arguments):
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reported:
     nodes: Annotated[tuple[Announced, ...], Meta(max_length=N_LIMIT)]
 
 
 def announcements_of(answer: Any, where: str) -> tuple[Announced, ...]:
     """The announcements in an answer. Raises ControlError."""
-    nodes = decode(_Told, answer, where, ControlError).nodes
+    nodes = decode(_Reported, answer, where, ControlError).nodes
     for one in nodes:
         _check(one)
     return nodes

@@ -35,7 +35,7 @@ logger = logging.getLogger("mdi")
 
 
 class NodeWeights:
-    """See the module, and mdi.stages.store.Supply.
+    """The `Supply` (mdi.stages.store) of a secondary.
 
     Args:
         name: of the node.

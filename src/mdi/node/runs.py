@@ -14,7 +14,7 @@ REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
 
 class Runs:
-    """See the module. All methods may be called from any thread.
+    """All methods may be called from any thread.
 
     Args:
         name: of the node.

@@ -76,7 +76,7 @@ logger = logging.getLogger("mdi")
 
 
 class SecondaryNode:
-    """See the module. `open` binds the ports, `run` works until `close` or a `PUT /stop` that ends the process.
+    """`open` binds the ports, `run` works until `close` or a `PUT /stop` that ends the process.
 
     Args:
         config: this node's entry of the nodes file.

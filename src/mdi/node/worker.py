@@ -88,7 +88,7 @@ class RingLease(Cancel):
 
 
 class RingWorker:
-    """See the module. It has a thread of its own from the request to the ring's end; the computing is RoundRobin's.
+    """Has a thread of its own from the request to the ring's end; the computing is RoundRobin's.
 
     Args:
         name, process: of the node, see Seat.

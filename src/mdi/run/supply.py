@@ -65,7 +65,6 @@ class StarterSupply:
 
     @contextlib.contextmanager
     def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
-        """See Supply.reading."""
         self._weights.verify([part.name for part in spec.parts], cancel)
         store, keep = BlockStore(self.cache_dir), set[str]()
         kept = KeptPacked(store)

@@ -214,9 +214,9 @@ class Latents(nn.Module):
 class Mlp(nn.Module):
     """An MLP that all rows go through, or one expert."""
 
-    fc: nn.Linear  # without a gate; with one: fc_1, which is the gate, and fc_2
-    fc_1: nn.Linear
-    fc_2: nn.Linear
+    fc: nn.Module
+    fc_1: nn.Module
+    fc_2: nn.Module
 
     def __init__(self, of: Dense, width: int) -> None:
         super().__init__()
