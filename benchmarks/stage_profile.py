@@ -84,7 +84,7 @@ class Profiled:
         caches = self.stage.caches
         for seq_id in range(1, n_sequences if position else 1):
             caches.extend(seq_id, 0, position)
-            for pool, source, table in zip(caches.pools, caches.tables(0), caches.tables(seq_id), strict=True):
+            for pool, source, table in zip(caches.pools, caches.entries(0), caches.entries(seq_id), strict=True):
                 assert isinstance(pool, Pool)
                 pool.memory[table.ids] = pool.memory[source.ids]
 

@@ -31,8 +31,8 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.extent import Extent
 from mdi.spec.options import SIDE_FILE, ParallelOptions, StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
 

@@ -33,7 +33,7 @@ def caches_of(config: ModelConfig, is_device: bool, dtype: torch.dtype = torch.f
         for c, pool in enumerate(caches.pools):
             slabs = DevicePages(pool.page_bytes, pool.capacity, dtype, CPU)
             slabs.slab_pages = 2
-            caches.pools[c] = slabs
+            caches.stores[c].pool = slabs
         for block in caches.blocks:
             block.pool = caches.pools[block.cache_class]
     return caches
@@ -65,7 +65,7 @@ def test_a_block_reads_what_was_written(
             block.write(caches.select(block.cache_class, ids, positions % PAGE), *new[layer, :n_halves])
         for other, text in texts.items():
             for layer, block in enumerate(caches.blocks):
-                table = caches.tables(other)[block.cache_class]
+                table = caches.entries(other)[block.cache_class]
                 pages = caches.select(block.cache_class, table.ids)
                 for half in range(n_halves):
                     found = block.gather(half, pages, memory)
@@ -89,7 +89,7 @@ def test_a_copied_sequence_writes_to_pages_of_its_own(is_device: bool) -> None:
     caches.rearrange((), [(0, 1)])
     write(1, 36, torch.zeros(2, 1, 2, 5))
     for seq_id, n in ((0, 40), (1, 36)):
-        found = block.gather(1, caches.select(0, caches.tables(seq_id)[0].ids), memory)
+        found = block.gather(1, caches.select(0, caches.entries(seq_id)[0].ids), memory)
         assert torch.equal(found[:n], kv[1, :n])
     assert not found[36].any()
 

@@ -52,9 +52,10 @@ from mdi.net.ring import LoopbackRing
 from mdi.run.run import Run
 from mdi.spec.model import ModelConfig, why_not_litgpt
 from mdi.spec.options import Requested
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, WindowOptions
+from mdi.stages.window_budget import RunMemory
 from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out

@@ -130,6 +130,18 @@ def test_windows_are_not_cut_beyond_what_they_kept() -> None:
     assert kept.find("a", ids[: 10 * PAGE - SLACK + 1]) == (1, 10 * PAGE - SLACK)
 
 
+def test_a_beginning_stays_where_the_longer_text_cannot_be_cut_to_it() -> None:
+    """As a system prompt's, of a model with windows; a text that goes on as the longer one did begins behind it."""
+    ids = tuple(range(10 * PAGE))
+    other = [*ids[: 5 * PAGE], 9999]
+    for window, gone, found in ((None, [1], (2, 5 * PAGE)), (PAGE, [], (1, 2 * PAGE))):
+        kept = Prefixes(memory_of(100, window), 1)
+        assert kept.add(Kept(1, "a", ids[: 2 * PAGE], (2,))) == []
+        assert kept.add(Kept(2, "a", ids, (10,))) == gone
+        assert kept.find("a", other) == found
+        assert kept.find("a", [*ids, 9999]) == (2, 10 * PAGE)
+
+
 class Wrong:
     """Guesses that are never drawn."""
 
@@ -143,10 +155,10 @@ class Wrong:
         assert not n_right
 
 
-@pytest.mark.parametrize(("has_guesses", "n_far"), [(False, 100), (True, 119)])
+@pytest.mark.parametrize(("has_guesses", "n_reached"), [(False, 100), (True, 119)])
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_what_is_kept_says_how_far_the_nodes_got_behind_its_tokens(
-    has_guesses: bool, n_far: int, is_copied: bool
+    has_guesses: bool, n_reached: int, is_copied: bool
 ) -> None:
     """Rows of a stop sequence, and of guesses that were wrong: the windows of the nodes have moved on for them."""
     memory = memory_of(1 << 20, window=2)
@@ -159,7 +171,7 @@ def test_what_is_kept_says_how_far_the_nodes_got_behind_its_tokens(
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.update(plan.number, {s.seq_id: [next(drawn)] for s in plan.slices if s.n_logits})
-    n = n_far - SLACK - (not is_copied)
+    n = n_reached - SLACK - (not is_copied)
     scheduler.submit(Sequence(2, (*ids[:n], 1, 2), GREEDY, 1000, owner="a"))
     plan = scheduler.schedule()
     assert plan is not None and bool(plan.copies) == is_copied

@@ -29,8 +29,8 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.ring_blocks import RingBlocks
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import random_gpt, tiny_config, tiny_gpt, write_checkpoint

@@ -151,7 +151,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_texts_do_not_depend_on_who_shares_their_frames(
     way: str, made: Tuned, expected: Expected, tmp_path: Path
 ) -> None:
-    from mdi.stages.window_budget import WindowMemory, WindowOptions
+    from mdi.spec.window import WindowMemory, WindowOptions
 
     options = dict(WAYS[way])
     if "weight_memory" in options:

@@ -38,7 +38,7 @@ class Sum(NamedTuple):
 
 
 class FrozenHead:
-    """See the module.
+    """Its weights are not trained.
 
     Args:
         config: of the model.

@@ -186,5 +186,5 @@ def test_pages_that_no_window_sees_are_freed(name: str, family: str) -> None:
     for start in range(0, CONTEXT, 8):
         found = last_logits(backend, gpt, 0, start, text[start : start + 8])
     assert_alike(found, whole(gpt, text)[-1], gpt.config)
-    for cache_class, table in zip(backend.caches.classes, backend.caches.tables(0), strict=True):
+    for cache_class, table in zip(backend.caches.classes, backend.caches.entries(0), strict=True):
         assert (table.first > 0) == (cache_class.window is not None and cache_class.window + SLACK + PAGE < CONTEXT - 8)

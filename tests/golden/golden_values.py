@@ -33,10 +33,10 @@ from mdi.control.messages import PartSpec
 from mdi.control.swarm import Announced, ModelFacts, weights_id
 from mdi.errors import MdiError
 from mdi.families.registry import written
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import FORMATS, LAYOUTS
 from mdi.model.caches import CACHE_TYPES, cache_classes
 from mdi.model.plain import spec_of
-from mdi.placement.model import BlockShape, Workload, model_shape
+from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import boards
 from mdi.spec.arithmetic import Arithmetic
@@ -161,29 +161,30 @@ def shares(config: ModelConfig) -> Json:
 
 def plans(config: ModelConfig) -> Json:
     """Over three boards with more memory and unequal speeds; numbers rounded, words left out."""
-    profile, found = boards(), []
+    profile = boards()
     speeds = (5e9, 9e9, 3e9)
     nodes = (
         replace(node, memory_bytes=10**11 * (i + 1), read_bytes_s=speed)
         for i, (node, speed) in enumerate(zip(profile.nodes, speeds, strict=True))
     )
     profile = replace(profile, nodes=tuple(nodes))
-    for form, n_sequences in (("int4", 1), ("bfloat16", 6)):
-        shape = replace(model_shape(config, form), name="", config_hash="")
-        try:
-            told = plan(profile, shape, Workload(n_sequences, 1500)).to_json()
-        except MdiError as e:
-            found.append(type(e).__name__)
-            continue
-        kept = set(told) - {"model", "limit", "advice", "notes", "parallel"}
-        found.append(_rounded({key: told[key] for key in kept}))
-        blocks = {_sizes(block): None for block in shape.blocks}
-        found.append(_rounded([shape.weight_bytes, shape.head_macs, shape.row_bytes, [*blocks]]))
-    return found
+    shape = replace(model_shape(config, "int8"), name="", config_hash="")
+    try:
+        told = plan(profile, shape, Workload(4, 1500)).to_json()
+    except MdiError as e:
+        return type(e).__name__
+    told = {key: told[key] for key in set(told) - {"model", "limit", "advice", "notes", "parallel"}}
+    return _rounded([told, _sizes(shape)])
 
 
-def _sizes(block: BlockShape) -> tuple[float, ...]:
-    return block.weight_bytes, block.load_bytes, block.macs, block.cache_bytes(5000), block.read_bytes(5000)
+def sizes(config: ModelConfig) -> Json:
+    """Bytes and multiplications of a model in each format."""
+    return {form: _rounded(_sizes(model_shape(config, form))) for form in FORMATS}
+
+
+def _sizes(shape: ModelShape) -> Json:
+    blocks = [(b.weight_bytes, b.load_bytes, b.macs, b.cache_bytes(5000), b.read_bytes(5000)) for b in shape.blocks]
+    return [shape.weight_bytes, shape.head_macs, shape.row_bytes, shape.work_row_bytes, shape.table_bytes, blocks]
 
 
 def _rounded(value: Json) -> Json:
@@ -283,7 +284,7 @@ def packed(config: ModelConfig, folder: Path) -> dict[str, Json]:
         found[f"packed {part}"] = PackedSource(source, Packing("int4", "int8")).info(part).sha256
     found["plain parts"] = _parts(source)
     source.close()
-    return {aspect: hash_of(value) for aspect, value in found.items()}
+    return {"sizes": hash_of(sizes(config)), **{aspect: hash_of(value) for aspect, value in found.items()}}
 
 
 def _parts(source: WeightSource) -> Json:

@@ -9,9 +9,10 @@ from kernel_models import tensors_of
 from families import random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context
-from mdi.kernels.cache_rows import CacheRows
+from mdi.kernels.cache_rows import piece_of
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.slices import Slice
+from mdi.kernels.stage_caches import CacheRun
 from mdi.model.caches import CACHE_TYPES, PAGE
 from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
@@ -35,7 +36,7 @@ def blocks_with(cache_type: str) -> Blocks:
 
 def bytes_of(caches: CachePages, seq_id: int) -> list[bytes]:
     """Of the pages of a sequence, which has the only class of a stage."""
-    (table,), (pool,) = caches.tables(seq_id), caches.pools
+    (table,), (pool,) = caches.entries(seq_id), caches.pools
     assert isinstance(pool, Pool)
     return [pool.memory[page].tobytes() for page in table.ids]
 
@@ -52,9 +53,9 @@ def test_they_are_those_of_the_kernels(cache_type: str) -> None:
     keys = slots[:, :, : SIZE * PAGE].reshape(GROUPS, -1, SIZE, PAGE).transpose(1, 3, 0, 2).reshape(-1, GROUPS, SIZE)
     values = slots[:, :, SIZE * PAGE :].reshape(GROUPS, -1, PAGE, WIDE).transpose(1, 2, 0, 3).reshape(-1, GROUPS, WIDE)
     assert np.abs(keys[:N]).min() > 0 and np.abs(values[:N, :, :SIZE]).min() > 0
-    rows = CacheRows([keys[:N]], [values[:N, :, :SIZE]], cache_type)
+    rows = CacheRun(0, N, cache_type, {0: piece_of(keys[:N], values[:N, :, :SIZE], cache_type)})
     blocks.caches.extend(1, 0, 3)
     for start, n in ((0, 1), (1, 40), (30, N - 30)):  # the last ones again
-        rows.write(blocks.caches, 1, start, n)
+        blocks.caches.fill(1, rows.part(start, start + n))
     assert blocks.caches.end(1) == N
     assert bytes_of(blocks.caches, 1) == bytes_of(blocks.caches, 0)

@@ -101,7 +101,7 @@ class Model:
             assert isinstance(pool, Pool)
             users: Counter[int] = Counter()
             for seq_id, text in self.texts.items():
-                table = caches.tables(seq_id)[c]
+                table = caches.entries(seq_id)[c]
                 users.update(table.ids.tolist())
                 assert caches.end(seq_id) == len(text)
                 assert table.n == max(0, -(-len(text) // PAGE) - table.first)

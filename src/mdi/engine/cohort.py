@@ -161,7 +161,7 @@ class Cohort:
 
     def take(self, seq_id: int, logits: np.ndarray) -> bool:
         """The next logits of one text, float32 (vocabulary). Returns whether all have theirs, so that `choose` can follow."""
-        lives = {text.seq_id: text.life for text in self.texts}
+        lives = {text.seq_id: text.n_evictions for text in self.texts}
         self._logits[seq_id] = lives[seq_id], logits
         return all(one in self._logits and self._logits[one][0] == life for one, life in lives.items())
 

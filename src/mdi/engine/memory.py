@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK, PageClass, n_pages
+from mdi.model.caches import CHUNK_ROWS, PAGE, CacheClass, cut_to
 from mdi.units import size
 
 KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
@@ -24,18 +24,18 @@ class NodeCaches:
     Attributes:
         name: of the node.
         limit_bytes: what all caches together may take there.
-        classes: what pages take there.
+        classes: of its blocks.
         chunk_rows: rows that a slice has at most.
     """
 
     name: str
     limit_bytes: int
-    classes: tuple[PageClass, ...]
+    classes: tuple[CacheClass, ...]
     chunk_rows: int = CHUNK_ROWS
 
     def n_bytes(self, length: int) -> int:
-        """Most bytes of a sequence of `length` positions, from its first token to its last: whole pages."""
-        return sum([n_pages(c.window, length, self.chunk_rows) * c.page_bytes for c in self.classes])
+        """Most bytes of a sequence of `length` positions, from its first token to its last."""
+        return sum([one.n_bytes(length, self.chunk_rows) for one in self.classes])
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class CacheMemory:
     _by_pages: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def needs(self, length: int) -> tuple[int, ...]:
-        """Bytes on each node that a sequence of `length` positions takes at most: whole pages."""
+        """Bytes on each node that a sequence of `length` positions takes at most; positions count in whole pages."""
         whole = -(-length // PAGE)
         found = self._by_pages.get(whole)
         if found is None:
-            found = self._by_pages[whole] = tuple(node.n_bytes(length) for node in self.nodes)
+            found = self._by_pages[whole] = tuple(node.n_bytes(whole * PAGE) for node in self.nodes)
         return found
 
     def holds(self, n_bytes: Sequence[int]) -> bool:
@@ -69,10 +69,9 @@ class CacheMemory:
                 )
         return None
 
-    @property
-    def window(self) -> int | None:
-        """The smallest sliding window of all blocks."""
-        return min((c.window for node in self.nodes for c in node.classes if c.window is not None), default=None)
+    def cut_to(self, end: int, n: int) -> int:
+        """The last position, `n` at most, to which all nodes can cut a sequence; see `CacheClass.cut_to`."""
+        return cut_to([one for node in self.nodes for one in node.classes], end, n)
 
     def n_sequences(self, length: int) -> int | None:
         """How many sequences of `length` positions fit at once; None if any number does."""
@@ -88,26 +87,26 @@ class Kept:
         ids: whose rows they hold.
         owner: only sequences of the same owner, with the same adapter, may continue from them (`Sequence.kept_for`).
         n_bytes: on each node.
-        n_far: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
+        n_reached: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
     """
 
     seq_id: int
     owner: str
     ids: tuple[int, ...]
     n_bytes: tuple[int, ...]
-    n_far: int = 0
+    n_reached: int = 0
 
 
 class Prefixes:
     """All that are kept, the one used longest ago first.
 
     Args:
-        memory: of the ring that has them; says which windows there are.
+        memory: of the ring that has them; says where they can be cut.
         share: of each node's memory, that they may take.
     """
 
     def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE) -> None:
-        self._window = memory.window
+        self._memory = memory
         self._kept: dict[int, Kept] = {}
         # (owner, hash of the first pages' ids) -> those that begin so
         self._by_pages: dict[tuple[str, int], list[int]] = {}
@@ -118,12 +117,14 @@ class Prefixes:
         return len(self._kept)
 
     def add(self, kept: Kept) -> list[int]:
-        """Keep one more; those that are given up for it: its own beginnings, and the oldest where the share is full."""
+        """Keep one more; those that are given up for it: its own beginnings, where it can be cut to them, and the oldest where
+        the share is full.
+        """
         needless = [
             other
             for key in _page_keys(kept.owner, kept.ids)
             for other in self._by_pages.get(key, ())
-            if (ids := self._kept[other].ids) == kept.ids[: len(ids)]
+            if (ids := self._kept[other].ids) == kept.ids[: len(ids)] and self._cut_to(kept, len(ids)) == len(ids)
         ]
         gone = list(dict.fromkeys(needless))
         for seq_id in gone:
@@ -141,21 +142,26 @@ class Prefixes:
 
         The last token is never among them: its row gives the first new one.
         """
-        candidates: list[int] = []
+        by_pages: list[list[int]] = []
         for key in _page_keys(owner, ids):
             if not (found := self._by_pages.get(key)):
                 break
-            candidates = found
-        best: tuple[int, int] | None = None
-        for seq_id in candidates:
-            n = min(_n_common(self._kept[seq_id].ids, ids), len(ids) - 1)
-            kept = self._kept[seq_id]
-            length = max(len(kept.ids), kept.n_far)
-            if n >= PAGE and (best is None or n > best[1]) and can_be_cut(length, n, self._window):
-                best = seq_id, n
-        if best is not None:  # used just now
-            self._kept[best[0]] = self._kept.pop(best[0])
-        return best
+            by_pages.append(found)
+        seen: set[int] = set()
+        for candidates in reversed(by_pages):  # those that have most in common come first
+            best, most = None, PAGE - 1
+            for seq_id in candidates:
+                kept = self._kept[seq_id]
+                if seq_id not in seen and (n := self._cut_to(kept, min(_n_common(kept.ids, ids), len(ids) - 1))) > most:
+                    best, most = seq_id, n
+            if best is not None:
+                self._kept[best] = self._kept.pop(best)  # used just now
+                return best, most
+            seen.update(candidates)
+        return None
+
+    def _cut_to(self, kept: Kept, n: int) -> int:
+        return self._memory.cut_to(max(len(kept.ids), kept.n_reached), n)
 
     def drop(self, seq_id: int) -> None:
         kept = self._kept.pop(seq_id)
@@ -174,11 +180,6 @@ class Prefixes:
     def _count(self, kept: Kept, sign: int) -> None:
         for node, n_bytes in enumerate(kept.n_bytes):
             self.total[node] += sign * n_bytes
-
-
-def can_be_cut(length: int, n: int, window: int | None) -> bool:
-    """Whether blocks with a window still have the positions that the row after the first `n` of `length` sees."""
-    return window is None or length <= window or n >= length - SLACK
 
 
 def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:

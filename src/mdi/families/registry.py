@@ -80,4 +80,4 @@ def _all_written(config: ModelConfig) -> Iterator[_Written]:
 def places_of(config: ModelConfig, layer: str) -> list[Held]:
     """What holds a layer of ours in a block, in any family: adapters name the modules of the model that they were made for."""
     found = [family.names(config).block.get(layer) for family in FAMILIES.values()]
-    return list({held(where).modules: held(where) for where in found if where is not None}.values())
+    return list({where.modules: where for where in (held(one) for one in found if one)}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
@@ -24,27 +25,26 @@ from mdi.spec.options import Requested
 
 
 @dataclass(frozen=True)
-class Computing:
-    """Devices and number types are named as torch names them.
+class Computing(Requested):
+    """What was requested, with what has been decided: no choice is left open.
 
     Attributes:
         dtype: of the rows.
-        quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
+        quantize, quantize_head: None loses nothing.
         threads: of the CPU; None leaves them as they are.
-        compile: whether torch compiles the blocks' MLPs.
-        clips: whether weights that are too large for their format are clipped.
         packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
     """
 
     device: str
     dtype: str
-    quantize: str | None = None
-    threads: int | None = None
     packing: Packing | None = None
-    quantize_head: str | None = None
-    compile: bool = False
     why_torch: str | None = None
-    clips: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All of it that a stage in memory depends on."""
+        formats = self.quantize, self.quantize_head, self.packing, self.allow_clipping
+        return self.device, self.dtype, self.compile, *formats
 
     @property
     def path(self) -> str:
@@ -102,7 +102,7 @@ def choose_computing(
         raise UsageError(
             f"{lacking} can be computed by the kernels alone, which do not compute {why}", code=Code.KERNELS
         )
-    clips = asked.allow_clipping
-    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
+    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, asked.allow_clipping)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
-    return Computing(device, dtype, quantize, asked.threads, packing, head, asked.compile, why, clips)
+    decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)
+    return Computing(**vars(decided), packing=packing, why_torch=why)

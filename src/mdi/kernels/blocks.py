@@ -19,13 +19,14 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import Code, EngineError, KernelError
+from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.model.caches import cache_classes
+from mdi.model.caches import kinds_of, places_of
 from mdi.model.plain import spec_of
 from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
 from mdi.model.tensors import FINAL_NORM, HEAD
@@ -484,7 +485,8 @@ class Blocks:
         self.spec, self.start, self.stop = spec, start, stop
         self.context = context
         self.n_embd = spec.width
-        self.classes, self._places = cache_classes(spec, start, stop, cache_type)
+        self._kinds, self._places = places_of(kinds_of(spec, start, stop))
+        self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
         self._cache_type = cache_type
         self._kept: list[Any] = []  # keeps alive what the structures refer to
         self._blocks = (MdiBlock * (stop - start))()
@@ -504,7 +506,10 @@ class Blocks:
         self.max_length = max_length
         self._set_positions(max_length)
         pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
-        self.caches = CachePages(self.classes, pools)
+        layouts = [
+            KernelLayout(*one, self._cache_type, pool) for one, pool in zip(self._kinds.items(), pools, strict=True)
+        ]
+        self.caches = CachePages(self.classes, pools, layouts, self._places, self.start, self._cache_type)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data

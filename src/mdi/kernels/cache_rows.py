@@ -1,4 +1,4 @@
-"""Keys and values that were not computed, in the form in which csrc/attention.h reads them from pages of caches.
+"""Keys and values in the form in which csrc/attention.h reads them from pages of caches, and back.
 
 A page has a slot for each block and each group of heads: keys (head_size, 32), values (32, head_size in whole vectors of 16),
 and for int8 the 32 scales of keys and of values behind them.
@@ -10,61 +10,74 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mdi.errors import EngineError
 from mdi.kernels.layout import bf16_from_float32, padded
-from mdi.kernels.pages import CachePages, Pool
-from mdi.model.caches import CACHE_TYPES, PAGE, slot_bytes
+from mdi.kernels.pages import Pool
+from mdi.kernels.stage_caches import Piece
+from mdi.model.caches import CACHE_TYPES, PAGE, Paged, slot_bytes
+
+TYPES = {"float32": np.float32, "bf16": np.uint16, "fp16": np.float16, "int8": np.int8}
 
 
-class CacheRows:
-    """Keys and values of the first positions of sequences, in all blocks of a stage, which have one class of pages.
+class KernelLayout:
+    """Of the blocks of one class.
 
     Args:
-        keys, values: float32 (n, query groups, head_size), of each block.
-        cache_type: what the caches hold, one of model.caches.CACHE_TYPES.
+        kind: of each of them.
+        n_blocks: how many they are.
     """
 
-    def __init__(self, keys: Sequence[np.ndarray], values: Sequence[np.ndarray], cache_type: str) -> None:
-        self._keys, self._values = keys, values  # not copied: they are the adapter's, and a page takes a few rows
-        self._n_slots, self._size = len(keys) * keys[0].shape[1], keys[0].shape[2]
-        self._wide = padded(self._size, 16)
-        self._slot_bytes = slot_bytes(self._size, self._size, cache_type)
-        self._cache_type = cache_type
+    def __init__(self, kind: Paged, n_blocks: int, cache_type: str, pool: Pool) -> None:
+        self._kind, item, dtype = kind, CACHE_TYPES[cache_type], TYPES[cache_type]
+        wide, slot = padded(kind.v_size, 16), slot_bytes(kind.k_size, kind.v_size, cache_type)
+        n_slots = n_blocks * kind.n_groups
 
-    def write(self, caches: CachePages, seq_id: int, start: int, n: int) -> None:
-        """Have the caches of a sequence end with the positions [start, start + n) of these. Raises EngineError as `extend`."""
-        (table,), (pool,) = caches.extend(seq_id, start, n), caches.pools
-        assert isinstance(pool, Pool)
-        for page in range(start // PAGE, (start + n - 1) // PAGE + 1):
-            first, end = max(start, page * PAGE), min(start + n, (page + 1) * PAGE)
-            self._write(pool.memory[table.ids[page - table.first]], first, end)
+        def view(offset: int, shape: tuple[int, int], dtype: type) -> np.ndarray:
+            """Of all slots: (pages, slots, *shape)"""
+            size = np.dtype(dtype).itemsize
+            strides = pool.page_bytes, slot, shape[1] * size, size
+            return np.ndarray((len(pool.memory), n_slots, *shape), dtype, pool.memory, offset, strides)
 
-    def _write(self, page: np.ndarray, first: int, end: int) -> None:
-        """Positions [first, end), which are all in this page."""
-        keys, key_scales = _encoded(_slots(self._keys, first, end), self._cache_type)
-        values = np.pad(_slots(self._values, first, end), ((0, 0), (0, 0), (0, self._wide - self._size)))
-        values, value_scales = _encoded(values, self._cache_type)
-        item, at = CACHE_TYPES[self._cache_type], slice(first % PAGE, first % PAGE + end - first)
+        values_at, scales_at = kind.k_size * PAGE * item, (kind.k_size + wide) * PAGE * item
+        # (pages, slots, positions, numbers)
+        self._rows = [view(0, (kind.k_size, PAGE), dtype).swapaxes(2, 3)]
+        if kind.v_size:
+            self._rows.append(view(values_at, (PAGE, wide), dtype))
+        self._scales = []
+        if cache_type == "int8":
+            scales = view(scales_at, (2, PAGE), np.float32)  # (pages, slots, keys or values, positions)
+            self._scales = [scales[:, :, half] for half in range(len(self._rows))]
 
-        def view(offset: int, shape: tuple[int, int], like: np.ndarray) -> np.ndarray:
-            """Of all slots: (slots, *shape)"""
-            strides = self._slot_bytes, shape[1] * like.itemsize, like.itemsize
-            return np.ndarray((self._n_slots, *shape), like.dtype, page, offset, strides)
+    def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """See `pages.Layout`."""
+        at = self._at(number, pages, positions)
+        sizes = self._kind.k_size, self._kind.v_size
+        rows = [view[at][..., :size] for view, size in zip(self._rows, sizes, strict=False)]
+        return (*rows, *(scales[at] for scales in self._scales))
 
-        keys_end = self._size * PAGE * item
-        view(0, (self._size, PAGE), keys)[:, :, at] = keys.transpose(0, 2, 1)
-        view(keys_end, (PAGE, self._wide), values)[:, at] = values
-        if key_scales is not None and value_scales is not None:
-            scales = view(keys_end + self._wide * PAGE * item, (2, PAGE), key_scales)
-            scales[:, 0, at], scales[:, 1, at] = key_scales, value_scales
+    def write(self, number: int, pages: np.ndarray, positions: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
+        """See `pages.Layout`. Values are padded with zeros, as the kernels do it."""
+        at, kind, views = self._at(number, pages, positions), self._kind, [*self._rows, *self._scales]
+        rows = [(len(pages), kind.n_groups, size) for size in (kind.k_size, kind.v_size) if size]
+        check_arrays(arrays, [*rows, *(shape[:2] for shape in rows[: len(self._scales)])])
+        for view, array in zip(views, arrays, strict=True):
+            wide = view.shape[3] - array.shape[2] if array.ndim == 3 else 0
+            view[at] = np.pad(array, ((0, 0), (0, 0), (0, wide))) if wide else array
+
+    def _at(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Selects (rows, groups) of one block."""
+        groups = self._kind.n_groups
+        return pages[:, None], number * groups + np.arange(groups), positions[:, None]
 
 
-def _slots(rows: Sequence[np.ndarray], first: int, end: int) -> np.ndarray:
-    """Rows [first, end) of all blocks: (slots, rows, head_size)"""
-    return np.concatenate([one[first:end] for one in rows], axis=1).transpose(1, 0, 2)
+def check_arrays(arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raises EngineError for rows of another model."""
+    if [one.shape for one in arrays] != [*shapes]:
+        raise EngineError(f"rows of caches of {[one.shape for one in arrays]}, where {[*shapes]} are needed")
 
 
-def _encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """float32 (slots, n, size) -> numbers of the caches, the same shape; and for int8 their scales (slots, n)"""
+def encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """float32 (n, groups, size) -> numbers of the caches, the same shape; and for int8 their scales (n, groups)"""
     if cache_type == "float32":
         return rows, None
     if cache_type == "bf16":
@@ -75,3 +88,13 @@ def _encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray 
     most = np.abs(rows).max(axis=2)
     inverse = np.where(most > 1e-35, np.float32(127) / np.maximum(most, np.float32(1e-35)), np.float32(0))
     return np.rint(rows * inverse[:, :, None]).astype(np.int8), (most / np.float32(127)).astype(np.float32)
+
+
+def piece_of(keys: np.ndarray, values: np.ndarray, cache_type: str) -> Piece:
+    """Of a sequence's first positions.
+
+    Args:
+        keys, values: float32 (n, groups, size).
+    """
+    found = [encoded(rows, cache_type) for rows in (keys, values)]
+    return Piece(0, (*(rows for rows, _ in found), *(scales for _, scales in found if scales is not None)))

@@ -1,9 +1,8 @@
 """Key/value caches as pages of 32 positions, from one pool for all sequences of a stage.
 
-Blocks with the same sliding window have the same pages (`model.caches`). A sequence is a table of
-pages for each such class, so that cutting, copying and freeing it moves no keys or values. Pages have reference
-counts; a shared page is copied before rows are written into it. (The idea is that of PagedAttention, Kwon et al.
-2023, section 4.)
+Blocks of the same kind have the same pages (`model.caches`). A sequence is a table of pages for each class of blocks, so that
+cutting, copying and freeing it moves no keys or values. Pages have reference counts; a shared page is copied before rows are
+written into it. (The idea is that of PagedAttention, Kwon et al. 2023, section 4.)
 
 A page has one slot for each block of its class and each group of heads: keys, then values, each 32 positions; int8 has
 32 scales of keys and of values behind them. The code that computes decides the layout of keys and values within a slot.
@@ -14,14 +13,16 @@ from __future__ import annotations
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import psutil
 
 from mdi.errors import Code, EngineError
 from mdi.kernels.memory_nodes import spread
-from mdi.model.caches import PAGE, SLACK, PageClass
+from mdi.kernels.stage_caches import Piece, StageCaches
+from mdi.model.caches import PAGE, SLACK, PageClass, Place
 
 # Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -195,125 +196,108 @@ class PageTable:
         return other
 
 
-class _Sequence:
-    def __init__(self, n_classes: int) -> None:
-        self.end = 0  # position after the last row
-        self.tables = [PageTable() for _ in range(n_classes)]
+class Layout(Protocol):
+    """Where the numbers of a class's blocks lie in its pages."""
+
+    def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The arrays of a `stage_caches.Piece`: of each row, one position in a page."""
+
+    def write(self, number: int, pages: np.ndarray, positions: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
+        """The reverse. Raises EngineError for arrays of other shapes or types."""
 
 
-class CachePages:
-    """The caches of all sequences of one stage.
+class PageStore:
+    """Pages of the blocks of one class; a sequence has a table of them.
 
     Args:
-        pools: one for each class.
+        layout: None where nothing is exported.
     """
 
-    def __init__(self, classes: Sequence[PageClass], pools: Sequence[Pages]) -> None:
-        assert len(classes) == len(pools)
-        self.classes = list(classes)
-        self.pools = list(pools)
-        self._sequences: dict[int, _Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._sequences)
+    def __init__(self, cache_class: PageClass, pool: Pages, layout: Layout | None = None) -> None:
+        self.cache_class, self.pool, self.layout = cache_class, pool, layout
 
     @property
     def n_bytes(self) -> int:
-        """In pages that sequences have."""
-        return sum(pool.n_used * pool.page_bytes for pool in self.pools)
+        return self.pool.n_used * self.pool.page_bytes
 
     @property
-    def most_bytes(self) -> int | None:
-        """As long as all sequences together take no more, every class has pages; None without blocks."""
-        return min((pool.capacity * pool.page_bytes for pool in self.pools), default=None)
+    def most_bytes(self) -> int:
+        return self.pool.capacity * self.pool.page_bytes
 
-    def tables(self, seq_id: int) -> list[PageTable]:
-        return self._sequences[seq_id].tables
+    def begin(self, first: int = 0) -> PageTable:
+        table = PageTable()
+        table.first, beyond = divmod(first, PAGE)
+        if beyond:
+            raise EngineError(f"a cache that begins at position {first}, in the middle of a page")
+        return table
 
-    def extend(self, seq_id: int, start: int, n_rows: int) -> list[PageTable]:
-        """Have pages for the positions [start, start + n_rows), which the caller then writes; what was there from `start` on
-        is cut off. Returns the sequence's tables.
+    def check(self, entry: PageTable, start: int) -> None:
+        window = self.cache_class.window
+        lowest = 0 if window is None else max(0, start - window + 1)
+        if lowest < entry.first * PAGE:
+            raise EngineError(
+                f"a slice goes back to position {start}, but the window kept only what follows {entry.first * PAGE}"
+            )
 
-        Raises:
-            EngineError: `start` is beyond the end, or a window has moved on: nothing has changed. Or all pages are in use: the
-                sequence ends at `start`.
-        """
-        sequence = self._sequences.get(seq_id) or _Sequence(len(self.classes))
-        if start != sequence.end:
-            self._check_start(sequence, start)
-            self._cut(sequence, start)
-        try:
-            for cache_class, pool, table in zip(self.classes, self.pools, sequence.tables, strict=True):
-                _grow(cache_class, pool, table, start, n_rows)
-        except EngineError:
-            self._cut(sequence, start)
-            raise
-        sequence.end = start + n_rows
-        self._sequences[seq_id] = sequence
-        return sequence.tables
+    def cut(self, entry: PageTable, end: int) -> None:
+        self.pool.release(entry.cut(max(0, -(-end // PAGE) - entry.first)))
 
-    def _check_start(self, sequence: _Sequence, start: int) -> None:
-        if start > sequence.end:
-            raise EngineError(f"a slice starts at position {start}, but its cache ends at {sequence.end}")
-        for cache_class, table in zip(self.classes, sequence.tables, strict=True):
-            lowest = 0 if cache_class.window is None else max(0, start - cache_class.window + 1)
-            if lowest < table.first * PAGE:
-                raise EngineError(
-                    f"a slice goes back to position {start}, but the window kept only what follows {table.first * PAGE}"
-                )
+    def grow(self, entry: PageTable, start: int, n_rows: int) -> None:
+        pool, window = self.pool, self.cache_class.window
+        if start % PAGE and pool.is_shared(page := int(entry.ids[-1])):
+            entry.replace(entry.n - 1, pool.copy(page))
+            pool.release([page])
+        if window is not None:
+            unseen = (start - window - SLACK) // PAGE - entry.first
+            if unseen > 0:
+                pool.release(entry.drop(min(unseen, entry.n)))
+        while (entry.first + entry.n) * PAGE < start + n_rows:
+            entry.append(pool.take())
 
-    def _cut(self, sequence: _Sequence, start: int) -> None:
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            pool.release(table.cut(max(0, -(-start // PAGE) - table.first)))
-        sequence.end = start
+    def copied(self, entry: PageTable) -> PageTable:
+        for page in entry.ids:
+            self.pool.share(int(page))
+        return entry.copied()
 
-    def end(self, seq_id: int) -> int:
-        """Positions that a sequence has; 0 if it is not known."""
-        sequence = self._sequences.get(seq_id)
-        return 0 if sequence is None else sequence.end
+    def free(self, entry: PageTable) -> None:
+        self.pool.release(entry.ids.tolist())
 
-    def rearrange(self, freed: Iterable[int], copies: Iterable[tuple[int, int]]) -> None:
-        """Free sequences, and let others, (sequence, new sequence), continue from the same prefix; all at once.
+    def read(self, entry: PageTable, number: int, start: int, stop: int) -> Piece:
+        assert self.layout is not None
+        first = max(start, entry.first * PAGE)
+        return Piece(first, self.layout.read(number, *self._rows(entry, first, stop)))
 
-        What is copied is what was there before, also of a sequence that is freed, or that continues from another one itself.
+    def write(self, entry: PageTable, number: int, piece: Piece, stop: int) -> None:
+        assert self.layout is not None
+        self.layout.write(number, *self._rows(entry, piece.first, stop), piece.arrays)
 
-        Raises:
-            EngineError: a prefix does not exist; nothing has changed.
-        """
-        made: dict[int, _Sequence] = {}
-        for seq_id, new_id in copies if self.pools else ():  # a stage without blocks has nothing of any sequence
-            if (source := self._sequences.get(seq_id)) is None:
-                raise EngineError(f"sequence {seq_id} has no cache to continue from")
-            other = made[new_id] = _Sequence(0)
-            other.end, other.tables = source.end, [table.copied() for table in source.tables]
-        for other in made.values():  # before anything is freed, so that no page in use is given away
-            for pool, table in zip(self.pools, other.tables, strict=True):
-                for page in table.ids:
-                    pool.share(int(page))
-        for seq_id in (*freed, *made):
-            self.free(seq_id)
-        self._sequences.update(made)
-
-    def free(self, seq_id: int) -> None:
-        """Forget a sequence. It is not an error if this stage has never seen it (because it was cancelled early)."""
-        sequence = self._sequences.pop(seq_id, None)
-        if sequence is not None:
-            for pool, table in zip(self.pools, sequence.tables, strict=True):
-                pool.release(table.ids.tolist())
-
-    def clear(self) -> None:
-        for seq_id in list(self._sequences):
-            self.free(seq_id)
+    @staticmethod
+    def _rows(entry: PageTable, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The page of each position, and its place there."""
+        pages, positions = np.divmod(np.arange(first, stop), PAGE)
+        return entry.ids[pages - entry.first], positions
 
 
-def _grow(cache_class: PageClass, pool: Pages, table: PageTable, start: int, n_rows: int) -> None:
-    """Pages of one's own for the positions [start, start + n_rows) of a sequence that ends at `start`."""
-    if start % PAGE and pool.is_shared(page := int(table.ids[-1])):
-        table.replace(table.n - 1, pool.copy(page))
-        pool.release([page])
-    if cache_class.window is not None:
-        unseen = (start - cache_class.window - SLACK) // PAGE - table.first
-        if unseen > 0:
-            pool.release(table.drop(min(unseen, table.n)))
-    while (table.first + table.n) * PAGE < start + n_rows:
-        table.append(pool.take())
+class CachePages(StageCaches[PageStore]):
+    """The caches of a stage whose blocks have pages alone.
+
+    Args:
+        pools, layouts: one for each class; without layouts nothing is exported.
+        places, start, cache_type: as of StageCaches.
+    """
+
+    def __init__(
+        self, classes: Sequence[PageClass], pools: Sequence[Pages], layouts: Sequence[Layout] = (),
+        places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32",
+    ) -> None:  # fmt: skip
+        rows = layouts or [None] * len(classes)
+        stores = [PageStore(c, pool, one) for c, pool, one in zip(classes, pools, rows, strict=True)]
+        super().__init__(stores, places, start, cache_type)
+
+    @property
+    def classes(self) -> list[PageClass]:
+        return [store.cache_class for store in self.stores]
+
+    @property
+    def pools(self) -> list[Pages]:
+        return [store.pool for store in self.stores]

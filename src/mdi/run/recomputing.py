@@ -14,7 +14,6 @@ from mdi.cancel import Cancel
 from mdi.control.client import FanOut
 from mdi.errors import EngineError, RingEndedError, RingError
 from mdi.kernels.slices import Slice, SliceTable
-from mdi.model.caches import PAGE
 from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
 from mdi.run.form import VerifyRing
@@ -136,10 +135,9 @@ class OthersBlocks(Recomputed):
     def _make_room(self, seq_id: int, n: int) -> None:
         """Free the caches of other texts where those of this one would not fit with them."""
         report = self._ring.caches
-        page_bytes = sum(one.page_bytes for one in report.classes)
 
         def n_bytes(positions: int) -> int:
-            return -(-positions // PAGE) * page_bytes
+            return sum(one.n_bytes(positions) for one in report.classes)
 
         others = sum(n_bytes(own) for one, own in self.cached.items() if one != seq_id)
         if others + n_bytes(n) <= report.limit_bytes:

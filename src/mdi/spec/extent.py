@@ -20,7 +20,7 @@ class Extent:
         max_length: tokens that a sequence may reach.
         n_sequences: at the same time, at most: caches need hold no more.
         n_frames: in flight, at most; None: as many as nodes.
-        kv_dtype: what caches hold, a name in kernels.page_sizes.CACHE_TYPES; "auto" leaves it to each node.
+        kv_dtype: what caches hold, a name in model.caches.CACHE_TYPES; "auto" leaves it to each node.
     """
 
     max_length: Length = 1

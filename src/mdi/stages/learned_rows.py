@@ -16,9 +16,12 @@ import numpy as np
 from mdi.checkpoint.virtual_rows import PREFIX_KEY, PREFIX_VALUE, PROMPT_TENSOR, STORED_ROWS
 from mdi.errors import KernelError
 from mdi.kernels.blocks import Weights, array_of
-from mdi.kernels.cache_rows import CacheRows
+from mdi.kernels.cache_rows import piece_of
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slice, Slices, adapter_of
+from mdi.kernels.stage_caches import CacheRun
+from mdi.model.plain import spec_of
+from mdi.model.spec import Attention
 from mdi.spec.model import ModelConfig
 
 Take = Callable[[], None]
@@ -51,7 +54,9 @@ class LearnedRows:
         self._n_rows: dict[int, int] = {}  # by the number of the adapter
         self._prompts: dict[int, dict[int, np.ndarray]] = {}  # by adapter and block
         kept: dict[int, dict[tuple[int, str], np.ndarray]] = {}  # keys and values, by adapter
-        shape = config.n_query_groups, config.head_size
+        mixer = spec_of(config).blocks[start].mixer
+        assert isinstance(mixer, Attention)
+        shape = mixer.n_groups, mixer.head_size
         for part in parts.values():
             for name in part:
                 if (match := STORED_ROWS.fullmatch(name)) is None:
@@ -66,13 +71,13 @@ class LearnedRows:
                     self._prompts.setdefault(number, {})[block] = rows
                 else:
                     kept.setdefault(number, {})[block, what] = rows.reshape(len(rows), *shape)
-        self._prefixes: dict[int, CacheRows] = {}
+        self._prefixes: dict[int, CacheRun] = {}
         for number, own in kept.items():
-            wanted = [[(block, what) for block in range(start, stop)] for what in (PREFIX_KEY, PREFIX_VALUE)]
-            if number in self._prompts or own.keys() != {*wanted[0], *wanted[1]}:
+            wanted = {(block, what) for block in range(start, stop) for what in (PREFIX_KEY, PREFIX_VALUE)}
+            if number in self._prompts or own.keys() != wanted:
                 raise KernelError(f"adapter {number} has no prefix for each of the blocks {start} to {stop - 1}")
-            keys, values = ([own[at] for at in all_of] for all_of in wanted)
-            self._prefixes[number] = CacheRows(keys, values, cache_type)
+            pieces = {i: piece_of(own[i, PREFIX_KEY], own[i, PREFIX_VALUE], cache_type) for i in range(start, stop)}
+            self._prefixes[number] = CacheRun(0, self._n_rows[number], cache_type, pieces)
 
     def are_in(self, slices: Slices) -> bool:
         """Whether some rows of a frame are virtual."""
@@ -93,7 +98,7 @@ class LearnedRows:
         for seq_id, start, n_rows, n_logits, *_ in slices:
             number, n = adapter_of(seq_id), self._n_virtual(Slice(seq_id, start, n_rows))
             if n and number in self._prefixes:
-                self._prefixes[number].write(caches, seq_id, start, n)
+                caches.fill(seq_id, self._prefixes[number].part(start, start + n))
                 is_computed[begin : begin + n] = False
                 begin, start, n_rows, n_logits = begin + n, start + n, n_rows - n, min(n_logits, n_rows - n)
             elif n and number in self._prompts:

@@ -106,7 +106,7 @@ class ModelFamily:
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
-        group = group_of(request.extensions, request.model.config)
+        group = group_of(request.group, request.model.config)
         has_head = group is not None and group.shares.vocabulary is not None
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts if not p.name.startswith(ADAPTER_PREFIX)] != wanted:

@@ -64,7 +64,7 @@ class KeptInputs:
 
 
 class PlainBlocks:
-    """See the module.
+    """Blocks that gradients go through.
 
     Args:
         config: of the model, as the kernels have it.

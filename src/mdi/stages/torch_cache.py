@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mdi.errors import Code, EngineError
+from mdi.kernels.cache_rows import check_arrays
 from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
 from mdi.model.caches import PAGE, Paged, kinds_of, places_of
 from mdi.model.spec import ModelSpec
@@ -130,6 +131,11 @@ class BlockCache:
         if kind.v_size:
             self._halves.append((begin + PAGE * n_groups * kind.k_size, n_groups, kind.v_size))
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the keys, and of the values where there are any, of one position: (G, size)"""
+        return [(n_groups, size) for _, n_groups, size in self._halves]
+
     def write(self, places: Selection, *kv: torch.Tensor) -> None:
         """Store keys and values (N, G, size) of positions; values only where there are any."""
         for (begin, n_groups, size), rows in zip(self._halves, kv, strict=True):
@@ -139,6 +145,21 @@ class BlockCache:
                 view = slab.as_strided((slab.size(0), PAGE, n_groups, size), strides, begin)
                 assert positions is not None
                 view[pages, positions] = (rows if at is None else rows[at]).to(slab.dtype)
+
+    def read(self, places: Selection) -> list[torch.Tensor]:
+        """The reverse, in the type of the caches."""
+        found = []
+        for begin, n_groups, size in self._halves:
+            rows = torch.empty(
+                places.n, n_groups, size, dtype=self.pool.slabs[0].dtype, device=self.pool.slabs[0].device
+            )
+            for slab_number, pages, positions, at in places.parts:
+                slab = self.pool.slabs[slab_number]
+                strides = (slab.stride(0), n_groups * size, size, 1)
+                view = slab.as_strided((slab.size(0), PAGE, n_groups, size), strides, begin)
+                rows[slice(None) if at is None else at] = view[pages, positions]
+            found.append(rows)
+        return found
 
     def gather(self, half: int, pages: Selection, memory: Memory) -> torch.Tensor:
         """Keys (0) or values (1) of these pages, one after the other: (n * 32, G, size), valid until the next of this half."""
@@ -153,6 +174,25 @@ class BlockCache:
             else:
                 found[at] = view.index_select(0, index)
         return found.view(pages.n * PAGE, n_groups, size)
+
+
+class BlockRows:
+    """The blocks of one class as `mdi.kernels.pages.Layout`: rows of theirs as arrays."""
+
+    def __init__(self, caches: TorchCaches, cache_class: int) -> None:
+        self._caches, self._class = caches, cache_class
+        self._blocks = {number: caches.blocks[i] for i, (c, number) in enumerate(caches.places) if c == cache_class}
+
+    def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        found = self._blocks[number].read(self._caches.select(self._class, pages, positions))
+        return tuple((one.view(torch.uint16) if one.dtype == torch.bfloat16 else one).cpu().numpy() for one in found)
+
+    def write(self, number: int, pages: np.ndarray, positions: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
+        block = self._blocks[number]
+        check_arrays(arrays, [(len(pages), *shape) for shape in block.shapes])
+        tensors = [torch.from_numpy(np.ascontiguousarray(one)) for one in arrays]
+        own = [one.view(torch.bfloat16) if one.dtype == torch.uint16 else one for one in tensors]
+        block.write(self._caches.select(self._class, pages, positions), *(one.to(self._caches.device) for one in own))
 
 
 class Memory:
@@ -200,11 +240,13 @@ class TorchCaches(CachePages):
             else:
                 limit = limit_bytes if limit_bytes is not None else _memory_bytes(device)
                 pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
-        super().__init__(classes, pools)
-        self.device = device
+        super().__init__(classes, pools, (), places, start, CACHE_TYPE_OF[dtype])
+        self.device, self.places = device, places
         kinds = list(counts)
         sizes = [kind.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize for kind in kinds]  # in numbers
         self.blocks = [BlockCache(pools[c], c, number * sizes[c], kinds[c]) for c, number in places]
+        for c, store in enumerate(self.stores):
+            store.layout = BlockRows(self, c)
 
     def select(self, cache_class: int, pages: np.ndarray, positions: np.ndarray | None = None) -> Selection:
         """Pages by their numbers; with `positions`, one position in each."""

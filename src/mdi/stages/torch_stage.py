@@ -289,11 +289,9 @@ class TorchStage:
 
     @property
     def at_starter(self) -> StarterFrameStage:
-        """See mdi.engine.worker.Backend."""
         return cast(StarterFrameStage, self.inner)
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
-        """See Stage.load."""
         self.inner.load(parts, weights, self._device, self._dtype)
 
     @property
@@ -334,7 +332,6 @@ class TorchStage:
 
     @property
     def gathered_share(self) -> float:
-        """See Stage.gathered_share."""
         return self.inner.gathered_share
 
     @property
