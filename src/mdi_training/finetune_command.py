@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError, UsageError
+from mdi.spec.combinations import OWN_RING, facts_of, refuse
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, SIDE_FILE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
@@ -92,10 +93,8 @@ def run(options: Options, cancel: Cancel) -> int:
     asked = options.tuning
     if options.out is None or (asked.data is None) == (asked.predict is None):
         raise UsageError("give --out DIR, and --data FILE to learn from, or --predict FILE", code=Code.FLAGS)
-    if options.nodes is not None and options.nodes_config is not None:
-        raise UsageError(
-            "--nodes makes a ring of its own; --nodes-config has one already: give one of them", code=Code.FLAGS
-        )
+    if options.nodes is not None:
+        refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
     if options.quantize == "auto":
         raise UsageError(
             "--quantize auto: say which format, so that an interrupted fine-tuning can go on", code=Code.FLAGS

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import MdiError, PlacementError, UsageError
 from mdi.spec.cluster import DTYPES
+from mdi.spec.combinations import MODEL, facts_of, refuse
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
@@ -114,8 +115,7 @@ def _with_model(options: Options, cancel: Cancel) -> Options:
     from mdi.cli.session import found_ckpt, is_hub_name, model_here
 
     if options.model:
-        if options.ckpt is not None or options.config is not None:
-            raise UsageError(f"the model is {options.model}, and there is --ckpt or --config: give one of them")
+        refuse({**facts_of(options), MODEL: options.model}, MODEL)
         if (here := model_here(options.model, options.ckpt_folder)) is None:
             if _known(options.model) is None and is_hub_name(options.model):
                 return replace(options, ckpt=_settings_from_hub(options, cancel))
@@ -167,8 +167,6 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
 def _plan(options: Options, cancel: Cancel) -> PlanReport:
     from mdi.placement.profile import read_profile
 
-    if options.profiles is not None and options.nodes_config is not None:
-        raise UsageError("--profiles and --nodes-config both say which nodes there are: give one of them")
     if options.profiles is None:
         profile = _live(options, cancel)
         if options.save_profiles is not None:

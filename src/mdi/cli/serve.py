@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
+from mdi.spec.combinations import OWN_RING, facts_of, refuse
 from mdi.spec.options import ACCESS, COMMON, DRAFT, MODEL, PARALLEL, RING, SERVER, Options
 from mdi.spec.parser import Parser
 
@@ -56,10 +57,9 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.serve_settings import serve_settings
-    from mdi.errors import UsageError
 
-    if options.nodes is not None and options.nodes_config is not None:
-        raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
+    if options.nodes is not None:
+        refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
     found = with_machines(options)
     options = replace(options, key=found.key)
     settings = serve_settings(options)

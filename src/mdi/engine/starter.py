@@ -43,6 +43,7 @@ from mdi.errors import Code, EngineError, RingEndedError, RingError, UsageError
 from mdi.kernels.slices import Slice, SliceTable, with_adapter
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
+from mdi.spec.combinations import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,6 @@ NOT_FINITE = (
     "that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or weights are "
     "damaged"
 )
-
-
-NO_BEAMS = "--verify: what a search for the best texts has dropped cannot be computed again, so beams are not verified"
 
 
 # A row from which a token is drawn: its sequence, its place among the rows of its slice, the token whose row it is, and how it
@@ -267,7 +265,7 @@ class StarterEngine:
             as `submit`.
         """
         if self.verifier is not None:
-            raise UsageError(NO_BEAMS, code=Code.FLAGS)
+            refuse(["--beams", "--verify"])
         prompt = tuple(prompt_ids)
         texts = [self._sequence(prompt, params, owner, adapter) for _ in range(beams.n)]
         for text in texts:

@@ -16,6 +16,7 @@ from mdi.kernels.weight_formats import AUTO, check_packed
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
+from mdi.spec.combinations import facts_of, refuse
 from mdi.spec.decode import Meta, Text, one_of
 from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
@@ -675,9 +676,11 @@ class Options(StarterOptions):
     )] = 5.0
 
     def with_given(self, flags: dict[str, Any]) -> Options:
-        """These options with other flags, as they were typed. Raises UsageError."""
+        """These options with other flags, as they were typed, which must go together. Raises UsageError."""
         given = {**self.given, **flags}
-        return replace(made(Options, self.declared, given), given=given, declared=self.declared)
+        options = replace(made(Options, self.declared, given), given=given, declared=self.declared)
+        refuse(facts_of(options, self.declared))
+        return options
 
 
 # fmt: on

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from mdi.errors import UsageError
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta
 from mdi.spec.options import Units
@@ -39,9 +38,7 @@ def window_of(memory: WeightMemory, asked: WindowOptions | None = None) -> Windo
 
 
 def window_options(units: int | None, retain: int | None, memory: int | None) -> WindowOptions | None:
-    """The options that flags give; None without a window. Raises UsageError."""
+    """The options that flags give; None without a window."""
     if units is None and memory is None:
-        if retain is not None:
-            raise UsageError("--retain needs a window: give --window or --memory as well")
         return None
     return WindowOptions(units, retain, memory)

@@ -23,16 +23,17 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.memory import NodeCaches
 from mdi.engine.replay import SentRows
 from mdi.engine.worker import Backend
-from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
 from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
+from mdi.spec.combinations import GRADIENTS, TORCH, refuse
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.stages.building import build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.spec import NO_GRADIENTS, StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
-        raise UsageError(NO_GRADIENTS, code=Code.KERNELS)
+        refuse({GRADIENTS: GRADIENTS, TORCH: "these blocks are not whole in the kernels' form"})
+    assert isinstance(stage, KernelStage)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
 
