@@ -43,7 +43,7 @@ NANO = SRC.parent / "assets" / "nano-llama"
 def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
     gpt = model_of(family)
     ids = prompt(20, 1)
-    stage = Stage(gpt.config, 0, gpt.config.n_layer)
+    stage = Stage(ModelConfig.from_litgpt(gpt.config), 0, gpt.config.n_layer)
     stage.load_state_dict({k: v for k, v in gpt.state_dict().items() if k.startswith("transformer.h.")}, assign=True)
     stage.to(CUDA).prepare(60, CUDA, torch.float32)
     found: list[int] = []
@@ -58,7 +58,7 @@ def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
 def starter_on_gpu(gpt: torch.nn.Module, packing: Packing | None, dtype: torch.dtype, max_length: int) -> StarterStage:
     """The whole model, with weights that stay packed if a packing is given."""
     n_layer = gpt.config.n_layer
-    stage = StarterStage(gpt.config, n_layer)
+    stage = StarterStage(ModelConfig.from_litgpt(gpt.config), n_layer)
     weights = dict(gpt.state_dict())
     if packing is None:
         stage.load(["all"], lambda _: weights, CUDA, dtype)

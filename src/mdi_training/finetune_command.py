@@ -413,7 +413,6 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
 
     asked, out, config = options.tuning, options.out, model.weights.config
     assert out is not None
-    _check_gradients(asked.method, config)
     n_before = 0 if asked.method == LORA else asked.prompt_length
     if n_before >= model.max_length:
         raise UsageError(
@@ -457,17 +456,6 @@ def _kind(options: Options, labels: tuple[str, ...]) -> TuningKind:
 
     asked = options.tuning
     return TuningKind(asked.method, asked.lora_r, asked.lora_alpha, asked.lora_targets, asked.prompt_length, labels)
-
-
-def _check_gradients(method: str, config: ModelConfig) -> None:
-    """Raises UsageError if no gradients go through blocks of this model."""
-    from mdi.spec.model import why_not_litgpt
-
-    if (lacking := why_not_litgpt(config)) is not None:
-        raise UsageError(
-            f"--method {method}: torch has no blocks with {lacking}, so no gradients go through {config.name}; "
-            "--method side needs none", code=Code.KERNELS,
-        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -177,6 +177,7 @@ class Lora(TunedTensors):
         super().__init__(kind, config, seed)
         names = family_of(self.config).names(self.config)
         self._path = f"{names.prefixes[0]}{names.blocks}"
+        self._of_family = {module for one in _LAYERS for module in _modules(names, one)}
         self._modules = list(dict.fromkeys(module for one in kind.targets for module in _modules(names, one)))
         self._rows = {(i, module): self._rows_of(i, module) for i in self._blocks for module in self._modules}
         self._gains: dict[str, torch.Tensor] = {}
@@ -214,7 +215,10 @@ class Lora(TunedTensors):
         return found
 
     def _settings(self) -> dict[str, Any]:
-        names = sorted({module.rpartition(".")[2] for module in self._modules})
+        last = [module.rpartition(".")[2] for module in self._of_family]
+        names = sorted(
+            module if last.count(name := module.rpartition(".")[2]) > 1 else name for module in self._modules
+        )
         return {
             "peft_type": "LORA", "r": self.kind.rank, "lora_alpha": self.kind.alpha, "lora_dropout": 0.0, "bias": "none",
             "target_modules": names, **({"modules_to_save": ["score"]} if self.kind.labels else {}),
@@ -231,7 +235,7 @@ class Prompt(TunedTensors):
     _score = SCORE_OF_VIRTUAL
 
     def __init__(
-        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
+        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray, int], np.ndarray] | None
     ) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(False, config)) is not None:
@@ -242,7 +246,7 @@ class Prompt(TunedTensors):
         rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
         if embed is not None:
             ids = torch.randint(0, config.vocab_size, (kind.length,), generator=self._generator)
-            rows.data = torch.tensor(embed(ids.numpy()))
+            rows.data = torch.tensor(embed(ids.numpy()[None], 0)[0])
         for i in self._blocks[1:] if kind.method == DEEP_PROMPT else ():
             self._add(f"transformer.h.{i}.prompt", (kind.length, config.n_embd), 0)
 
@@ -291,7 +295,7 @@ class Prefix(TunedTensors):
 
 def new_tensors(
     kind: TuningKind, config: ModelConfig, seed: int, source: Callable[[str], WeightSource],
-    embed: Callable[[np.ndarray], np.ndarray] | None = None,
+    embed: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> TunedTensors:  # fmt: skip
     """Tensors that are not trained yet. Raises UsageError, CheckpointError: the model cannot have them.
 

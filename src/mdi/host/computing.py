@@ -17,9 +17,10 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
+from mdi.model.plain import spec_of
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
@@ -92,16 +93,19 @@ def choose_computing(
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
 
     Raises:
-        UsageError: the device cannot do that, or torch would have to compute what only the kernels can.
+        UsageError: the device cannot do that, or nothing computes such a model.
     """
     device, quantize = asked.device or "cpu", asked.quantize
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
-    if why is not None and config is not None and (lacking := why_not_litgpt(config)) is not None:
-        raise UsageError(
-            f"{lacking} can be computed by the kernels alone, which do not compute {why}", code=Code.KERNELS
-        )
+    if why is not None and config is not None:
+        try:
+            spec_of(config)
+        except ValueError as e:
+            raise UsageError(
+                f"torch does not compute {e}, and the kernels do not compute {why}", code=Code.KERNELS
+            ) from None
     packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, asked.allow_clipping)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
     decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)

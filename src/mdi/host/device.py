@@ -95,12 +95,11 @@ def load_torch(why: str) -> None:
     if is_new:
         logger.info("loading PyTorch: %s", why)  # which takes seconds
     try:
-        import litgpt  # noqa: F401
         import torch  # noqa: F401
     except ModuleNotFoundError as e:
-        if e.name not in ("torch", "litgpt"):
+        if e.name != "torch":
             raise
-        raise UsageError(f"{why} needs {e.name}, which is not installed here: {INSTALL_ALL}") from None
+        raise UsageError(f"{why} needs torch, which is not installed here: {INSTALL_ALL}") from None
     tell_torch()
     if is_new:
         warn_of_processor()
