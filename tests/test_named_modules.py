@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 FILES = sorted([*SRC.glob("mdi*/**/*.py"), *SRC.glob("mdi/**/csrc/*.*")])
 PACKAGES = "|".join(path.parent.name for path in SRC.glob("mdi/*/__init__.py"))
-MODULE = re.compile(rf"(?<![\w./\"-])(?:mdi\.(\w+(?:\.\w+)*)|((?:{PACKAGES})(?![\w.]*\.(?:py|json|gguf)\b)(?:\.\w+)+))(?![\w/(])")
+ENDINGS = "py|json|gguf"  # of files
+MODULE = re.compile(
+    rf"(?<![\w./\"-])(?:mdi\.(\w+(?:\.\w+)*)|((?:{PACKAGES})(?![\w.]*\.(?:{ENDINGS})\b)(?:\.\w+)+))(?![\w/(])"
+)
 FILE = re.compile(r"(?<![\w./<-])((?:\w+/)*\w+\.(?:py|h|cpp))\b")
 TREE = "\n".join(
     f"/{path.as_posix()}\n" for top in ("src", "tests", "old", "benchmarks") for path in (ROOT / top).rglob("*.*")
