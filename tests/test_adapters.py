@@ -453,7 +453,7 @@ def test_names_are_different_and_not_too_many() -> None:
 
 REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "shares": (2, {}, {"parallel": ParallelOptions(mode="tensor")}, "use --parallel ring"),
-    "a starter in torch": (2, {}, {"dtype": "bfloat16"}, "adapters need the kernels"),
+    "a starter in torch": (2, {}, {"dtype": "bfloat16"}, "adapters are for nodes with whole blocks"),
     "a node in torch": (
         2,
         {"dtype": "bfloat16"},

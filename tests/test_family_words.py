@@ -26,7 +26,6 @@ STILL = {
     "mdi/checkpoint/ggufconfig.py": "goes to the families with GGUF's names",
     "mdi/checkpoint/ggufsource.py": "goes to the families with GGUF's names",
     "mdi/checkpoint/gguftokenizer.py": "goes to a table of kinds of tokenizers",
-    "mdi/stages/torch_attention.py": "goes to one torch module of the blocks' own specs",
 }
 
 

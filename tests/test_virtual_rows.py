@@ -546,7 +546,7 @@ def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
 
 REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "all in a group": (1, {}, {"parallel": ParallelOptions(mode="tensor")}, "use --parallel ring"),
-    "a starter in torch": (1, {}, {"dtype": "bfloat16"}, "adapters need the kernels"),
+    "a starter in torch": (1, {}, {"dtype": "bfloat16"}, "adapters are for nodes with whole blocks"),
     "a node in torch": (
         1,
         {"dtype": "bfloat16"},

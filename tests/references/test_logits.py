@@ -214,6 +214,16 @@ LEFT_OUT: dict[str, dict[str, Without]] = {
         "the shared expert": _settings(n_shared_expert=None),
         "the factor of routed experts": _settings(routed_scaling_factor=1.0),
     },
+    "ernie4_5": {
+        **_NORMS,
+        "pairs beside each other": _settings(rope_interleave=False),
+        "the base": _settings(rope_base=10**4),
+    },
+    "ernie4_5-biases": {
+        **_ATTENTION_BIASES,
+        "biases of gates": _zeros(r"fc_1\.bias"),
+        "biases of MLPs": _zeros(r"mlp\.proj\.bias"),
+    },
     "minimax-m2": {**_ROUTER, **_NORMS, **_NORMS_OF_QK},
     "bloom": {
         **_BIASES,

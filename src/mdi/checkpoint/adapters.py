@@ -42,11 +42,10 @@ from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, 
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.families.names import row_counts
 from mdi.families.registry import places_of
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
-from mdi.model.plain import spec_of
-from mdi.model.spec import Attention
 from mdi.spec.model import ModelConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -134,8 +133,9 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
                 found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), known.is_interleaved))
                 n_rows, n_in = n_rows + shape[0], shape[1]
             elif module in known.modules:
-                first, n = _of_heads(config, block)[known.modules.index(module)]
-                found.append(AdaptedRows(layer, first, (0, n)))
+                counts, which = row_counts(config, block), known.modules.index(module)
+                n = counts[which]
+                found.append(AdaptedRows(layer, sum(counts[:which]), (0, n)))
                 n_rows, n_in = n, shape[1]
     return tuple(found), n_rows, n_in
 
@@ -351,14 +351,6 @@ class LowRankAdapter(Adapter):
                 found[f"{name}.a"] = a
                 found[f"{name}.b"] = np.ascontiguousarray(rows.T * self._factor)
         return found
-
-
-def _of_heads(config: ModelConfig, block: int) -> list[tuple[int, int]]:
-    """(first, n) of the outputs of query, key and value."""
-    mixer = spec_of(config).blocks[block].mixer
-    assert isinstance(mixer, Attention)  # the only one with such a layer
-    heads, groups = mixer.n_head * mixer.head_size, mixer.n_groups * mixer.head_size
-    return [(0, heads), (heads, groups), (heads + groups, groups)]
 
 
 def weights_hash(source: WeightSource) -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mdi.model.plain import spec_of
+from mdi.model.spec import Attention
 from mdi.model.tensors import BLOCKS, HEAD
 from mdi.spec.model import ModelConfig
 
@@ -70,10 +72,12 @@ def held(where: Where) -> Held:
     return where if isinstance(where, Held) else Held((where,) if isinstance(where, str) else where)
 
 
-def row_counts(config: ModelConfig) -> tuple[int, int, int]:
+def row_counts(config: ModelConfig, block: int) -> tuple[int, int, int]:
     """Rows of query, key and value."""
-    n_keys = config.n_query_groups * config.head_size
-    return config.n_head * config.head_size, n_keys, n_keys
+    mixer = spec_of(config).blocks[block].mixer
+    assert isinstance(mixer, Attention)  # the only one with such a layer
+    n_keys = mixer.n_groups * mixer.head_size
+    return mixer.n_head * mixer.head_size, n_keys, n_keys
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Names:
         of = None if where is None else held(where)
         while of is not None:
             tensors = [f"{path}{module}{ending}".format(i=expert) for module in of.modules]
-            counts = row_counts(config) if len(tensors) > 1 else (shape[0],)
+            counts = (shape[0],) if match is None or len(tensors) == 1 else row_counts(config, int(match[1]))
             pairs = zip(tensors, counts, strict=True)
             yield tuple(_piece(of, tensor, (n, *shape[1:]), expert, config.n_expert) for tensor, n in pairs)
             of = of.otherwise

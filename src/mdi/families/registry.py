@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mdi.errors import CheckpointError
-from mdi.families import bloom, falcon, gemma, glm, gpt2, gpt_oss, llama, minimax, neox, olmo, opt, phi, qwen, stablelm
 from mdi.families.config_json import Json
 from mdi.families.family import Family
 from mdi.families.names import Held, held
 from mdi.spec.model import ModelConfig
 
-_FILES = (llama, qwen, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2)
+from . import bloom, ernie, falcon, gemma, glm, gpt2, gpt_oss, llama, minimax, neox, olmo, opt, phi, qwen, stablelm
+
+_FILES = (llama, qwen, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie)
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 # not what is computed

@@ -75,7 +75,7 @@ class Store(Protocol[Entry]):
         """Of a sequence that has nothing yet, and will have nothing before position `first`."""
 
     def check(self, entry: Entry, start: int) -> None:
-        """Raises EngineError if it cannot be cut to `start`, which is before its end."""
+        """Raises EngineError if it cannot be cut to `start`."""
 
     def cut(self, entry: Entry, end: int) -> None:
         """Forget what is behind `end`."""
@@ -185,10 +185,16 @@ class StageCaches(Generic[S]):
         return 0 if sequence is None else sequence.end
 
     def export(self, seq_id: int, start: int, stop: int) -> CacheRun:
-        """A copy of what a sequence has of the positions [start, stop). Raises EngineError if it does not reach so far."""
+        """A copy of what a sequence has of the positions [start, stop), so that it can go on at `stop`.
+
+        Raises:
+            EngineError: it does not reach so far, or a cache cannot go back so far.
+        """
         if not 0 <= start < stop <= self.end(seq_id):
             raise EngineError(f"positions {start} to {stop} of sequence {seq_id}, whose cache has {self.end(seq_id)}")
         entries = self.entries(seq_id)
+        for store, entry in zip(self.stores, entries, strict=True):
+            store.check(entry, stop)
         blocks = {i: self.stores[c].read(entries[c], number, start, stop) for (c, number), i in self._writers.items()}
         return CacheRun(start, stop, self._cache_type, blocks)
 

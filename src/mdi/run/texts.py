@@ -23,7 +23,7 @@ from mdi.text.texts import TextCodec, TextStream, stop_test
 
 OnText = Callable[[str], None]
 # Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread. With True, these are all
-# ids that it has: others were taken back.
+# ids that it has: others were retracted.
 Record = Callable[[int, list[int], str | None, bool], None]
 # The number of a text that a search has found beyond those that are wanted: it is neither shown nor recorded.
 UNREAD = -1

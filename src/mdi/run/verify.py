@@ -331,7 +331,7 @@ class RowVerifier:
     def finish(self) -> None:
         """The ring was left of one's own will: wait until all rows that were chosen are compared, those of today included.
 
-        Not longer than the ring is whole; what is not compared then is taken back.
+        Not longer than the ring is whole; what is not compared then is retracted.
         """
         with self._lock:
             if (ring := self._ring) is None:

@@ -384,7 +384,7 @@ async def write_texts(
         more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
     answers = [opened.open_answer() for _ in range(n_texts)]
-    told = [_Told() for _ in range(n_texts)]
+    withheld = [_Withheld() for _ in range(n_texts)]
     begin = time.monotonic()
     last = [begin] * n_texts
     unfinished = set(range(n_texts))
@@ -404,11 +404,11 @@ async def write_texts(
                 if event.n_kept is not None:
                     if fields.is_streamed:
                         raise ApiError(500, TOLD_WRONG, "engine_untrue")
-                    n_before = len(told[index].tokens)
+                    n_before = len(withheld[index].tokens)
                     answers[index] = opened.open_answer()
-                    event, told[index] = told[index].before(event, event.n_kept), _Told()
+                    event, withheld[index] = withheld[index].before(event, event.n_kept), _Withheld()
                 if not fields.is_streamed:
-                    told[index].take(event)
+                    withheld[index].take(event)
                 piece = _piece(index, event, answers[index], n_before)
                 if piece.finish_reason is not None:
                     texts.cancel(index)
@@ -446,8 +446,8 @@ def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: Comm
 
 
 @dataclass
-class _Told:
-    """The end of an answer that is not shown yet: it may have to be taken back."""
+class _Withheld:
+    """Tokens of an answer that is delivered as a whole: until then they may be retracted."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)

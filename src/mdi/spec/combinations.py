@@ -70,7 +70,10 @@ RULES = (
         code=Code.USAGE,
     ),
     Rule("--adapter", ("--parallel tensor",), "{what}: adapters cannot be shared out with {found}: use --parallel ring"),
-    Rule("--adapter", (TORCH, TOGETHER), "{what}: {found}, and adapters need the kernels and whole blocks", code=Code.USAGE),
+    Rule(
+        "--adapter", (TORCH, TOGETHER), "{what}: {found}, and adapters are for nodes with whole blocks in the kernels",
+        code=Code.USAGE,
+    ),
     Rule(
         SIDES, ("--parallel tensor", "--parallel auto"),
         "{what} needs outputs of single blocks, which there are not with {found}: use --parallel ring",

@@ -131,7 +131,7 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        return [block for block in self.transformer["h"].children() if isinstance(block, Block)]
+        return [cast(Block, block) for block in self.transformer["h"].children()]
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Slices, taps: Sequence[int] = ()) -> torch.Tensor:
