@@ -42,7 +42,6 @@ def config_of(width: int) -> Any:
 
 def child(width: int, n_blocks: int, fmt: str) -> None:
     import torch
-    from litgpt.config import Config
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
     from mdi.checkpoint.packing import Packing
@@ -55,7 +54,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
     before = peak_rss_bytes()
-    plain = Stage(Config(**config_of(width).plain()), 0, n_blocks)
+    plain = Stage(config_of(width), 0, n_blocks)
     stage: Stage | KernelStage = plain
     shapes = {name: t.shape for name, t in plain.state_dict().items()}
 

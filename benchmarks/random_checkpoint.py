@@ -45,7 +45,7 @@ _DONE = "made.json"
 def config_of(shape: str) -> Any:
     """litgpt's Config of a shape; of BLOOM's our own."""
     if shape in BLOOM_SHAPES:
-        from mdi.checkpoint.published import published_config
+        from mdi.checkpoint.hfconfig import published_config
 
         tiny = {"n_layer": 3, "n_embd": 128, "n_head": 8, "head_size": 16, "n_query_groups": 8, "intermediate_size": 512,
                 "vocab_size": 512, "padded_vocab_size": 512}  # fmt: skip

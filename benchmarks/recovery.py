@@ -148,7 +148,7 @@ def predicted_s(ring: Any, options: Any, args: argparse.Namespace) -> float:
     ) as run:
         model = run.model
     length = args.n_prompt + N_TOKENS_BEFORE
-    shape = model_shape(model.weights.config, model.computing.format, model.computing.kv_dtype)
+    shape = model_shape(model.weights.config, model.computing.format, model.cache_type)
     cost = CostModel(model.profile, shape, Workload(args.n_samples, args.n_prompt + args.n_tokens))
     start, stop = model.weights.blocks[1]
     n_chunks = args.n_samples * length / CHUNK_ROWS

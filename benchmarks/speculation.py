@@ -69,10 +69,10 @@ from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402
 from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.spec.options import StarterOptions  # noqa: E402
+from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.stages.model_family import ModelFamily  # noqa: E402
-from mdi.stages.window_budget import WindowMemory, WindowOptions  # noqa: E402
 from random_checkpoint import config_of, make_checkpoint  # noqa: E402
 from records import save, told  # noqa: E402
 from ring.quota import Quotas  # noqa: E402

@@ -39,12 +39,12 @@ BUSY = "while True: pass"
 def decode(shape: str, n_threads: int) -> None:
     """The child: a line on stdin begins a measurement, a line on stdout is its tokens/s."""
     import torch
-    from litgpt.config import Config
 
+    from mdi.spec.model import ModelConfig
     from mdi.stages.torch_stage import StarterStage
 
     torch.set_num_threads(n_threads)
-    config = Config(
+    config = ModelConfig(
         name=shape, block_size=512, rotary_percentage=1.0, parallel_residual=False, bias=False,
         norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", vocab_size=1024, **SHAPES[shape],
     )  # fmt: skip

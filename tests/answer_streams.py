@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from mdi.text.answers.events import Call, Event, Reasoning, Text
+from mdi.text.answers.stream import AnswerStream
 
-def taken_apart(stream: Any, ids: list[int], size: int) -> list[Any]:
+
+def apart(events: Sequence[Event]) -> list[Any]:
+    """Text, reasoning and calls."""
+    text, reasoning = ("".join(one.text for one in events if isinstance(one, kind)) for kind in (Text, Reasoning))
+    return [text, reasoning, [one for one in events if isinstance(one, Call)]]
+
+
+def taken_apart(stream: AnswerStream, ids: Sequence[int], size: int, is_cut: bool = False) -> list[Any]:
     """Text, reasoning and calls of an answer whose ids come `size` at a time."""
-    text, reasoning, calls = "", "", []
-    for at in range(0, len(ids) + size, size):
-        text += stream.push(ids[at : at + size]) if at < len(ids) else stream.flush()
-        more, new = stream.others()
-        reasoning, calls = reasoning + more, calls + new
-    return [text, reasoning, calls]
+    events = [event for at in range(0, len(ids), size) for event in stream.feed(ids[at : at + size])]
+    return apart([*events, *stream.close(is_cut)])

@@ -1,4 +1,4 @@
-"""The tables of flags in docs/configuration.md, made of what the commands declare."""
+"""The tables of flags in docs/configuration.md, made of what the commands declare, and that of flags that exclude others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mdi import cli
 from mdi.cli import COMMANDS, parser_of
 from mdi.spec import options
+from mdi.spec.combinations import RULES
 
 # Name of a table -> the fields of Options that it has, whatever the command; or the commands whose other options it has.
 BY_FIELDS = {
@@ -36,6 +37,7 @@ BY_COMMANDS = {
     "tools": ("mem-monitor", "plot-tok-time"),
 }
 TABLE = re.compile(r"(<!-- flags: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+COMBINATIONS = re.compile(r"(<!-- combinations -->\n).*?(?=<!-- end -->)", re.DOTALL)
 HEAD = "| flag | commands | default | does |\n|---|---|---|---|\n"
 BRIEF = ("train", "mem-monitor", "plot-tok-time")  # commands whose help says defaults in brackets at its end
 SRC = str(Path(cli.__file__).resolve().parents[2])
@@ -100,5 +102,18 @@ def _lines(rows: dict[Row, list[str]]) -> list[str]:
 def with_tables(text: str) -> str:
     """The document with each table that stands between its marks as it should be."""
     made = tables()
-    assert {name for _, name in TABLE.findall(text)} == made.keys()
+    assert {name for _, name in TABLE.findall(text)} == made.keys() and len(COMBINATIONS.findall(text)) == 1
+    text = COMBINATIONS.sub(lambda mark: mark[1] + combinations(), text)
     return TABLE.sub(lambda mark: mark[1] + made[mark[2]], text)
+
+
+def combinations() -> str:
+    """What is refused, or needed, with the error that says so."""
+    lines = "| what | | what else | error, for the first of these |\n|---|---|---|---|\n"
+    for rule in RULES:
+        what, *others = (f"`{fact}`" if fact.startswith("--") else fact for fact in (rule.what, *rule.others))
+        what += f", with {' and '.join(rule.given)}" if rule.given else ""
+        found = " or ".join(rule.others) if rule.is_need else rule.others[0]
+        error = rule.text.format(what=rule.what, found=found)
+        lines += f"| {what} | {'needs' if rule.is_need else 'refuses'} | {', '.join(others)} | {error} |\n"
+    return lines

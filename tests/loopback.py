@@ -27,6 +27,7 @@ from mdi.net.keys import KeyFile
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Limits
+from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import Stage, StarterStage
 
 CPU = torch.device("cpu")
@@ -39,10 +40,10 @@ def stages_of(
     kv_dtype: torch.dtype = torch.float32,
 ) -> list[Stage]:  # fmt: skip
     """The model in stages that end at `cuts`, loaded and prepared."""
-    config = config or gpt.config
-    bounds = (0, *cuts, config.n_layer)
-    stages: list[Stage] = [StarterStage(config, bounds[1])]
-    stages += [Stage(config, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
+    own = ModelConfig.from_litgpt(config or gpt.config)
+    bounds = (0, *cuts, own.n_layer)
+    stages: list[Stage] = [StarterStage(own, bounds[1])]
+    stages += [Stage(own, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
     load_from(gpt, stages)
     for stage in stages:
         stage.prepare(max_length, CPU, kv_dtype)

@@ -31,8 +31,8 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.extent import Extent
 from mdi.spec.options import SIDE_FILE, ParallelOptions, StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, tiny_gpt, write_checkpoint
 
@@ -453,7 +453,7 @@ def test_names_are_different_and_not_too_many() -> None:
 
 REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "shares": (2, {}, {"parallel": ParallelOptions(mode="tensor")}, "use --parallel ring"),
-    "a starter in torch": (2, {}, {"dtype": "bfloat16"}, "adapters need the kernels"),
+    "a starter in torch": (2, {}, {"dtype": "bfloat16"}, "adapters are for nodes with whole blocks"),
     "a node in torch": (
         2,
         {"dtype": "bfloat16"},

@@ -12,7 +12,8 @@ from litgpt.config import Config
 from families import config_of, random_gpt
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.weight_formats import is_packable
-from mdi.stages.torch_attention import CachedLatentAttention, tiled_bmm
+from mdi.spec.model import ModelConfig
+from mdi.stages.torch_block import Latents
 from mdi.stages.torch_stage import Stage
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ CONFIG = Config(**SIZES)
 
 def stage_of(config: Config = CONFIG, form: str | None = None, kv_dtype: torch.dtype = torch.float32) -> Stage:
     torch.manual_seed(1)
-    stage = Stage(config, 0, config.n_layer)
+    stage = Stage(ModelConfig.from_litgpt(config), 0, config.n_layer)
     tensors = {name: torch.randn(t.shape) * 0.3 for name, t in stage.state_dict().items()}
     parts = [f"block.{i}" for i in range(config.n_layer)]
 
@@ -131,20 +132,16 @@ def test_what_a_new_page_never_held_is_a_number() -> None:
 
 def test_routers_and_latent_products_of_packed_models_do_not_see_how_many_rows_there_are() -> None:
     gpt = random_gpt(config_of("deepseek-v3-shape"), seed=1)
-    stage = Stage(gpt.config, 1, 2)
+    stage = Stage(ModelConfig.from_litgpt(gpt.config), 1, 2)
     own = {n: t for n, t in gpt.state_dict().items() if n.startswith("transformer.h.1.")}
     packed = {n: pack("int8", t.numpy()) if is_packable(n, t.shape) else t for n, t in own.items()}
     stage.load(["block.1"], lambda part: packed, CPU, torch.float32)
     attn, gate = stage.blocks[0].attn, stage.blocks[0].mlp.gate
-    assert isinstance(attn, CachedLatentAttention) and attn.multiply is tiled_bmm
+    assert isinstance(attn, Latents) and attn.is_tiled and gate.is_tiled
     x = torch.randn(70, gpt.config.n_embd, generator=torch.Generator().manual_seed(1))
     a, b = torch.randn(70, 4, 12).transpose(0, 1), torch.randn(4, 12, 16)
     whole, product = gate(x), attn.multiply(a, b)
     torch.testing.assert_close(product, a @ b)
     for n in (1, 2, 3, 7, 8, 9, 64):
-        assert all(torch.equal(p, w[:n]) for p, w in zip(_several(gate(x[:n])), _several(whole), strict=True))
+        assert all(torch.equal(p, w[:n]) for p, w in zip(gate(x[:n]), whole, strict=True))
         assert torch.equal(attn.multiply(a[:, :n], b), product[:, :n])
-
-
-def _several(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (result,) if isinstance(result, torch.Tensor) else result

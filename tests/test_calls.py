@@ -11,8 +11,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 import test_harmony
+from answer_streams import apart
 from mdi.serve.api_errors import ApiError
-from mdi.text.calls import CallParser, ToolCall
+from mdi.text.answers.calls import Calls
+from mdi.text.answers.events import Call, Text
+from mdi.text.answers.forms import form_of
+from mdi.text.answers.stream import AnswerStream
 from mdi.text.texts import TextCodec
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -37,13 +41,12 @@ def parameter(key: str, value: str) -> str:
     return f"<parameter={key}>\n{value}\n</parameter>\n"
 
 
-def taken_apart(text: str, size: int, begins: bool = False, is_cut: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+def taken_apart(text: str, size: int, is_cut: bool = False) -> tuple[str, list[tuple[str, Any]]]:
     """The words and the calls of an answer that comes `size` characters at a time."""
-    parser = CallParser(TOOLS, begins)
-    parts = [part for at in range(0, len(text), size) for part in parser.feed(text[at : at + size])]
-    parts += parser.end(is_cut)
-    words = "".join(part for part in parts if isinstance(part, str))
-    return words, [(call.name, json.loads(call.arguments)) for call in parts if isinstance(call, ToolCall)]
+    parser = Calls(TOOLS)
+    events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+    words, _, calls = apart([*events, *parser.close(is_cut)])
+    return words, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 LOOK = ("look", PARIS)
@@ -92,11 +95,15 @@ def test_calls_are_found_wherever_they_stand(case: str) -> None:
         assert taken_apart(text, size) == tuple(expected), size
 
 
-def test_an_answer_may_begin_within_reasoning() -> None:
-    said = f"I could {hermes()}\n</think>"
-    for size in (1, 3, 500):
-        assert taken_apart(f"{said}\n\n{hermes()}", size, begins=True) == (said, [LOOK])
-        assert taken_apart(said, size, begins=True) == (said, [])
+def test_an_answer_may_begin_within_reasoning(tmp_path: Path) -> None:
+    codec = TextCodec.from_checkpoint(test_harmony.write_texts(tmp_path), prompt_style="none")
+    said = f"I could {hermes()}"
+    call = Call("look", json.dumps(PARIS))
+    for end, expected in ((f"\n</think>\n\nSo: {hermes()}", ["So:", said, [call]]), ("\n</think>", ["", said, []])):
+        ids = test_harmony.ids_of(said + end)
+        for size in (1, 3, 500):
+            stream = AnswerStream(codec, form_of("<think>", ()), (), TOOLS, begins_in_reasoning=True)
+            assert test_harmony.taken_apart(stream, ids, size) == expected
 
 
 PLAIN = [
@@ -137,14 +144,14 @@ def test_any_text_is_all_there_however_it_comes() -> None:
 
 
 def test_nothing_waits_but_what_may_change() -> None:
-    parser = CallParser(TOOLS)
-    assert parser.feed("Let me ") == ["Let me"] and parser.feed("look <") == [" look"]
-    assert parser.feed("b> at {") == [" <b> at {"]
-    parser = CallParser(TOOLS)
-    assert parser.feed("[1") == ["[1"]
-    parser = CallParser(TOOLS)
-    assert parser.feed(hermes()) == [ToolCall("look", json.dumps(PARIS))]
-    assert parser.feed("\n") == [] == parser.end(False)
+    parser = Calls(TOOLS)
+    assert parser.feed("Let me ") == [Text("Let me")] and parser.feed("look <") == [Text(" look")]
+    assert parser.feed("b> at {") == [Text(" <b> at {")]
+    parser = Calls(TOOLS)
+    assert parser.feed("[1") == [Text("[1")]
+    parser = Calls(TOOLS)
+    assert parser.feed(hermes()) == [Call("look", json.dumps(PARIS))]
+    assert parser.feed("\n") == [] == parser.close(False)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +207,11 @@ def test_the_server_tells_calls_from_reasoning_and_words(tmp_path: Path) -> None
 def test_reasoning_that_the_prompt_begins_has_no_calls_and_is_left_out_where_a_call_is_demanded(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}{{ tools[0].function.name }}{{ '<think>\\n' }}"
     folder = test_harmony.write_texts(tmp_path / "texts", template)
-    said = f"Hm: {hermes()}\n</think>"
-    choice, _ = test_harmony.answered(folder, f"{said}\n\n{hermes('go.to')}", "eos", tools=TOOLS)
+    said = f"Hm: {hermes()}"
+    choice, _ = test_harmony.answered(folder, f"{said}\n</think>\n\n{hermes('go.to')}", "eos", tools=TOOLS)
     (call,) = choice["message"]["tool_calls"]
-    assert (choice["message"]["content"], call["function"]["name"]) == (said, "go.to")
+    assert (choice["message"]["content"], call["function"]["name"]) == (None, "go.to")
+    assert choice["message"]["reasoning_content"] == said
     demanded = {"tools": TOOLS, "tool_choice": "required"}
     assert test_harmony.prompt_of(folder, messages=[test_harmony.USER], **demanded) == "Where?look<think>\n</think>"
     choice, pieces = test_harmony.answered(folder, written("look", PARIS), "eos", **demanded)

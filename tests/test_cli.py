@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import mdi
-from mdi.cli import COMMANDS, TERMINATED, Obeyed, launch, main
+from mdi.cli import COMMANDS, TERMINATED, Acknowledged, launch, main
 from mdi.run.local import free_ports
 from tiny_checkpoint import CONTEXT, TEXT, encode, reference, tiny_gpt, write_checkpoint
 
@@ -535,13 +535,13 @@ def test_a_local_ring_compares_itself_with_one_node(checkpoint: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("status", "late"), [("0", "late"), ("1", "late"), ("130", ""), ("143", ""), ("mdi.cli.Obeyed(0)", "")]
+    ("status", "late"), [("0", "late"), ("1", "late"), ("130", ""), ("143", ""), ("mdi.cli.Acknowledged(0)", "")]
 )
 def test_an_interrupted_process_ends_at_once(status: str, late: str) -> None:
     """Without what the interpreter does at its end, which takes seconds once torch is loaded; but nothing printed is lost."""
     code = f"import atexit, mdi.cli; atexit.register(print, 'late', end=''); print('said', end=''); mdi.cli.leave({status})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=SRC)
-    expected = 0 if "Obeyed" in status else int(status)
+    expected = 0 if "Acknowledged" in status else int(status)
     assert (done.returncode, done.stdout, done.stderr) == (expected, "said" + late, "")
 
 
@@ -561,7 +561,7 @@ def test_a_server_that_a_signal_ends_goes_at_once_with_status_0(
 
     monkeypatch.setattr("mdi.serve.process.ApiProcess", Interrupted)
     status = launch("serve", ["--ckpt", str(SRC.parent / "assets" / "nano-llama")])
-    assert status == 0 and isinstance(status, Obeyed) and "the server has ended" in capsys.readouterr().err
+    assert status == 0 and isinstance(status, Acknowledged) and "the server has ended" in capsys.readouterr().err
 
 
 def test_the_seed_is_new_each_time_and_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,6 +324,8 @@ OPTIONAL = {
     "quantize_head",
     "device",
     "threads",
+    "window",
+    "group",
     "silence_s",
     "refused_s",
 }
@@ -366,10 +368,11 @@ FIELDS_OF_VERSION[9] = (
 )  # fmt: skip
 FIELDS_OF_VERSION[10] = FIELDS_OF_VERSION[9]  # tensors that are trained have a message of their own
 FIELDS_OF_VERSION[11] = (
-    "allow_clipping blocks compile control_version device dtype epoch exclusive extensions extent hand_over index is_hot "
-    "keep_caches layout_version model names next_addr next_port parts placement quantize quantize_head refused_s replay "
-    "replay_bytes run silence_s threads wire_dtype",
-    "allow_clipping compile device dtype fresh model quantize quantize_head run threads wire_dtype",
+    "allow_clipping blocks cache_share compile control_version device dtype epoch exclusive extent gradients group hand_over "
+    "index is_ahead is_hot keep_caches keeps_received layout_version model n_spans names next_addr next_port parts "
+    "placement quantize quantize_head refused_s replay replay_bytes run silence_s taps threads window wire_dtype",
+    "allow_clipping cache_share compile device dtype fresh model n_spans quantize quantize_head run silence_s threads "
+    "wire_dtype",
 )
 
 
@@ -428,7 +431,10 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
             "hand_over",
             "is_hot",
             "keep_caches",
-            "extensions",
+            "gradients",
+            "is_ahead",
+            "keeps_received",
+            "taps",
             "placement",
             "next_addr",
         }

@@ -13,10 +13,11 @@ import yaml
 from safetensors.torch import load_file
 
 from mdi.checkpoint.convert import convert
-from mdi.checkpoint.export import export_hf, hf_config
+from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError
+from mdi.families.registry import written
 from tiny_models import HF_KINDS, hf_state, tiny_lit, tiny_state, write_lit
 
 
@@ -66,7 +67,7 @@ def test_a_model_that_transformers_does_not_have(tmp_path: Path) -> None:
     config = yaml.safe_load((directory / "model_config.yaml").read_text())
     for change in ({"norm_qk": True, "post_mlp_norm": True}, {"scale_embeddings": True}, {"bias": True}):
         with pytest.raises(CheckpointError) as e:
-            hf_config(replace(LitCheckpoint(directory).config, **change))
+            written(replace(LitCheckpoint(directory).config, **change))
         assert any(key in str(e.value) for key in change)
     assert config["name"]
 

@@ -20,7 +20,7 @@ from adapter_files import write_adapter
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
-from mdi.control.messages import taps_of
+from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams, wait_for_event
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels import library
@@ -28,10 +28,13 @@ from mdi.kernels.slices import Slice, adapter_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
+from mdi.spec.extent import Extent
+from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import ModelId
 from mdi.spec.options import SIDE_FILE, StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.side import Base, SideNetwork, SideShape, read_side, write_side
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.features import Features
 from mdi_training.side_training import SideModule, SideTraining
 from secondaries import cluster_of, secondaries
@@ -558,9 +561,18 @@ def test_a_strangers_side_network_is_checked(checkpoint: Path, tmp_path: Path) -
             pass
 
 
+def init_request(n_layer: int) -> InitRequest:
+    model, part = ModelId("m", ModelConfig(n_layer=n_layer), "c", "float32"), PartSpec("block.0", "a" * 64, 10)
+    return InitRequest(
+        run="0" * 16, epoch="0" * 16, index=1, names=("a", "b"), placement="p", next_addr="127.0.0.1", next_port=1, model=model,
+        blocks=(0, 1), parts=(part,), extent=Extent(9),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("taps", [5, "1", [1, 1], [2, 1], [-1], [5], [True], [0.0], list(range(65))])
 def test_blocks_that_the_model_does_not_have_are_refused_by_a_node(taps: Any) -> None:
+    told = init_request(5 if taps != list(range(65)) else 100).to_json()
     with pytest.raises(ControlError) as e:
-        taps_of({"taps": taps}, 5 if taps != list(range(65)) else 100)
-    assert e.value.status == 400
-    assert taps_of({}, 5) == () and taps_of({"taps": [0, 4]}, 5) == (0, 4)
+        InitRequest.from_json({**told, "taps": taps})
+    assert e.value.status == 400 and "taps" in str(e.value)
+    assert InitRequest.from_json({**told, "taps": [0, 4]}).taps == (0, 4)

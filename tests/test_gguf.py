@@ -80,7 +80,7 @@ def test_greedy_tokens_of_a_trained_model_are_llama_cpps(tmp_path: Path, matrice
     assert hashlib.sha256(path.read_bytes()).hexdigest() == expected["sha256"], "write the ids anew"
     source = GgufSource(path)
     n_layer = source.config.n_layer
-    stage = StarterStage(Config(**source.config.plain()), n_layer)
+    stage = StarterStage(source.config, n_layer)
     weights = {name: source.tensor(name) for name in source.specs}
     stage.load(["all"], lambda _: weights, CPU, torch.float32)
     stage.prepare(64, CPU, torch.float32)

@@ -176,7 +176,7 @@ def test_the_end_of_a_part_of_an_answer_is_not_the_end_of_the_answer(tmp_path: P
     fields["tokenizer.chat_template"] = TEMPLATE
     write_tokenizer(fields, tmp_path, tmp_path / "m.gguf")
     codec = TextCodec.from_checkpoint(tmp_path, "auto", config_name="my-model")
-    assert codec.eos_ids == {MARKS.index("<|return|>"), MARKS.index("<|call|>")} and codec.answers_in_channels
+    assert codec.eos_ids == {MARKS.index("<|return|>"), MARKS.index("<|call|>")} and codec.form.special
     codec.close()
 
 

@@ -20,6 +20,7 @@ from mdi.host.computing import choose_computing
 from mdi.host.device import choose_device, choose_dtype, devices
 from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
+from mdi.kernels.slices import Slice
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject, reader
 from mdi.spec.model import ModelConfig
@@ -28,6 +29,8 @@ from mdi.stages.torch_packed import DeviceLinear
 from mdi.stages.torch_stage import Stage, StarterStage
 from secondaries import cluster_of, secondaries, text_of
 from tensor_frames import frame_of, rows_of
+from test_own_families import FAMILIES as OWN_FAMILIES
+from test_own_families import expected, ids_of, made
 from test_packed_linear import weights_of
 from test_training_processes import torchrun
 from tiny_checkpoint import reference, write_checkpoint
@@ -43,7 +46,7 @@ NANO = SRC.parent / "assets" / "nano-llama"
 def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
     gpt = model_of(family)
     ids = prompt(20, 1)
-    stage = Stage(gpt.config, 0, gpt.config.n_layer)
+    stage = Stage(ModelConfig.from_litgpt(gpt.config), 0, gpt.config.n_layer)
     stage.load_state_dict({k: v for k, v in gpt.state_dict().items() if k.startswith("transformer.h.")}, assign=True)
     stage.to(CUDA).prepare(60, CUDA, torch.float32)
     found: list[int] = []
@@ -55,10 +58,29 @@ def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
     assert found == greedy(gpt, ids, 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", OWN_FAMILIES)
+def test_a_family_that_litgpt_lacks_on_a_gpu(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = made(family, tmp_path)
+    ids, n_layer = ids_of(source), source.config.n_layer
+    stage = StarterStage(source.config, n_layer)
+    stage.load(stage_parts(0, n_layer, starter=True), source.tensors, CUDA, dtype)
+    stage.prepare(len(ids), CUDA, dtype)
+    found, start = [], 0
+    for n in (40, 1, 1, 28):
+        slices = [Slice(3, start, n)]
+        rows = stage.embed(torch.from_numpy(ids[start : start + n]).to(CUDA), slices)
+        found.append(stage.head(stage(rows, slices)).float().cpu())
+        start += n
+    wanted = torch.from_numpy(expected(source, ids)).float()
+    difference = (torch.cat(found) - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert difference.median() < 16 * torch.finfo(dtype).eps, "a row that another expert gets is far away"
+
+
 def starter_on_gpu(gpt: torch.nn.Module, packing: Packing | None, dtype: torch.dtype, max_length: int) -> StarterStage:
     """The whole model, with weights that stay packed if a packing is given."""
     n_layer = gpt.config.n_layer
-    stage = StarterStage(gpt.config, n_layer)
+    stage = StarterStage(ModelConfig.from_litgpt(gpt.config), n_layer)
     weights = dict(gpt.state_dict())
     if packing is None:
         stage.load(["all"], lambda _: weights, CUDA, dtype)

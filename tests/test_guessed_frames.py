@@ -444,8 +444,8 @@ def test_a_frame_has_no_more_certain_rows_than_it_may_have() -> None:
     assert plan is not None
     scheduler.update(plan.number, {i: [9] for i in range(6)})
     for text in texts:
-        scheduler.take_certain(text.seq_id, 7)
-        scheduler.take_certain(text.seq_id, 8)
+        scheduler.accept_certain(text.seq_id, 7)
+        scheduler.accept_certain(text.seq_id, 8)
     sizes = []
     while (plan := scheduler.schedule()) is not None:
         sizes.append([(part.n_rows, part.n_logits) for part in plan.slices])

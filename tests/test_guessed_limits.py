@@ -332,7 +332,7 @@ def test_rows_of_certain_tokens_are_no_prompt_in_a_trace() -> None:
 
     scheduler.submit(text(1, 7))
     scheduler.update(leave().number, {1: [2]})
-    scheduler.take_certain(1, 3)
+    scheduler.accept_certain(1, 3)
     scheduler.submit(text(2, 5))
     leave()
     assert found == [(7, 7), (2 + 5, 5)]

@@ -32,8 +32,8 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

@@ -17,15 +17,17 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from answer_streams import taken_apart
+from answer_streams import apart, taken_apart
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.shapes import model_shapes
 from mdi.cli import launch
 from mdi.kernels import library
-from mdi.serve.chat import Chat
+from mdi.serve.chat import CHATS, Chat
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
-from mdi.text.harmony import ChannelStream, InlineStream, without_reasoning
+from mdi.text.answers.forms import WORDS, Form, form_of
+from mdi.text.answers.stream import AnswerStream, InlineStream
+from mdi.text.answers.think import content
 from mdi.text.texts import TextCodec
 
 MARKS = ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"]
@@ -81,6 +83,14 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.from_checkpoint(write_texts(tmp_path / "texts"), prompt_style="none")
 
 
+def harmony(codec: TextCodec) -> Form:
+    return form_of(TEMPLATE, codec.special_marks.values())
+
+
+def stream_of(codec: TextCodec, *stop: str) -> AnswerStream:
+    return AnswerStream(codec, harmony(codec), stop, [TOOL])
+
+
 def ids_of(text: str) -> list[int]:
     found: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
     return found
@@ -114,26 +124,24 @@ def test_an_answer_comes_apart_however_it_comes(case: str, codec: TextCodec) -> 
     written, *expected = ANSWERS[case]
     ids = ids_of(written)
     for size in (1, 2, 7, len(ids)):
-        assert taken_apart(ChannelStream(codec, ()), ids, size) == expected, size
+        assert taken_apart(stream_of(codec), ids, size) == expected, size
 
 
 def test_a_message_that_ends_within_a_character_ends(codec: TextCodec) -> None:
     ids = [*ids_of(f"{FINAL}a"), ids_of("ü")[0], *ids_of("<|return|>")]
-    stream = ChannelStream(codec, ())
-    assert stream.push(ids) + stream.flush() == "a\ufffd"
+    assert taken_apart(stream_of(codec), ids, 1)[0] == "a\ufffd"
 
 
 def test_nothing_waits_but_what_may_change(codec: TextCodec) -> None:
-    stream, shown = ChannelStream(codec, ()), []
-    for i in ids_of(f"{ANALYSIS}one{NEXT}{FINAL}two"):
-        shown.append((stream.push([i]), stream.others()[0]))
-    assert "".join(text for text, _ in shown) == "two" and "".join(reasoning for _, reasoning in shown) == "one"
+    stream = stream_of(codec)
+    shown = apart([one for i in ids_of(f"{ANALYSIS}one{NEXT}{FINAL}two") for one in stream.feed([i])])
+    assert shown == ["two", "one", []]
 
 
 def test_a_stop_string_is_one_of_the_text_alone(codec: TextCodec) -> None:
-    stream = ChannelStream(codec, ("o",))
-    text = stream.push(ids_of(f"{ANALYSIS}no stop{NEXT}{FINAL}a word")) + stream.flush()
-    assert (text, stream.others()[0], stream.is_stopped) == ("a w", "no stop", True)
+    stream = stream_of(codec, "o")
+    assert taken_apart(stream, ids_of(f"{ANALYSIS}no stop{NEXT}{FINAL}a word"), 50) == ["a w", "no stop", []]
+    assert stream.is_stopped
 
 
 def test_on_one_line_it_is_marked_as_others_mark_it(codec: TextCodec) -> None:
@@ -146,11 +154,11 @@ def test_on_one_line_it_is_marked_as_others_mark_it(codec: TextCodec) -> None:
         (f"{ANALYSIS}A", "<think>A</think>\n\n"),
         (f"{FINAL}B", "B"),
     ):
-        stream = InlineStream(codec, ())
+        stream = InlineStream(codec, harmony(codec), ())
         found = "".join(stream.push([i]) for i in ids_of(written)) + stream.flush()
         assert found == expected
-        assert without_reasoning(found) == expected.rpartition("</think>\n\n")[2]
-    assert without_reasoning("<think>cut") == ""
+        assert content(found, False) == expected.rpartition("</think>\n\n")[2]
+    assert content("<think>cut", False) == ""
 
 
 def test_what_ends_an_answer_is_known_without_being_said(codec: TextCodec, tmp_path: Path) -> None:
@@ -160,7 +168,7 @@ def test_what_ends_an_answer_is_known_without_being_said(codec: TextCodec, tmp_p
     del plain["model"]["vocab"]["<|channel|>"]
     (tmp_path / "texts" / "tokenizer.json").write_text(json.dumps(plain))
     other = TextCodec.from_checkpoint(tmp_path / "texts", prompt_style="none")
-    assert not other.channel_marks and other.eos_ids == {0}
+    assert not other.special_marks and harmony(other) is WORDS and other.eos_ids == {0}
 
 
 def model_of(folder: Path) -> LoadedModel:
@@ -181,8 +189,8 @@ def prompt_of(folder: Path, **body: Any) -> str:
 
     async def made() -> list[int]:
         try:
-            (ids,) = await Chat(body).prompts(model)
-            return ids
+            (ids,) = (await Chat(body).opened(model)).prompts
+            return list(ids)
         finally:
             model.template.close()
 
@@ -271,7 +279,8 @@ def test_effort_is_said_and_a_demanded_form_begins_behind_the_reasoning(tmp_path
     assert "Reasoning: high" in prompt_of(folder, messages=[USER], reasoning_effort="high")
     asked = {"messages": [USER], "response_format": {"type": "json_object"}}
     assert prompt_of(folder, **asked).endswith(f"<|start|>assistant{FINAL}")
-    assert isinstance(Chat(asked).stream(model_of(folder), ()), ChannelStream) is False
+    choice, _ = answered(folder, f"{{}}{ANALYSIS}", "eos", **asked)
+    assert choice["message"]["content"] == "{}analysis"
     other = write_texts(tmp_path / "other", "{{ messages[0].content }}")
     assert prompt_of(other, messages=[USER], response_format={"type": "json_object"}) == "Where?"
 
@@ -303,7 +312,7 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
     async def push(data: bytes) -> None:
         sent.append(data)
 
-    async def end() -> None: ...
+    async def end(data: bytes) -> None: ...
 
     answers: list[dict[str, Any]] = []
 
@@ -317,7 +326,7 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
         try:
             for stream in (False, True):
                 chat = Chat({"messages": [USER], "stream": stream, **body})
-                await chat.run(cast(Any, api), model, cast(Any, exchange))
+                await CHATS.answer(chat, cast(Any, api), model, cast(Any, exchange))
         finally:
             model.template.close()
 

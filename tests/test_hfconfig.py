@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from litgpt.config import Config
 
-from mdi.checkpoint.hfconfig import choose_config, derive_config
-from mdi.checkpoint.published import PUBLISHED, published_config
+from mdi.checkpoint.hfconfig import PUBLISHED, choose_config, derive_config, published_config
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.blocks import why_not_in_kernels

@@ -22,7 +22,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import ClusterProfile, LinkProfile
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.tensor.group import RingStage, counts_after, groups_after, stages_of
 from secondaries import cluster_of, entry_of, secondaries
 from test_tensor_runs import PROMPTS, checkpoint, lose_after, run  # noqa: F401

@@ -211,7 +211,10 @@ FIELDS = {entry.name for entry in dataclasses.fields(ModelConfig)} - {"name", "b
 BORDERS = {
     "mdi.spec.model": "makes the class from its plain form, and knows what litgpt reads in names",
     "mdi.spec.limits": "checks the plain form",
-    "mdi.checkpoint.hfconfig": "reads config.json",
+    "mdi.families.config_json": "reads config.json",
+    "mdi.families.gemma": "reads config.json",
+    "mdi.families.glm": "reads config.json",
+    "mdi.families.qwen": "reads config.json",
     "mdi.checkpoint.ggufconfig": "makes what config.json would say",
     "mdi.checkpoint.folder": "looks for one number in files of which nothing is known yet",
     "mdi.checkpoint.quantized": "reads config.json",

@@ -23,6 +23,7 @@ from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.model.caches import kind_of
 from mdi.model.plain import spec_of
+from mdi.model.spec import BlockSpec
 from mdi.spec.extent import Extent
 from mdi.spec.limits import LIMITS, excess
 from mdi.spec.model import ModelConfig
@@ -69,15 +70,15 @@ def init_request(config: Any, stop: int) -> InitRequest:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of the blocks that stages build from here on."""
+    """Numbers of the blocks that stages build from here on, within their stage."""
     found: list[int] = []
-    real = Stage.make_block
+    real = mdi.stages.torch_stage.Block
 
-    def make_block(config: Config, index: int, layer: int) -> Any:
-        found.append(index)
-        return real(config, index, layer)
+    def make_block(of: BlockSpec, width: int, layer: int) -> Any:
+        found.append(layer)
+        return real(of, width, layer)
 
-    monkeypatch.setattr(Stage, "make_block", staticmethod(make_block))
+    monkeypatch.setattr(mdi.stages.torch_stage, "Block", make_block)
     return found
 
 
@@ -171,10 +172,10 @@ def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_of_blocks_that_are_not_built(family: str) -> None:
     config = config_of(family)
-    stage = Stage(config, 1, config.n_layer)
-    windows = [getattr(block.attn, "window", None) for block in stage.blocks]
-    assert [kind_of(one).window for one in spec_of(ModelConfig.from_litgpt(config)).blocks[1:]] == windows
-    assert run_bytes(config, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
+    own = ModelConfig.from_litgpt(config)
+    stage = Stage(own, 1, config.n_layer)
+    assert [kind_of(one).window for one in spec_of(own).blocks[1:]] == [block.attn.of.window for block in stage.blocks]
+    assert run_bytes(own, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
 
 
 def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
@@ -185,8 +186,8 @@ def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
             super().check()
 
     with pytest.raises(ControlError):
-        Stage(config_of("Llama-2-7b-hf", n_layer=50), 10, 50, Third())
-    assert built == [10, 11, 12]
+        Stage(ModelConfig.from_litgpt(config_of("Llama-2-7b-hf", n_layer=50)), 10, 50, Third())
+    assert built == [0, 1, 2]
 
 
 def test_a_node_builds_nothing_for_weights_that_have_not_come(tmp_path: Path, built: list[int]) -> None:
@@ -203,11 +204,10 @@ def test_a_node_builds_nothing_for_weights_that_have_not_come(tmp_path: Path, bu
 
 def test_modules_count_as_memory(built: list[int]) -> None:
     """Where torch computes, many experts take memory even without weights: on a small board more than there is."""
-    config = config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512)
-    request = init_request(ModelConfig.from_litgpt(config), 64)
+    config = ModelConfig.from_litgpt(config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512))
+    request = init_request(config, 64)
     caches = run_bytes(config, 1, 64, request.extent.max_length, torch.float32)
-    extent = replace(request.extent, kv_dtype="float32")
-    needed = ModelFamily().stage_bytes(ModelConfig.from_litgpt(config), (1, 64), extent)
+    needed = ModelFamily().stage_bytes(config, (1, 64), replace(request.extent, kv_dtype="float32"))
     assert needed - caches == module_bytes(config, 1, 64) > 300e6
     assert built == []
 
@@ -231,15 +231,15 @@ def test_measuring_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("mdi.node.self_measurement.PROFILE_S", 0.2)
     config = ModelConfig.from_litgpt(config_of("Mixtral-8x7B-v0.1", n_layer=8))
     go_on, n_built = threading.Event(), 0
-    real = mdi.stages.torch_stage.Stage.make_block
+    real = mdi.stages.torch_stage.Block
 
-    def make_block(config: Config, index: int, layer: int) -> Any:
+    def make_block(of: BlockSpec, width: int, layer: int) -> Any:
         nonlocal n_built
         n_built += 1
         assert go_on.wait(60)
-        return real(config, index, layer)
+        return real(of, width, layer)
 
-    monkeypatch.setattr(Stage, "make_block", staticmethod(make_block))
+    monkeypatch.setattr(mdi.stages.torch_stage, "Block", make_block)
     with secondary(0, tmp_path / "cache") as node:
         client = ControlClient(entry_of(node))
         with pytest.raises(ControlError) as caught:

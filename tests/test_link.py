@@ -17,7 +17,7 @@ import pytest
 from mdi.errors import WireError
 from mdi.net import link as link_module
 from mdi.net import wire as frame_io
-from mdi.net.link import N_IN_VAIN, Channel, Connection, Link, NotBackError
+from mdi.net.link import N_IN_VAIN, Channel, Connection, Link, NodeStillAbsentError
 from mdi.net.wire import (
     HEADER_BYTES,
     PLAIN,
@@ -314,7 +314,7 @@ class Again:
         try:
             said = next(self._received)
         except StopIteration:
-            raise NotBackError("it is gone") from None
+            raise NodeStillAbsentError("it is gone") from None
         mine, theirs = socket.socketpair()
         self.n_made += 1
         if self._is_closed:

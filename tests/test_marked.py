@@ -11,11 +11,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import test_harmony
-from answer_streams import taken_apart
-from mdi.serve.chat import Chat
-from mdi.text.marked import LONGEST_CALL, MarkedStream, marked_calls
+from answer_streams import apart, taken_apart
+from mdi.text.answers.calls import LONGEST_CALL, Calls
+from mdi.text.answers.events import Call
+from mdi.text.answers.forms import form_of
+from mdi.text.answers.marked import glm_calls, minimax_calls
+from mdi.text.answers.stream import AnswerStream
 from mdi.text.texts import TextCodec
-from test_harmony import USER, model_of
+from test_harmony import USER
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
@@ -37,26 +40,36 @@ MARKS = [f"<{end}{word}>" for word in ("think", "tool_call", "arg_key", "arg_val
 TURNS = ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "]~!b[", "]~b]", "[e~["]
 
 
+READERS = {"<tool_call>": glm_calls, "<minimax:tool_call>": minimax_calls}
+
+
+def calls_in(text: str) -> list[Call]:
+    parser = Calls(TOOLS, READERS["<minimax:tool_call>" if "<minimax" in text else "<tool_call>"])
+    said, _, calls = apart([*parser.feed(text), *parser.close(False)])
+    assert calls and not said or said == text
+    return list(calls)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [(GLM, [WHOLE]), (GLM_4_7, [{"city": "a <b>\n & c"}]), (MINIMAX, [WHOLE]), (TWO, [{}, {"days": "x"}]),
      ("<tool_call>look</tool_call>\n" + GLM, [{}, WHOLE])],
 )  # fmt: skip
 def test_arguments_are_of_the_type_that_the_tool_says(text: str, expected: list[Any]) -> None:
-    assert marked_calls(text, TOOLS) == [{"name": "look", "arguments": arguments} for arguments in expected]
+    assert calls_in(text) == [Call("look", json.dumps(arguments)) for arguments in expected]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "look", "<tool_call>other</tool_call>", f"Look: {GLM}", "<tool_call>look", "<tool_call></tool_call>",
+    ["", "look", "<tool_call>other</tool_call>", "<tool_call>look", "<tool_call></tool_call>",
      "<tool_call>look<arg_key>city</arg_key></tool_call>", "<minimax:tool_call>look</minimax:tool_call>",
-     '<minimax:tool_call><invoke name="look">x</invoke></minimax:tool_call>', '<tool_call>{"name": "look"}</tool_call>',
+     '<minimax:tool_call><invoke name="look">x</invoke></minimax:tool_call>', '<tool_call>"look"</tool_call>',
      "<tool_call>look<arg_value>12</arg_value><arg_key>city</arg_key></tool_call>",
      '<minimax:tool_call><invoke name="look"</invoke></minimax:tool_call>',
      "<tool_call>look" + "<arg_key>a</arg_key><arg_value>" * 2000],
 )  # fmt: skip
 def test_other_text_is_no_call(text: str) -> None:
-    assert marked_calls(text, TOOLS) == []
+    assert calls_in(text) == []
 
 
 @pytest.mark.parametrize(
@@ -66,7 +79,7 @@ def test_other_text_is_no_call(text: str) -> None:
 @pytest.mark.parametrize("mark", ["tool_call", "minimax:tool_call"])
 def test_marks_in_great_number_take_no_longer_than_other_text(mark: str, piece: str) -> None:
     """If each was searched to the end of the text, this would take minutes."""
-    assert marked_calls(f"<{mark}>look" + piece * 30_000 + f"x</{mark}>", TOOLS) == []
+    assert READERS[f"<{mark}>"](f"<{mark}>look" + piece * 30_000 + f"x</{mark}>", {"look": PARAMETERS}) == []
 
 
 @functools.cache
@@ -189,6 +202,10 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.from_checkpoint(folder_of(tmp_path, GLM_TEMPLATE), prompt_style="none")
 
 
+def stream_of(codec: TextCodec, begins: bool, *stop: str, template: str = "<arg_key>") -> AnswerStream:
+    return AnswerStream(codec, form_of(template, ()), stop, TOOLS, begins)
+
+
 LOOK = ("look", json.dumps(WHOLE))
 ANSWERS: dict[str, tuple[bool, str, str, str, list[tuple[str, str]]]] = {
     "text alone": (False, "Größe: 3 < 4 <tool> 5.", "Größe: 3 < 4 <tool> 5.", "", []),
@@ -221,16 +238,22 @@ def test_an_answer_comes_apart_however_it_comes(case: str, are_words: bool, code
         else tokenizer().encode(written).ids
     )
     for size in (1, 3, 50, len(ids) + 1):
-        assert taken_apart(MarkedStream(codec, (), TOOLS, begins), ids, size) == expected, size
+        assert (
+            taken_apart(
+                stream_of(codec, begins, template="<minimax:tool_call>" if "<minimax" in written else "<arg_key>"),
+                ids,
+                size,
+            )
+            == expected
+        ), size
 
 
 def test_stop_strings_are_for_the_text_and_nothing_waits_in_vain(codec: TextCodec) -> None:
-    stream = MarkedStream(codec, ("o",), TOOLS, True)
-    text = stream.push(tokenizer().encode("no stop</think>a word").ids) + stream.flush()
-    assert (text, stream.others()[0], stream.is_stopped) == ("a w", "no stop", True)
-    stream, shown = MarkedStream(codec, (), TOOLS, True), []
-    for i in tokenizer().encode("one</think>two").ids:
-        shown.append((stream.push([i]), stream.others()[0]))
+    stream = stream_of(codec, True, "o")
+    assert taken_apart(stream, tokenizer().encode("no stop</think>a word").ids, 50) == ["a w", "no stop", []]
+    assert stream.is_stopped
+    stream = stream_of(codec, True)
+    shown = [apart(stream.feed([i])) for i in tokenizer().encode("one</think>two").ids]
     assert shown[2][1] and shown[-1][0]
 
 
@@ -238,7 +261,7 @@ def test_what_is_too_long_for_a_call_is_text_and_a_call_may_follow(codec: TextCo
     long = "<tool_call>look<arg_key>city</arg_key><arg_value>" + "x" * LONGEST_CALL
     end = "</arg_value></tool_call>"
     ids = tokenizer().encode(long + end + GLM).ids
-    text, _, calls = taken_apart(MarkedStream(codec, (), TOOLS, False), ids, 10_000)
+    text, _, calls = taken_apart(stream_of(codec, False), ids, 10_000)
     assert text == long + end and calls == [LOOK]
 
 
@@ -246,7 +269,7 @@ def test_the_end_of_a_call_is_found_wherever_its_pieces_are_cut(codec: TextCodec
     written = f"{GLM_4_7}{GLM}"
     ids = [i for letter in written for i in tokenizer().encode(letter).ids]
     for size in (*range(1, 20), 40, 80):
-        text, _, calls = taken_apart(MarkedStream(codec, (), TOOLS, False), ids, size)
+        text, _, calls = taken_apart(stream_of(codec, False), ids, size)
         assert text == "" and [name for name, _ in calls] == ["look", "look"], size
 
 
@@ -286,7 +309,8 @@ def test_a_chat_goes_back_in_minimaxs_form_and_a_demanded_form_begins_behind_the
     assert test_harmony.prompt_of(of_glm, **asked).endswith("<|assistant|>\n<think></think>")
     asked["chat_template_kwargs"] = {"enable_thinking": True}
     assert test_harmony.prompt_of(of_glm, **asked).endswith("<|assistant|>")
-    assert not isinstance(Chat(asked).stream(model_of(folder), ()), MarkedStream)
+    choice, _ = test_harmony.answered(folder, '{"a": "<think>"}', "eos", **asked)
+    assert choice["message"]["content"] == '{"a": "<think>"}'
 
 
 @pytest.mark.parametrize(

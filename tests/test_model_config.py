@@ -19,7 +19,7 @@ from families import DEEPSEEK_V3, FAMILIES, config_of
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import open_source
-from mdi.kernels.blocks import model_of
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig, why_not_litgpt
 from missing_libraries import without
 from tiny_models import HF_KINDS, tiny_hf
@@ -179,7 +179,8 @@ def test_norms_are_those_of_the_fields_whatever_the_name_is(family: str, name: s
     config = replace(expected, name=name)
     assert ModelConfig.of(config.plain()) == config != ModelConfig.of({**expected.plain(), "name": name})
     assert config_hash(config) != config_hash(ModelConfig.of({**expected.plain(), "name": name}))
-    assert model_of(config).unit_offset == expected.norm_unit_offset
+    norm = spec_of(config).ends.final_norm
+    assert norm is not None and norm.unit_offset == expected.norm_unit_offset
     assert model_shapes(config, "") == model_shapes(expected, "")
     norms = [Config(**one).norm_class(8) for one in (config.litgpt_plain(), asdict(lit))]
     assert str(norms[0].state_dict()) == str(norms[1].state_dict())

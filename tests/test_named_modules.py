@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 FILES = sorted([*SRC.glob("mdi*/**/*.py"), *SRC.glob("mdi/**/csrc/*.*")])
 PACKAGES = "|".join(path.parent.name for path in SRC.glob("mdi/*/__init__.py"))
-MODULE = re.compile(rf"(?<![\w./\"-])(?:mdi\.(\w+(?:\.\w+)*)|((?:{PACKAGES})(?:\.(?!py\b|json\b)\w+)+))(?![\w/(])")
+ENDINGS = "py|json|gguf"  # of files
+MODULE = re.compile(
+    rf"(?<![\w./\"-])(?:mdi\.(\w+(?:\.\w+)*)|((?:{PACKAGES})(?![\w.]*\.(?:{ENDINGS})\b)(?:\.\w+)+))(?![\w/(])"
+)
 FILE = re.compile(r"(?<![\w./<-])((?:\w+/)*\w+\.(?:py|h|cpp))\b")
 TREE = "\n".join(
     f"/{path.as_posix()}\n" for top in ("src", "tests", "old", "benchmarks") for path in (ROOT / top).rglob("*.*")
@@ -53,7 +56,7 @@ def test_stale_names_are_found(words: str) -> None:
 
 
 def test_other_names_are_left_alone() -> None:
-    assert not list(stale("mdi.engine.worker.Backend, run/form.py, net.ring, stages.store.Supply, a.b.c"))
+    assert not list(stale("mdi.engine.worker.Backend, run/form.py, net.ring, stages.store.Supply, model.Q4.gguf"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))

@@ -23,7 +23,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import AdapterName, AdapterSource, adapted_rows
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.export import export_hf, hf_config
+from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.hffolder import HfFolder
@@ -40,7 +40,8 @@ from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
-from mdi.errors import CheckpointError, ControlError, UsageError
+from mdi.errors import CheckpointError
+from mdi.families.registry import written
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
@@ -48,17 +49,18 @@ from mdi.kernels.slices import Slice, with_adapter
 from mdi.model.plain import spec_of
 from mdi.model.spec import Alibi, Attention, Rotary
 from mdi.net.ring import LoopbackRing
-from mdi.run.run import Run
-from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, WindowOptions
+from mdi.stages.window_budget import RunMemory
 from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
 from mdi_training.new_model import load_shape
-from secondaries import entry_of, secondary
+from references.test_references import generated
+from secondaries import cluster_of, entry_of, secondaries
 from tensor_groups import meshes, on_all, sums
 from tiny_checkpoint import tokenizer
 
@@ -329,9 +331,16 @@ ADAPTED = {
 }  # fmt: skip
 
 
+_POSITIONS = {"PROMPT_TUNING": "adds positions to its embeddings"}
+WITHOUT_ROWS = {
+    "bloom": {"PROMPT_TUNING": "norms its embeddings"}, "gpt2": _POSITIONS, "opt": _POSITIONS, "opt-behind": _POSITIONS,
+    "gpt-oss": {"PREFIX_TUNING": "has attention in windows"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_path: Path) -> None:
-    """Learned rows are refused: nothing here could train them."""
+    """Learned rows are refused where they have no one form in other programs, or would stand before windows."""
     source, folder, generator = made(family, tmp_path), tmp_path / "lora", np.random.default_rng(6)
     config, layers = source.config, "transformer.h" if family in ("bloom", "falcon-rw", "gpt2") else "model.layers"
     state, tensors = {name: np.array(source.array(name)) for name in source.specs}, Arrays()
@@ -361,9 +370,9 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_p
     wanted, plain = logits_of(stage_of(LitCheckpoint(tmp_path / "merged")), ids), logits_of(stage_of(source), ids)
     size = np.linalg.norm(wanted)
     assert np.linalg.norm(found - wanted) / size < 1e-4 and np.linalg.norm(plain - wanted) / size > 0.05
-    for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+    for kind, why_not in WITHOUT_ROWS.get(family, {}).items():
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind, "num_virtual_tokens": 2}))
-        with pytest.raises(CheckpointError, match=f"peft_type {kind}, and {family} has .*(torch computes|windows)"):
+        with pytest.raises(CheckpointError, match=f"peft_type {kind}, and {family} {why_not}"):
             open_adapter(AdapterName("x", folder), 1, config, lambda: None)
 
 
@@ -621,48 +630,40 @@ def test_shares_of_a_group_add_up(source: LitCheckpoint) -> None:
             assert logits is not None and np.abs(logits - expected(source, ids)).max() < 2e-4
 
 
-def test_what_only_the_kernels_compute_is_refused_elsewhere(source: LitCheckpoint) -> None:
-    config = source.config
-    for asked in (Requested(device="cpu", dtype="bfloat16"), Requested(device="cuda")):
-        with pytest.raises(UsageError) as caught:
-            choose_computing(config, asked, source.dtype)
-        assert caught.value.code == "kernels"
-    with pytest.raises(CheckpointError) as refused:
+def test_torch_computes_what_the_kernels_do_not(source: LitCheckpoint) -> None:
+    found = choose_computing(source.config, Requested(device="cpu", dtype="bfloat16"), source.dtype)
+    assert found.packing is None and found.path == "torch: --dtype bfloat16"
+    with pytest.raises(CheckpointError) as refused:  # training has litgpt's model
         load_shape(source.path)
     assert refused.value.code == "shape"
 
 
-def test_a_node_without_kernels_refuses_what_only_they_compute(
-    source: LitCheckpoint, tmp_path: Path, in_torch: None
-) -> None:
-    request = ProfileRequest(source.model_id)
-    with secondary(0, tmp_path / "cache") as one, pytest.raises(ControlError) as refused:
-        ControlClient(entry_of(one)).profile(request)
-    told = str(refused.value)
-    assert "can be computed by the kernels alone" in told and "a node without kernels" in told
-    assert str(why_not_litgpt(source.config)) in told
-
-
-@pytest.mark.parametrize("method", ["lora", "prompt", "prefix"])
-def test_nothing_is_learned_within_blocks_that_only_the_kernels_compute(
-    source: LitCheckpoint,
-    method: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_run(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the run began")
-
-    monkeypatch.setattr(Run, "open", no_run)
+def test_nodes_without_kernels_have_the_same_tokens(source: LitCheckpoint, tmp_path: Path, in_torch: None) -> None:
+    ids = [int(token) for token in ids_of(source)[:20]]
+    found = continued(source, ids)
     tokenizer().save(str(source.path / "tokenizer.json"))
-    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n' * 4, encoding="utf-8")
+    with secondaries(1, tmp_path) as nodes:
+        assert generated(cluster_of(nodes), source.path, ids, len(found))[0] == found
+        assert ControlClient(entry_of(nodes[0])).profile(ProfileRequest(source.model_id))
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("gpt-oss", "lora"), ("minimax", "prompt"), ("glm", "deep-prompt"), ("bloom", "prefix"), ("opt", "prefix")],
+)
+def test_a_family_is_fine_tuned_and_computed_as_it_was_learned(
+    family: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = made(family, tmp_path, vocab_size=320)
+    tokenizer().save(str(source.path / "tokenizer.json"))
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b c d e f a b c d e f"}\n' * 8, encoding="utf-8")
     given = ["--ckpt", str(source.path), "--data", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "out")]
-    own = ["--method", method, "--prompt-length", "2", "--sequence-length", "16", "--device", "cpu"]
-    assert launch("finetune", [*given, *own]) == 2
-    told = capsys.readouterr().err
-    assert f"--method {method}: torch has no blocks with {why_not_litgpt(source.config)}" in told
-    assert source.model in told and not (tmp_path / "out").exists()
+    own = ["--method", method, "--prompt-length", "3", "--sequence-length", "16", "--device", "cpu", "--epochs", "2"]
+    assert launch("finetune", [*given, *own]) == 0
+    said = re.findall(r"loss ([\d.]+) in torch.*?, ([\d.]+) in the kernels", capsys.readouterr().out)
+    alone, learned = ([float(loss) for loss in losses] for losses in said)
+    assert alone[0] == pytest.approx(alone[1], abs=2e-4) and learned[0] == pytest.approx(learned[1], abs=2e-4)
+    assert learned[0] < alone[0] if method == "lora" else learned[0] != alone[0]
 
 
 def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:
@@ -675,7 +676,7 @@ def test_gpt_oss_goes_to_hugging_faces_form_and_back(tmp_path: Path) -> None:
         assert np.array_equal(again.array(name), source.array(name)), name
     for change in ({"router_bias": False}, {"rope_interleave": True}, {"embedding_norm": True}):
         with pytest.raises(CheckpointError, match=next(iter(change))):
-            hf_config(replace(source.config, **change))
+            written(replace(source.config, **change))
 
 
 def test_falcons_positions_are_rounded_to_bfloat16() -> None:

@@ -155,10 +155,10 @@ class Wrong:
         assert not n_right
 
 
-@pytest.mark.parametrize(("has_guesses", "n_far"), [(False, 100), (True, 119)])
+@pytest.mark.parametrize(("has_guesses", "n_reached"), [(False, 100), (True, 119)])
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_what_is_kept_says_how_far_the_nodes_got_behind_its_tokens(
-    has_guesses: bool, n_far: int, is_copied: bool
+    has_guesses: bool, n_reached: int, is_copied: bool
 ) -> None:
     """Rows of a stop sequence, and of guesses that were wrong: the windows of the nodes have moved on for them."""
     memory = memory_of(1 << 20, window=2)
@@ -171,7 +171,7 @@ def test_what_is_kept_says_how_far_the_nodes_got_behind_its_tokens(
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.update(plan.number, {s.seq_id: [next(drawn)] for s in plan.slices if s.n_logits})
-    n = n_far - SLACK - (not is_copied)
+    n = n_reached - SLACK - (not is_copied)
     scheduler.submit(Sequence(2, (*ids[:n], 1, 2), GREEDY, 1000, owner="a"))
     plan = scheduler.schedule()
     assert plan is not None and bool(plan.copies) == is_copied

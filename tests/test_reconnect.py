@@ -20,7 +20,7 @@ from loopback import DEADLINE_S, Nodes, listener, nodes
 from mdi.errors import NodeLostError, RingEndedError, RingError
 from mdi.net.hello import Fault, Hello, call
 from mdi.net.keys import KeyFile
-from mdi.net.link import Connection, Link, NotBackError
+from mdi.net.link import Connection, Link, NodeStillAbsentError
 from mdi.net.reconnect import Dialer, Waiter
 from mdi.net.ring import Seat, TcpRing
 from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, Slice, read_frame, send_frame
@@ -216,7 +216,7 @@ def test_who_calls_again_goes_on_with_the_same_process_alone(process: str) -> No
             found.append(dialer.connect(None, until_s))
             assert found[-1].received == 5
         else:
-            with pytest.raises(NotBackError):
+            with pytest.raises(NodeStillAbsentError):
                 found.append(dialer.connect(None, until_s))
     finally:
         thread.join(DEADLINE_S)
@@ -257,7 +257,7 @@ def test_of_several_calls_the_one_that_was_made_last_counts() -> None:
             is_closed = late.fileno() == -1
             waiter.stop()
         assert is_closed, "a call that was answered already is old, too"
-        with pytest.raises(NotBackError):
+        with pytest.raises(NodeStillAbsentError):
             waiter.connect(None, time.monotonic() + DEADLINE_S)
     finally:
         for sock in (*ours, *theirs):

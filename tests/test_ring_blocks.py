@@ -6,7 +6,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.ring_blocks import RingBlocks
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import random_gpt, tiny_config, tiny_gpt, write_checkpoint
@@ -295,8 +294,6 @@ def test_what_has_no_gradients_is_refused_by_name(checkpoint: Path, tmp_path: Pa
         pytest.raises(UsageError, match="no windows"),
     ):
         RingBlocks(run)(rows(tiny_gpt().config.n_embd, 1))
-    with pytest.raises(UsageError, match="torch has no blocks"):
-        PlainBlocks(replace(ModelConfig.from_litgpt(tiny_gpt().config), attention_sinks=True), lambda index: {})
 
 
 NODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

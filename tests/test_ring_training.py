@@ -43,9 +43,9 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.trained_tensors import hash_of, header_of, is_learned, joined_bytes, of_blocks
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
 from mdi_training.ring_blocks import RingBlocks

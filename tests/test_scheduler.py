@@ -382,7 +382,7 @@ def test_guesses_beyond_the_accepted_tokens_are_taken_back() -> None:
     one = sequence(1, n_prompt=3)
     one.n_sent = 7  # four rows beyond the prompt went out for tokens that were guessed
     one.guess([5, 9, 8, 7])
-    assert [one.take_drawn(token) for token in (5, 6)] == [(5,), (6,)] and one.n_sent == 4 and not one.guessed
+    assert [one.accept_drawn(token) for token in (5, 6)] == [(5,), (6,)] and one.n_sent == 4 and not one.guessed
 
 
 @settings(deadline=None, max_examples=40)

@@ -26,7 +26,6 @@ from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import Code, ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
-from mdi.node.runs import ahead_extension
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
@@ -245,7 +244,7 @@ def test_another_stage_is_prepared_beside_the_present_one(node: SecondaryNode, c
     with frame_starter(node, checkpoints[0]) as starter:
         starter.form()
         (present,) = node.stages.listed
-        longer = {"extent": Extent(300), "extensions": ahead_extension()}
+        longer = {"extent": Extent(300), "is_ahead": True}
         starter.init(**longer)
         starter.wait("READY")
         assert [held.use for held in node.stages.listed] == ["USED", "USED"]
@@ -267,7 +266,7 @@ def test_a_stage_that_was_prepared_beside_the_present_one_is_ready_for_the_next_
         (present,), data = node.stages.listed, rows(6, starter.n_embd)
         starter.compute(0, data[:3], 0)
         longer = {"extent": Extent(300), "quantize": "int8"}
-        epoch = starter.init(**longer, extensions=ahead_extension())
+        epoch = starter.init(**longer, is_ahead=True)
         starter.wait("READY")
         ring = node.runs.find(starter.run)
         assert ring is not None and ring.request.epoch == epoch and len(node.runs.active) == 2

@@ -105,8 +105,8 @@ def test_the_first_texts_of_a_frame_have_guesses_until_rows_get_dear() -> None:
         speculation.returned(i, i + 1.0, 0.0, 4)
     assert [speculation.limits(text, 1, 4, n_beside) for n_beside in (3, 4, 5, 6)] == [(1, 4), (1, 3), (1, 2), (1, 1)]
     text.ids.append(5)
-    assert len(text.ids) <= text.n_quiet, "its guesses were not wrong: it is asked again soon"
-    text.n_quiet = 0
+    assert len(text.ids) <= text.n_searched, "its guesses were not wrong: it is asked again soon"
+    text.n_searched = 0
     assert speculation.limits(text, 1, 4, 3) == (1, 4)
 
 
@@ -255,7 +255,7 @@ def test_repetitions_are_looked_for_every_few_tokens_until_guesses_were_right() 
         """Tokens from one look to the next, where nothing repeats itself."""
         found = []
         for token in range(first, first + 4 * LOOK_EACH):
-            if len(text.ids) > text.n_quiet:
+            if len(text.ids) > text.n_searched:
                 assert speculation.limits(text, 1, 1) == (1, 1)
                 found.append(len(text.ids))
             text.ids.append(token)
@@ -266,7 +266,7 @@ def test_repetitions_are_looked_for_every_few_tokens_until_guesses_were_right() 
     for _ in range(20):
         (guess,) = speculation.propose(text, 1)
         text.guess([guess])
-        text.take_drawn(guess)
+        text.accept_drawn(guess)
         speculation.judge(text, 1, False)
     text.ids.append(5000)
     assert set(waits(2000)) == {1}
@@ -303,7 +303,7 @@ class Alone:
         the source `is_free` take no time.
         """
         text, found = self.text, list[int]()
-        if len(text.ids) > text.n_quiet and (n_rows := self.speculation.limits(text, 1, 1)[1]) > 1:
+        if len(text.ids) > text.n_searched and (n_rows := self.speculation.limits(text, 1, 1)[1]) > 1:
             found = self.speculation.propose(text, n_rows - 1)
         n = 1 + len(found)
         guessing_s = 0.0 if self.speculation.texts[1].last == is_free else guessing_s
@@ -314,7 +314,7 @@ class Alone:
             self.speculation.sent(plan, self.now, guessing_s)
         self.now += 0.01
         for _ in range(n):
-            text.take_drawn(5)
+            text.accept_drawn(5)
         self.speculation.judge(text, len(found), False)
         self.speculation.returned(self.number, self.now, 0.0, n)
         self.number += 1
@@ -364,7 +364,7 @@ def test_guesses_may_come_before_a_ring_is_measured() -> None:
     speculation.begin(text, None)
     for _ in range(20):
         text.guess(speculation.propose(text, 1))
-        text.take_drawn(5)
+        text.accept_drawn(5)
         speculation.judge(text, 1, False)
     speculation.begin_ring(3)
     assert speculation.propose(text, 1) == [5]

@@ -10,6 +10,7 @@ import torch
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
 from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
+from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import Stage, StarterStage
 from tolerance import assert_alike
 
@@ -158,7 +159,7 @@ def test_a_gap_and_a_cut_beyond_the_window_are_refused() -> None:
 def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
     gpt = model_of("Llama-3.1-8B")
     weights = dict(gpt.state_dict())
-    config = gpt.config
+    config = ModelConfig.from_litgpt(gpt.config)
     of_block = {k: v for k, v in weights.items() if k.startswith("transformer.h.2.")}
     with pytest.raises(CheckpointError) as e:
         lacking = {k: v for k, v in of_block.items() if not k.endswith("mlp.proj.weight")}

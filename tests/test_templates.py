@@ -66,7 +66,7 @@ def rendered(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any 
 
 def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
     template = read_template(tmp_path)
-    assert template.is_plain
+    assert template.source is None
     messages = [{"role": "system", "content": "Be short."}, *user("Who?")]
     assert rendered(template, messages) == "Be short.\n\nUser: Who?\nAssistant:"
 
@@ -87,7 +87,7 @@ def named(**templates: str) -> str:
 
 def test_of_two_named_templates_a_chat_with_tools_gets_the_one_for_tools(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
-        named(default="<|channel|>{{ messages[0].content }}", tool_use="{% for t in tools %}{{ t.a }}{% endfor %}!")
+        named(default="{{ messages[0].content }}", tool_use="{% for t in tools %}{{ t.a }}{% endfor %}!")
     )
     template = read_template(tmp_path)
     found = []
@@ -95,10 +95,10 @@ def test_of_two_named_templates_a_chat_with_tools_gets_the_one_for_tools(tmp_pat
     async def scenario(template: ChatTemplate) -> None:
         for tools in ([], [{"a": 1}]):
             chosen = template.for_chat(bool(tools))
-            found.append((await chosen.render(user("Who?"), tools, {}), chosen.knows_tools, chosen.is_in_channels))
+            found.append((await chosen.render(user("Who?"), tools, {}), chosen.knows_tools))
 
     rendering(template, scenario)
-    assert found == [("<|channel|>Who?", False, True), ("1!", True, False)]
+    assert found == [("Who?", False), ("1!", True)]
 
 
 def test_a_single_named_template_is_for_all_chats(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ NULL = (
 def test_a_content_is_null_beside_calls_where_the_template_asks_for_it(source: str, expected: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     chat = Chat({"messages": [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]})
-    assert rendered(ChatTemplate(source, {}), chat.messages) == expected
+    assert rendered(ChatTemplate(source, {}), chat.conversation.messages) == expected
 
 
 MISTRAL = """\

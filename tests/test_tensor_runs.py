@@ -22,6 +22,7 @@ from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.source import open_source
+from mdi.control.messages import ToldGroup
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import ControlError, MdiError, RingError, UsageError
 from mdi.kernels import library
@@ -32,9 +33,10 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig
+from mdi.spec.decode import decode
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage
-from mdi.tensor.group import group_of
+from mdi.tensor.group import Group, group_of
 from mdi.tensor.mesh import Mesh
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shares import Share, share_out
@@ -285,7 +287,7 @@ def test_a_node_that_was_started_again_leaves_all_shares_as_they_are(checkpoint:
             names = [node.name for node in cluster.nodes]
             assert names == ["starter", *sorted(processes, key=lambda name: processes[name])]
             found.append({name: weights.share_of(index) for index, name in enumerate(names)})
-            groups = [group_of(weights.extensions_of(index), weights.config) for index in range(4)]
+            groups = [weights.group_of(index) for index in range(4)]
             assert [group.is_last for group in groups if group is not None] == [False, False, False, True]
         assert all(one == found[0] for one in found)
 
@@ -345,8 +347,12 @@ def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], checkpoint: P
     good = {
         "rank": 1, "members": [["starter", "127.0.0.1", 1], ["secondary0", "127.0.0.1", 2]], "heads": list(shares.heads),
         "columns": list(shares.columns), "vocabulary": None, "packing": ["int8", "int8"], "algorithm": "auto",
-        "reduce_dtype": "float32", "n_here": [2, 2], "name": "a",
+        "reduce_dtype": "float32", "n_here": [2, 2], "name": "a", "is_last": True,
     }  # fmt: skip
-    assert group_of({"tensor": good}, config) is not None and group_of({}, config) is None
+
+    def read(told: dict[str, Any]) -> Group | None:
+        return group_of(decode(ToldGroup, told, "request.group", lambda message: ControlError(message, 400)), config)
+
+    assert read(good) is not None and group_of(None, config) is None
     with pytest.raises(ControlError):
-        group_of({"tensor": {**good, **change}}, config)
+        read({**good, **change})

@@ -20,6 +20,7 @@ from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
 from mdi.spec.options import Options
 from mdi.terminal import TerminalHandler, one_line, plain, reporting, show
+from mdi.text.answers.forms import WORDS
 from waiting import until
 
 HOSTILE = "before \x1b]0;owned\x07\x1b[31m\x9b2J\x08after\n\tnext"
@@ -60,7 +61,7 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(text=HOSTILE)
 
     codec = SimpleNamespace(
-        encode_chat=lambda history, question: [1], answers_in_channels=False, prompt_style=object()
+        encode_chat=lambda history, question: [1], form=WORDS, prompt_style=object()
     )  # fmt: skip
     model = SimpleNamespace(codec=codec, check_prompt=lambda ids: None, weights=SimpleNamespace(adapters=()))
     session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None, adapters=())

@@ -151,7 +151,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_texts_do_not_depend_on_who_shares_their_frames(
     way: str, made: Tuned, expected: Expected, tmp_path: Path
 ) -> None:
-    from mdi.stages.window_budget import WindowMemory, WindowOptions
+    from mdi.spec.window import WindowMemory, WindowOptions
 
     options = dict(WAYS[way])
     if "weight_memory" in options:
@@ -546,7 +546,7 @@ def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
 
 REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "all in a group": (1, {}, {"parallel": ParallelOptions(mode="tensor")}, "use --parallel ring"),
-    "a starter in torch": (1, {}, {"dtype": "bfloat16"}, "adapters need the kernels"),
+    "a starter in torch": (1, {}, {"dtype": "bfloat16"}, "adapters are for nodes with whole blocks"),
     "a node in torch": (
         1,
         {"dtype": "bfloat16"},

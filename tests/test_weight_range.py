@@ -128,7 +128,7 @@ def test_the_request_reaches_packing(tmp_path: Path, clips: bool) -> None:
     source = checkpoint(tmp_path, FC_1, -1e5)
     asked = Requested(quantize="fp16", allow_clipping=clips)
     computing = choose_computing(None, asked, "float32")  # torch, which packs here, too
-    assert computing.clips == clips
+    assert computing.allow_clipping == clips
     in_kernels = choose_computing(source.config, asked, "float32").packing
     if clips:
         assert in_kernels is None or in_kernels.clips
@@ -146,7 +146,7 @@ def test_torch_in_half_precision_refuses_what_it_cannot_hold(tmp_path: Path) -> 
     with pytest.raises(CheckpointError) as e:
         torch_weights(source, "block.3", Computing("cpu", "float16"))
     assert FC_1 in str(e.value) and "bfloat16" in str(e.value)
-    clipped = torch_weights(source, "block.3", Computing("cpu", "float16", clips=True))[FC_1]
+    clipped = torch_weights(source, "block.3", Computing("cpu", "float16", allow_clipping=True))[FC_1]
     assert isinstance(clipped, torch.Tensor) and torch.isfinite(clipped.half()).all()
 
 

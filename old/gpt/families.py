@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt.shape import GPT2_CUTS, NANO_CUTS, GPTConfig, config_of
+from gpt.shape import GPT2_CUTS, NANO_CUTS, config_of
 from gpt.stage import FinisherStage, GPTStarterStage, HeadlessStarterStage, WholeTextStage
 from gpt.tokens import CharCodec, gpt2_codec
 from gpt.turns import WholeTextScheduler
@@ -44,9 +44,6 @@ class WholeTextFamily(ModelFamily):
             raise UsageError("give the model: --ckpt DIRECTORY")
         return GPTWeights(self.open_source(ckpt), n_nodes, layers, self.cuts)
 
-    def torch_config(self, config: ModelConfig) -> GPTConfig:
-        return config_of(config.plain(), f"this model of {self.system}")
-
     def kernel_config(self, config: ModelConfig) -> None:
         """These models compute in torch."""
         return None
@@ -54,10 +51,10 @@ class WholeTextFamily(ModelFamily):
     def stage(
         self, config: ModelConfig, blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
     ) -> Stage:
-        own = self.torch_config(config)
-        return self.starter_stage(own, blocks[1], n_nodes) if has_ends else self.make(own, *blocks, cancel)
+        config_of(config.plain(), f"this model of {self.system}")  # which checks it
+        return self.starter_stage(config, blocks[1], n_nodes) if has_ends else self.make(config, *blocks, cancel)
 
-    def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
+    def starter_stage(self, config: ModelConfig, stop: int, n_nodes: int) -> GPTStarterStage:
         return GPTStarterStage(config, stop)
 
     @property
@@ -66,7 +63,7 @@ class WholeTextFamily(ModelFamily):
         return WholeTextStage
 
     def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
-        no_blocks = WholeTextStage(self.torch_config(config), 0, 0)
+        no_blocks = WholeTextStage(config, 0, 0)
         return no_blocks.run_bytes(extent.max_length, TORCH_TYPES[extent.kv_dtype])
 
     def check(self, request: InitRequest) -> None:
@@ -109,7 +106,7 @@ class NanoFamily(WholeTextFamily):
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         return CharCodec.from_checkpoint(directory, _plain(prompt_style))
 
-    def starter_stage(self, config: GPTConfig, stop: int, n_nodes: int) -> GPTStarterStage:
+    def starter_stage(self, config: ModelConfig, stop: int, n_nodes: int) -> GPTStarterStage:
         return GPTStarterStage(config, stop) if n_nodes == 1 else HeadlessStarterStage(config, stop)
 
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:

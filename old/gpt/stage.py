@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
-from litgpt.model import Block
 
-from gpt.model import make_block
-from gpt.shape import GPTConfig
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError
 from mdi.kernels.slices import Slices
-from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
+from mdi.stages.torch_attention import Positions, Texts
+from mdi.stages.torch_block import norm_of
 from mdi.stages.torch_cache import TorchCaches
 from mdi.stages.torch_packed import Weights
 from mdi.stages.torch_stage import Stage, StarterStage
@@ -26,23 +24,16 @@ from mdi.stages.torch_stage import Stage, StarterStage
 class WholeTextStage(Stage):
     """Blocks [start, stop); keeps nothing between two frames."""
 
-    config: GPTConfig
-
-    @staticmethod
-    def make_block(config: GPTConfig, index: int, layer: int) -> Block:
-        return make_block(config, index)
-
     def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
         """The widest activations of a block, over a full context."""
-        return self.config.block_size * (self.config.intermediate_size or 0) * dtype.itemsize
+        return self.config.block_size * self.config.intermediate_size * dtype.itemsize
 
     def prepare(
         self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
     ) -> None:
         self.max_length = max_length
-        self.caches = TorchCaches(
-            spec_of(ModelConfig.from_litgpt(self.config)), 0, 0, max_length, device, dtype
-        )  # of no blocks
+        self.caches = TorchCaches(self.spec, 0, 0, max_length, device, dtype)  # of no blocks
+        self._positions = Positions(self.config.block_size, device)
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Slices, taps: Sequence[int] = ()) -> torch.Tensor:
@@ -64,19 +55,19 @@ class WholeTextStage(Stage):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of one text."""
-        x = x[None]
+        text = Texts(1, len(x), self._positions)
         for block in self.blocks:
-            x = block(x, None, None)
-        return x[0]
+            x = block(x, text)
+        return x
 
 
 class FinisherStage(WholeTextStage):
     """The last blocks, final norm and head: what it returns are logits, (N, vocabulary)."""
 
-    def __init__(self, config: GPTConfig, start: int, stop: int, cancel: Cancel | None = None) -> None:
+    def __init__(self, config: ModelConfig, start: int, stop: int, cancel: Cancel | None = None) -> None:
         super().__init__(config, start, stop, cancel)
         with torch.device("meta"):
-            self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
+            self.transformer["ln_f"] = norm_of(self.spec.ends.final_norm, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         self.eval().requires_grad_(False)
 
@@ -88,7 +79,7 @@ class FinisherStage(WholeTextStage):
 class GPTStarterStage(WholeTextStage, StarterStage):
     """Embedding of tokens and positions, the first blocks, and the head for what comes back."""
 
-    def __init__(self, config: GPTConfig, stop: int) -> None:
+    def __init__(self, config: ModelConfig, stop: int) -> None:
         StarterStage.__init__(self, config, stop)
         with torch.device("meta"):
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -117,7 +108,7 @@ class HeadlessStarterStage(GPTStarterStage):
 
     is_head_shared = False
 
-    def __init__(self, config: GPTConfig, stop: int) -> None:
+    def __init__(self, config: ModelConfig, stop: int) -> None:
         super().__init__(config, stop)
         del self.lm_head, self.transformer["ln_f"]
 

@@ -25,7 +25,7 @@ class WholeTextScheduler(Scheduler):
         sequence = queue.popleft()
         ids = tuple(sequence.ids[-self._context :])
         sequence.n_sent = len(sequence.ids)
-        return [PlannedSlice(sequence.seq_id, 0, len(ids), 1, ids, sequence.life)]
+        return [PlannedSlice(sequence.seq_id, 0, len(ids), 1, ids, sequence.n_evictions)]
 
     def _prefill_slices(self) -> list[PlannedSlice]:
         return []

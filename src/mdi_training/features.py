@@ -120,7 +120,7 @@ class StoredRows:
 
 
 class Features:
-    """See the module. Made for one run, or found as an earlier one has left them.
+    """Made for one run, or found as an earlier one has left them.
 
     Args:
         folder: is made, with all files, if they are not there.

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError, UsageError
+from mdi.spec.combinations import OWN_RING, facts_of, refuse
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, SIDE_FILE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
@@ -92,10 +93,8 @@ def run(options: Options, cancel: Cancel) -> int:
     asked = options.tuning
     if options.out is None or (asked.data is None) == (asked.predict is None):
         raise UsageError("give --out DIR, and --data FILE to learn from, or --predict FILE", code=Code.FLAGS)
-    if options.nodes is not None and options.nodes_config is not None:
-        raise UsageError(
-            "--nodes makes a ring of its own; --nodes-config has one already: give one of them", code=Code.FLAGS
-        )
+    if options.nodes is not None:
+        refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
     if options.quantize == "auto":
         raise UsageError(
             "--quantize auto: say which format, so that an interrupted fine-tuning can go on", code=Code.FLAGS
@@ -414,7 +413,6 @@ def _learn_through(options: Options, model: _Model, cancel: Cancel) -> int:
 
     asked, out, config = options.tuning, options.out, model.weights.config
     assert out is not None
-    _check_gradients(asked.method, config)
     n_before = 0 if asked.method == LORA else asked.prompt_length
     if n_before >= model.max_length:
         raise UsageError(
@@ -458,17 +456,6 @@ def _kind(options: Options, labels: tuple[str, ...]) -> TuningKind:
 
     asked = options.tuning
     return TuningKind(asked.method, asked.lora_r, asked.lora_alpha, asked.lora_targets, asked.prompt_length, labels)
-
-
-def _check_gradients(method: str, config: ModelConfig) -> None:
-    """Raises UsageError if no gradients go through blocks of this model."""
-    from mdi.spec.model import why_not_litgpt
-
-    if (lacking := why_not_litgpt(config)) is not None:
-        raise UsageError(
-            f"--method {method}: torch has no blocks with {lacking}, so no gradients go through {config.name}; "
-            "--method side needs none", code=Code.KERNELS,
-        )  # fmt: skip
 
 
 @contextlib.contextmanager

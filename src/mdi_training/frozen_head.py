@@ -17,6 +17,7 @@ from torch.nn import functional
 from mdi.checkpoint.adapters import norm_gain
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.weights import WeightSource
+from mdi.model.plain import spec_of
 from mdi.model.tensors import FINAL_NORM
 from mdi.spec.model import ModelConfig
 
@@ -37,7 +38,7 @@ class Sum(NamedTuple):
 
 
 class FrozenHead:
-    """See the module.
+    """Its weights are not trained.
 
     Args:
         config: of the model.
@@ -52,8 +53,9 @@ class FrozenHead:
         tensors = {name: torch.from_numpy(np.array(array, dtype=np.float32)) for name, array in weights.items()}
         weight, bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
         gain, shift = tensors.get(FINAL_NORM), tensors.get("transformer.ln_f.bias")
-        self._is_rms, self._eps = config.norm_class_name == "RMSNorm", config.norm_eps
-        self._has_norm = not config.norm_after_residual
+        final = spec_of(config).ends.final_norm
+        self._has_norm, self._is_rms = final is not None, final is None or final.kind == "rms"
+        self._eps = config.norm_eps
         self.cap: float | None = config.final_logit_softcapping
         if self._has_norm and shift is not None:
             bias = weight @ shift + (0 if bias is None else bias)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from mdi.kernels.slices import NO_SLICES
+from mdi.kernels.slices import Slice
 from mdi.run.passes import Bytes
 from mdi.run.run import Run
+from mdi.spec.options import PREFIX
 from mdi.units import size
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
@@ -29,14 +30,21 @@ from mdi_training.tuning import Tuning, TuningSettings
 PART_ROWS = 1024  # that go to a node with one question, at most, but for a single text
 
 T = TypeVar("T")
-Embed = Callable[[np.ndarray], np.ndarray]
+Embed = Callable[[np.ndarray, int], np.ndarray]
 
 
 def embedding_of(run: Run) -> Embed:
-    """The rows of token ids (N,) before the first block, float32 (N, n_embd), as the starter of a run computes them."""
+    """The rows before the first block, float32 (texts, tokens, n_embd), of token ids (texts, tokens) and the position of each
+    text's first one, as the starter of a run computes them.
+    """
     assert run.ring is not None, "open"
     stage = run.ring.stage.at_starter
-    return lambda ids: np.asarray(stage.embed(ids, NO_SLICES), dtype=np.float32)
+
+    def embed(ids: np.ndarray, first: int) -> np.ndarray:
+        slices = [Slice(i, first, ids.shape[1]) for i in range(len(ids))]
+        return np.asarray(stage.embed(ids.reshape(-1), slices), dtype=np.float32).reshape(*ids.shape, -1)
+
+    return embed
 
 
 class TunedModel:
@@ -60,8 +68,8 @@ class TunedModel:
         ids = np.zeros((len(examples), max(len(one.ids) for one in examples)), dtype=np.int64)
         for i, one in enumerate(examples):
             ids[i, : len(one.ids)] = one.ids  # rows behind a text are seen by none of its own
-        x = torch.from_numpy(self._embed(ids.reshape(-1))).view(*ids.shape, -1)
-        n_before = 0
+        kind, n_before = self.tuned.kind, 0
+        x = torch.from_numpy(self._embed(ids, kind.length if tensors is not None and kind.method == PREFIX else 0))
         if before is not None:
             n_before = len(before)
             x = torch.cat([before.expand(len(x), -1, -1), x], dim=1)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from mdi.checkpoint.adapters import BASE_KEY, CONFIG_FILE, WEIGHTS_FILE, AdaptedRows, adapted_rows, norm_gain
-from mdi.checkpoint.export import transformers_type
 from mdi.checkpoint.packing import norm_before
 from mdi.checkpoint.parts import serialize
 from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec
@@ -27,6 +26,8 @@ from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, row_widths, wh
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.families.names import Names
+from mdi.families.registry import family_of
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
 from mdi.spec.decode import Meta, decode_text
@@ -142,22 +143,22 @@ class TunedTensors(ABC):
         }  # fmt: skip
 
 
-# Modules of transformers' models, by our layers, where they are not those of Llama.
-_LLAMA = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "projection": "self_attn.o_proj",
-    "mlp": "mlp.gate_proj mlp.up_proj mlp.down_proj",
-}  # fmt: skip
-_NEOX = {"projection": "attention.dense", "mlp": "mlp.dense_h_to_4h mlp.dense_4h_to_h"} | dict.fromkeys(
-    ("query", "key", "value"), "attention.query_key_value"
-)
-_MODULES = {
-    "gpt_neox": _NEOX,
-    "falcon": {name: modules.replace("attention.", "self_attention.") for name, modules in _NEOX.items()},
-    "phi": {**_LLAMA, "projection": "self_attn.dense", "mlp": "mlp.fc1 mlp.fc2"},
-    "phi3": {"projection": "self_attn.o_proj", "mlp": "mlp.gate_up_proj mlp.down_proj"}
-    | dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
+# Our layers by what --lora-targets calls them; of query, key and value, which one it is.
+_LAYERS: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "query": (("attn.qkv",), 0),
+    "key": (("attn.qkv",), 1),
+    "value": (("attn.qkv",), 2),
+    "projection": (("attn.proj",), None),
+    "mlp": (("mlp.fc_1", "mlp.fc_2", "mlp.fc", "mlp.proj"), None),
 }
-_PATHS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h"}
+
+
+def _modules(names: Names, target: str) -> list[str]:
+    """Of transformers' model. Its own name if the family has no such module, which no block has."""
+    layers, part = _LAYERS[target]
+    found = [names.modules(layer) for layer in layers]
+    one = [modules if part is None or len(modules) == 1 else modules[part : part + 1] for modules in found]
+    return [module for modules in one for module in modules] or [target]
 
 
 class Lora(TunedTensors):
@@ -174,9 +175,10 @@ class Lora(TunedTensors):
         self, kind: TuningKind, config: ModelConfig, seed: int, gain: Callable[[str], np.ndarray | None]
     ) -> None:
         super().__init__(kind, config, seed)
-        family = transformers_type(self.config)
-        known, self._path = _MODULES.get(family, _LLAMA), _PATHS.get(family, "model.layers")
-        self._modules = list(dict.fromkeys(module for one in kind.targets for module in known[one].split()))
+        names = family_of(self.config).names(self.config)
+        self._path = f"{names.prefixes[0]}{names.blocks}"
+        self._of_family = {module for one in _LAYERS for module in _modules(names, one)}
+        self._modules = list(dict.fromkeys(module for one in kind.targets for module in _modules(names, one)))
         self._rows = {(i, module): self._rows_of(i, module) for i in self._blocks for module in self._modules}
         self._gains: dict[str, torch.Tensor] = {}
         for (i, _), rows in self._rows.items():
@@ -213,7 +215,10 @@ class Lora(TunedTensors):
         return found
 
     def _settings(self) -> dict[str, Any]:
-        names = sorted({module.rpartition(".")[2] for module in self._modules})
+        last = [module.rpartition(".")[2] for module in self._of_family]
+        names = sorted(
+            module if last.count(name := module.rpartition(".")[2]) > 1 else name for module in self._modules
+        )
         return {
             "peft_type": "LORA", "r": self.kind.rank, "lora_alpha": self.kind.alpha, "lora_dropout": 0.0, "bias": "none",
             "target_modules": names, **({"modules_to_save": ["score"]} if self.kind.labels else {}),
@@ -230,7 +235,7 @@ class Prompt(TunedTensors):
     _score = SCORE_OF_VIRTUAL
 
     def __init__(
-        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray], np.ndarray] | None
+        self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray, int], np.ndarray] | None
     ) -> None:
         super().__init__(kind, config, seed)
         if (why_not := why_no_rows(False, config)) is not None:
@@ -241,7 +246,7 @@ class Prompt(TunedTensors):
         rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
         if embed is not None:
             ids = torch.randint(0, config.vocab_size, (kind.length,), generator=self._generator)
-            rows.data = torch.tensor(embed(ids.numpy()))
+            rows.data = torch.tensor(embed(ids.numpy()[None], 0)[0])
         for i in self._blocks[1:] if kind.method == DEEP_PROMPT else ():
             self._add(f"transformer.h.{i}.prompt", (kind.length, config.n_embd), 0)
 
@@ -290,7 +295,7 @@ class Prefix(TunedTensors):
 
 def new_tensors(
     kind: TuningKind, config: ModelConfig, seed: int, source: Callable[[str], WeightSource],
-    embed: Callable[[np.ndarray], np.ndarray] | None = None,
+    embed: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> TunedTensors:  # fmt: skip
     """Tensors that are not trained yet. Raises UsageError, CheckpointError: the model cannot have them.
 

@@ -59,7 +59,7 @@ def _kernels(gpt: GPT, cache_type: str) -> Backend:
 
 
 def _torch(gpt: GPT, cache_type: str, device: str = "cpu") -> Backend:
-    inner = Stage(gpt.config, 0, gpt.config.n_layer)
+    inner = Stage(ModelConfig.from_litgpt(gpt.config), 0, gpt.config.n_layer)
     stage = TorchStage(inner, Computing(device, "float32"), cache_type, "float32")
     wanted = {name: weight for name, weight in gpt.state_dict().items() if name in inner.state_dict()}
     stage.load(["all"], lambda _: wanted)

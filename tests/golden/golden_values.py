@@ -5,7 +5,6 @@ Each goes through as few functions of the package as it can: where one of these 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -17,30 +16,32 @@ import numpy as np
 import torch
 import yaml
 from litgpt.config import name_to_config
-from mdi.kernels.page_sizes import CACHE_TYPES, cache_classes
 from safetensors.numpy import save_file
 
 from families import FAMILIES, config_of
 from gguf_files import gguf_families, write_gguf
 from mdi.checkpoint.adapters import adapted_rows
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.export import hf_config as exported_config
 from mdi.checkpoint.ggufsource import GgufSource
-from mdi.checkpoint.hfconfig import choose_config, derive_config
+from mdi.checkpoint.hfconfig import PUBLISHED, choose_config, derive_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.published import PUBLISHED
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import PartSpec
-from mdi.control.swarm import Announced, ModelFacts, model_id
+from mdi.control.swarm import Announced, ModelFacts, weights_id
 from mdi.errors import MdiError
-from mdi.kernels.weight_formats import LAYOUTS
-from mdi.placement.model import Workload, model_shape
+from mdi.families.registry import written
+from mdi.kernels.weight_formats import FORMATS, LAYOUTS
+from mdi.model.caches import CACHE_TYPES, cache_classes
+from mdi.model.plain import spec_of
+from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import boards
+from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.model import ModelConfig
+from mdi.spec.model_id import Formats, ModelId
 from mdi.tensor.shares import Share, piece_of, share_out, why_not_shared_out
 from mdi_training.lora import add_adapters, peft_settings, peft_tensors
 from mdi_training.training_settings import LORA_TARGETS, LoraSettings
@@ -133,7 +134,7 @@ def caches(config: ModelConfig) -> Json:
         bounds = [config.n_layer * i // n_nodes for i in range(n_nodes + 1)]
         for cache_type in CACHE_TYPES:
             for start, stop in zip(bounds, bounds[1:], strict=False):
-                classes, _ = cache_classes(config, start, stop, cache_type)
+                classes, _ = cache_classes(spec_of(config), start, stop, cache_type)
                 sizes = [sum(one.n_bytes(length) for one in classes) for length in (1, 100, 5000)]
                 found[f"{cache_type} {start}-{stop} of {n_nodes}"] = sizes
     return found
@@ -160,27 +161,30 @@ def shares(config: ModelConfig) -> Json:
 
 def plans(config: ModelConfig) -> Json:
     """Over three boards with more memory and unequal speeds; numbers rounded, words left out."""
-    profile, found = boards(), []
+    profile = boards()
     speeds = (5e9, 9e9, 3e9)
     nodes = (
         replace(node, memory_bytes=10**11 * (i + 1), read_bytes_s=speed)
         for i, (node, speed) in enumerate(zip(profile.nodes, speeds, strict=True))
     )
     profile = replace(profile, nodes=tuple(nodes))
-    for form, n_sequences in (("int4", 1), ("bfloat16", 6)):
-        shape = replace(model_shape(config, form), name="", config_hash="")
-        try:
-            told = plan(profile, shape, Workload(n_sequences, 1500)).to_json()
-        except MdiError as e:
-            found.append(type(e).__name__)
-            continue
-        kept = (set(told) - {"model", "limit", "advice", "notes", "parallel"}) | {"nodes"}
-        found.append(_rounded({key: told[key] for key in kept}))
-        found.append(
-            [shape.weight_bytes, shape.head_macs, [dataclasses.astuple(block) for block in set(shape.blocks)]][:2]
-        )
-        found.append(sorted(map(str, {dataclasses.astuple(block) for block in shape.blocks})))
-    return found
+    shape = replace(model_shape(config, "int8"), name="", config_hash="")
+    try:
+        told = plan(profile, shape, Workload(4, 1500)).to_json()
+    except MdiError as e:
+        return type(e).__name__
+    told = {key: told[key] for key in set(told) - {"model", "limit", "advice", "notes", "parallel"}}
+    return _rounded([told, _sizes(shape)])
+
+
+def sizes(config: ModelConfig) -> Json:
+    """Bytes and multiplications of a model in each format."""
+    return {form: _rounded(_sizes(model_shape(config, form))) for form in FORMATS}
+
+
+def _sizes(shape: ModelShape) -> Json:
+    blocks = [(b.weight_bytes, b.load_bytes, b.macs, b.cache_bytes(5000), b.read_bytes(5000)) for b in shape.blocks]
+    return [shape.weight_bytes, shape.head_macs, shape.row_bytes, shape.work_row_bytes, shape.table_bytes, blocks]
 
 
 def _rounded(value: Json) -> Json:
@@ -205,22 +209,30 @@ def adapter_names(config: ModelConfig) -> Json:
     return found
 
 
+def swarm_id(config: ModelConfig) -> Json:
+    """The hash by which nodes of a swarm know that they hold blocks of the same model."""
+    return weights_id(_id_of(config), "0" * 64)
+
+
 def announcement(config: ModelConfig) -> Json:
     """What a node says of the model in a swarm, and what it answers who asks for it."""
-    own = config_hash(config)
-    weights = model_id(own, "bfloat16", "0" * 64)
+    weights, arithmetic = swarm_id(config), Arithmetic("fused", Formats.one("int8"))
     one = Announced(
-        name="a", process="1" * 32, version=1, addr="127.0.0.1", port=1, ring_port=2, model="m", weights=weights, form="int8",
-        numerics="avx2", n_layer=config.n_layer, start=0, stop=1, is_ready=True, speed=1.5, block_s=0.25,
+        name="a", process="1" * 32, version=1, addr="127.0.0.1", port=1, ring_port=2, model="m", weights=weights,
+        arithmetic=arithmetic, n_layer=config.n_layer, start=0, stop=1, is_ready=True, speed=1.5, block_s=0.25,
     )  # fmt: skip
-    facts = ModelFacts("m", config, own, "bfloat16", None, (PartSpec("block.0", "0" * 64, 5),))
+    facts = ModelFacts(_id_of(config), (PartSpec("block.0", "0" * 64, 5),))
     return [asdict(one), untupled(facts.to_json())]
+
+
+def _id_of(config: ModelConfig) -> ModelId:
+    return ModelId("m", config, config_hash(config), "bfloat16")
 
 
 def exported(config: ModelConfig) -> Json:
     """config.json of the model as it is exported."""
     try:
-        return untupled(exported_config(config))
+        return untupled(written(config)[1])
     except MdiError as e:
         return type(e).__name__
 
@@ -230,7 +242,8 @@ OF_CONFIG: dict[str, Callable[[ModelConfig], Json]] = {
 }  # fmt: skip
 # These see more of a config than `config_hash` does.
 OF_NAME: dict[str, Callable[[ModelConfig], Json]] = {
-    "plain form": plain_form, "config_hash": hash_of_config, "announcement": announcement, "exported": exported,
+    "plain form": plain_form, "config_hash": hash_of_config, "swarm id": swarm_id,
+    "announcement": announcement, "exported": exported,
 }  # fmt: skip
 
 
@@ -271,7 +284,7 @@ def packed(config: ModelConfig, folder: Path) -> dict[str, Json]:
         found[f"packed {part}"] = PackedSource(source, Packing("int4", "int8")).info(part).sha256
     found["plain parts"] = _parts(source)
     source.close()
-    return {aspect: hash_of(value) for aspect, value in found.items()}
+    return {"sizes": hash_of(sizes(config)), **{aspect: hash_of(value) for aspect, value in found.items()}}
 
 
 def _parts(source: WeightSource) -> Json:
@@ -299,8 +312,9 @@ def of_written(name: str, family: str, folder: Path) -> dict[str, str]:
     found["hugging face, tied"] = of_source(write_hf(folder / "tied", hf_config(family, shape), without), folder)
     if family in gguf_families():
         found["gguf"] = of_source(write_gguf(folder / f"{name}.gguf", family, shape, state), folder)
+    targets = tuple(target for target in LORA_TARGETS if target != "head")  # PEFT's form has no place for it
     try:
-        model = add_adapters(shape, LoraSettings(2, targets=LORA_TARGETS), 1)
+        model = add_adapters(shape, LoraSettings(2, targets=targets), 1)
     except MdiError as e:
         return {**found, "peft": type(e).__name__}
     tensors = peft_tensors(model)

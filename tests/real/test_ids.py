@@ -20,7 +20,7 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, standalone
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.text.texts import TextCodec
 from real.answers import expected, published
 from real.cases import N_TOKENS, prompts

@@ -29,7 +29,8 @@ from mdi.run.policy import Answer, Form, Roll, Stage
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
 from mdi.spec.options import ParallelOptions, StarterOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions, taken_bytes
+from mdi.spec.window import WindowMemory, WindowOptions
+from mdi.stages.window_budget import taken_bytes
 from secondaries import close_ports, cluster_of, entry_of, secondaries
 from tiny_checkpoint import encode, write_checkpoint
 

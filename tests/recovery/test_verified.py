@@ -30,7 +30,7 @@ from mdi.run import verify
 from mdi.run.nodes import GivenNodes, StarterPorts
 from mdi.run.recomputing import OthersBlocks, OwnBlocks
 from mdi.run.run import Run
-from mdi.run.texts import TAKEN_BACK
+from mdi.run.texts import RETRACTED
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.spec import StageSpec
@@ -609,7 +609,7 @@ def test_what_was_shown_is_taken_back(checkpoint: Path, honest: list[list[int]],
             run.read()
             assert [sample.token_ids for sample in run.samples] == [honest[0]] * 4
             assert list(records.values()) == [honest[0]] * 4
-            texts = ["".join(one).split(TAKEN_BACK) for one in shown]
+            texts = ["".join(one).split(RETRACTED) for one in shown]
             assert any(len(pieces) == 2 for pieces in texts)
             assert [pieces[-1] for pieces in texts] == [sample.text for sample in run.samples]
 

@@ -93,6 +93,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "opt-gelu": ("OPT", {"ffn_dim": 96, "activation_function": "gelu", "enable_bias": False}, 60),
     "gpt-oss": ("GptOss", {**OSS, "swiglu_limit": 2.0}, 90),
     "gpt-oss-mxfp4": ("GptOss", {**OSS, "hidden_size": 64, "intermediate_size": 96}, 90),
+    "ernie4_5": ("Ernie4_5", HEADS, 90),
+    "ernie4_5-biases": ("Ernie4_5", {**HEADS, "use_bias": True, "tie_word_embeddings": False}, 60),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from own_server import OwnServer, right, run, server
 
 from mdi.engine.sequence import Plan
 from mdi.node.secondary import SecondaryNode
-from mdi.serve.completions import Completion
+from mdi.serve.completions import COMPLETIONS
 from mdi.serve.endpoint import Endpoint
 from tiny_checkpoint import encode
 
@@ -29,7 +29,7 @@ class Client:
         self._gone = asyncio.Event()
         self._body: bytes | None = json.dumps({"prompt": PROMPT, "temperature": 0, **fields}).encode()
         scope = {"type": "http"}
-        self.task = asyncio.create_task(Endpoint(made.api, Completion)(scope, self._receive, self._send))
+        self.task = asyncio.create_task(Endpoint(made.api, COMPLETIONS)(scope, self._receive, self._send))
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._body is None:

@@ -87,7 +87,7 @@ def test_a_misspelt_field_is_named(field: str, meant: str) -> None:
 
 def test_only_some_unknown_fields_are_compared_because_it_takes_long() -> None:
     unknown = {f"unknown_{n}": 1 for n in range(10_000)}
-    assert Chat({"messages": [{"role": "user", "content": "x"}], **unknown, "temprature": 1}).messages
+    assert Chat({"messages": [{"role": "user", "content": "x"}], **unknown, "temprature": 1}).conversation
 
 
 @pytest.mark.parametrize("old", [{"functions": [{"name": "look"}]}, {"function_call": {"name": "look"}}])
@@ -96,7 +96,7 @@ def test_calls_in_the_old_form_are_refused(old: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         Chat({"messages": messages, **old})
     assert (caught.value.status, caught.value.param) == (400, "functions") and "tools" in str(caught.value)
-    assert Chat({"messages": messages, "functions": [], "function_call": "none"}).messages
+    assert Chat({"messages": messages, "functions": [], "function_call": "none"}).conversation
 
 
 def test_requests_that_cannot_be(server: Server) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from answer_streams import apart
 from mdi.cli.serve_settings import read_key
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, UsageError, WireError
@@ -23,11 +24,14 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
 from mdi.serve.catalog import Catalog
 from mdi.serve.chat import Chat, parse_tools
-from mdi.serve.completions import Completion
+from mdi.serve.completions import Completion, CompletionChoices
+from mdi.serve.endpoint import Answers
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import Outlet
 from mdi.serve.models import LoadedModel, Models, ServedTokenizer
+from mdi.serve.openai import usage_of
 from mdi.serve.request import (
+    Opened,
     RequestFields,
     TextLogprobs,
     TextPiece,
@@ -38,7 +42,11 @@ from mdi.serve.request import (
     common_fields,
     encoded,
     read_fields,
+    write_texts,
 )
+from mdi.text.answers.events import End, Text
+from mdi.text.answers.forms import WORDS
+from mdi.text.answers.stream import AnswerStream
 from mdi.text.limited import schema_error
 from mdi.text.templates import ChatTemplate
 from mdi.text.texts import TextCodec
@@ -265,8 +273,8 @@ def test_a_choice_of_tools_that_there_are_not_is_refused(allowed: Any) -> None:
 def test_what_openais_clients_send_in_chats_is_read() -> None:
     parts = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "not that."}]
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}]
-    made = Chat({"messages": messages, "reasoning_effort": "xhigh"})
-    assert made.messages[1]["content"] == "No: not that." and made.template_values["reasoning_effort"] == "xhigh"
+    made = Chat({"messages": messages, "reasoning_effort": "xhigh"}).conversation
+    assert made.turns[1].content == "No: not that." and made.values["reasoning_effort"] == "xhigh"
     for part in ({"type": "refusal", "text": "x"}, {"type": "image_url", "image_url": {}}, "x"):
         with pytest.raises(ApiError):
             Chat({"messages": [{"role": "user", "content": [part]}]})
@@ -280,7 +288,7 @@ def refused(call: Callable[[], Any]) -> tuple[str | None, str]:
 
 def test_what_is_too_much_is_refused_by_its_name() -> None:
     user = {"role": "user", "content": "x"}
-    assert len(Chat({"messages": [user] * 4096}).messages) == 4096
+    assert len(Chat({"messages": [user] * 4096}).conversation.turns) == 4096
     assert refused(lambda: Chat({"messages": [user] * 4097})) == ("messages", "invalid_value")
     assert len(parse_tools([TOOL] * 128, "auto").tools) == 128
     assert refused(lambda: parse_tools([TOOL] * 129, "auto")) == ("tools", "invalid_value")
@@ -323,38 +331,40 @@ def test_a_text_that_is_too_long_is_not_tokenized() -> None:
 def test_cached_tokens_of_a_prompt_count_once() -> None:
     usage = Usage(7)
     for index, n_cached in enumerate((3, 3, 5, 5)):
-        usage.count(TextPiece(index, "a", [1], n_cached=n_cached), 2)
-    told = usage.to_json()
+        usage.count(TextPiece(index, [Text("a")], [1], n_cached=n_cached), 2)
+    told = usage_of(usage)
     assert told["prompt_tokens_details"]["cached_tokens"] == 8 and told["completion_tokens"] == 4
 
 
-class Decoded:
-    """A model of which only the texts of ids are asked."""
-
-    codec = SimpleNamespace(decode=lambda ids: f"<{ids}>")
+def choices_of(asked: Completion, *prompts: list[int]) -> CompletionChoices:
+    """Of a model of which only the texts of ids are asked."""
+    model = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: f"<{ids}>"))
+    answers = SimpleNamespace(model=model, opened=SimpleNamespace(prompts=prompts))
+    return CompletionChoices(asked, cast(Answers, answers))
 
 
 def test_each_text_echoes_its_own_prompt_as_it_was_given() -> None:
-    model = cast(LoadedModel, Decoded)
     for given, shown in (
         (["a<s>", "b"], ["a<s>", "a<s>", "b", "b"]),
         ([[1, 2], [3]], ["<[1, 2]>"] * 2 + ["<[3]>"] * 2),
     ):
         job = Completion({"prompt": given, "echo": True, "n": 2})
-        begun = job.begin(model, [[1, 2], [3]])
+        choices = choices_of(job, [1, 2], [3])
+        begun = choices.begin()
         assert [(one["index"], one["text"]) for one in begun] == list(enumerate(shown))
-        job.piece(model, TextPiece(2, "!", finish_reason="stop"))
-        assert [one["text"] for one in job.choices()] == [*shown[:2], shown[2] + "!", shown[3]]
-    assert Completion({"prompt": ["a"]}).begin(model, [[1]]) == []
+        choices.piece(TextPiece(2, [Text("!"), End("stop")]))
+        assert [one["text"] for one in choices.choices()] == [*shown[:2], shown[2] + "!", shown[3]]
+    assert choices_of(Completion({"prompt": ["a"]}), [1]).begin() == []
 
 
 def test_no_new_tokens_is_the_prompt_alone() -> None:
     async def pieces(job: Completion) -> list[TextPiece]:
         nobody: Any = None
-        return [piece async for piece in job.pieces(nobody, nobody, None, [[1], [2]])]
+        opened = Opened([[1], [2]], nobody, is_prompt_alone=job.is_prompt_alone)
+        return [piece async for piece in write_texts(nobody, nobody, None, opened, job.fields)]
 
     job = Completion({"prompt": ["a", "b"], "echo": True, "max_tokens": 0})
-    assert asyncio.run(pieces(job)) == [TextPiece(i, "", finish_reason="length") for i in range(2)]
+    assert asyncio.run(pieces(job)) == [TextPiece(i, [End("length")]) for i in range(2)]
     with pytest.raises(ApiError) as caught:
         Completion({"prompt": "a", "max_tokens": 0})
     assert caught.value.param == "max_tokens"
@@ -431,14 +441,11 @@ def test_a_schema_that_means_itself_still_does() -> None:
 
 
 def answered(text: str, choice: Any, reason: str) -> tuple[str, list[Any]]:
-    """Content and calls that a chat's answer shows, as it comes in two pieces."""
-    chat = Chat({"messages": [{"role": "user", "content": "Who?"}], "tools": [TOOL], "tool_choice": choice})
-    answer = chat.new_answer()
-    deltas = [
-        chat.delta(answer, TextPiece(0, text[:3])),
-        chat.delta(answer, TextPiece(0, text[3:], finish_reason=reason)),
-    ]
-    return "".join(d.get("content", "") for d in deltas), [call for d in deltas for call in d.get("tool_calls", [])]
+    """Content and calls of a chat's answer."""
+    codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
+    answer = AnswerStream(codec, WORDS, (), [TOOL], is_call=choice == "required")
+    found, _, calls = apart([*answer.feed(codec.encode(text)), *answer.close(is_cut=reason == "length")])
+    return found, calls
 
 
 CALL = '{"name": "look", "arguments": {"at": 1}}'
@@ -450,7 +457,7 @@ def test_a_call_that_is_cut_off_is_no_content(choice: str) -> None:
         for n in range(1 if choice == "required" else len('<tool_call>{"name": "'), len(CALL) - 1):
             assert answered(text[:n], choice, "length") == ("", []), text[:n]
     content, (call,) = answered(CALL, choice, "length")
-    assert content == "" and call["function"]["name"] == "look"
+    assert content == "" and call.name == "look"
 
 
 @pytest.mark.parametrize("text", ['{"city": "Par', '{"name": "Alice", "age', "[1, 2, ", "Look! {", '{"name": "look'])
@@ -474,9 +481,10 @@ def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(source
 
     async def scenario() -> None:
         template = ChatTemplate(source, {})
+        model = SimpleNamespace(template=template, codec=SimpleNamespace(special_marks={}))
         with pytest.raises(ApiError) as caught:
             try:
-                await chat.prompts(cast(LoadedModel, SimpleNamespace(template=template)))
+                await chat.opened(cast(LoadedModel, model))
             finally:
                 template.close()
         assert (caught.value.status, caught.value.code) == (status, code)
@@ -537,7 +545,7 @@ def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
     parts = [i for i in range(codec.vocab_size) if "\ufffd" in codec.decode([i], continues=True)][:5]
     worse = [(part, -1.0 - n) for n, part in enumerate(parts)]
     logprobs = [(-0.5, [(i, -0.5), *worse]) for i in ids]
-    piece = TextPiece(0, text, ids, logprobs)
+    piece = TextPiece(0, [Text(text)], ids, logprobs)
     entries = chat_logprobs(codec, piece)
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
     for entry in entries:
@@ -559,5 +567,5 @@ def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
 def test_of_tokens_that_are_no_text_the_best_counts() -> None:
     codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
     ends = [*codec.eos_ids, codec.vocab_size + 1]
-    found = TextLogprobs(codec).take(TextPiece(0, "", ends[:1], [(-0.5, [(ends[0], -0.5), (ends[-1], -2.0)])]))
+    found = TextLogprobs(codec).take(TextPiece(0, [], ends[:1], [(-0.5, [(ends[0], -0.5), (ends[-1], -2.0)])]))
     assert found is not None and found["top_logprobs"] == [{"": -0.5}]

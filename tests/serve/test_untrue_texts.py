@@ -21,9 +21,11 @@ from mdi.engine.sequence import Sequence as Text
 from mdi.kernels import library
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
-from mdi.serve.completions import Completion
+from mdi.serve.completions import COMPLETIONS, Completion
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.host import Outlet
+from mdi.serve.request import Opened
+from mdi.text.answers import events as answer_events
 from mdi.text.drawing import OWN
 
 
@@ -145,35 +147,29 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
     async def answer(body: Any) -> None:
         answers.append((body["choices"][0], body["usage"]["completion_tokens"]))
 
-    async def end() -> None: ...
+    async def end(data: bytes) -> None: ...
 
     class Letters:
         """Of the alphabet, as words."""
 
         is_stopped = False
 
-        def push(self, ids: Sequence[int]) -> str:
-            return "".join(chr(97 + i) for i in ids)
+        def feed(self, ids: Sequence[int]) -> list[Any]:
+            return [answer_events.Text("".join(chr(97 + i) for i in ids))]
 
-        def flush(self) -> str:
-            return ""
-
-        def others(self) -> tuple[str, list[Any]]:
-            return "", []
+        def close(self, is_cut: bool) -> list[Any]:
+            return [answer_events.End("length" if is_cut else "stop")]
 
     class Spelling(Completion):
-        async def prompts(self, model: Any) -> list[list[int]]:
-            return [[1]]
-
-        def stream(self, model: Any, stop: Any) -> Any:
-            return Letters()
+        async def opened(self, model: Any) -> Opened:
+            return Opened([[1]], cast(Any, Letters))
 
     codec = SimpleNamespace(token_bytes=lambda i: bytes([97 + i]), drawing=OWN)
     model = SimpleNamespace(codec=codec, context=99, name="one", asked_name="one", adapter="")
     api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[])
     exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
     job = Spelling({"prompt": "a", "stream": is_streamed, "logprobs": 1})
-    asyncio.run(job.run(cast(Any, api), cast(Any, model), cast(Any, exchange)))
+    asyncio.run(COMPLETIONS.answer(job, cast(Any, api), cast(Any, model), cast(Any, exchange)))
     return answers, sent
 
 

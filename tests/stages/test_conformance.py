@@ -24,11 +24,11 @@ from mdi.kernels import library
 from mdi.kernels.slices import Slice
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.extent import Extent
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageStore
-from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group, Member
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import share_out

@@ -103,7 +103,7 @@ def filled(slots: StageStore, of: tuple[StageSpec, Claim]) -> HeldStage:
 
 
 def models(slots: StageStore) -> list[str]:
-    return [held.model for held in slots.listed]
+    return [held.spec.model.name for held in slots.listed]
 
 
 def test_several_runs_have_their_stages_as_long_as_there_is_memory(slots: StageStore) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mdi.control.meeting import Unheard
+from mdi.control.meeting import Unanswered
 
 
 def test_the_time_doubles_until_a_node_answers() -> None:
     now = 0.0
-    unheard = Unheard(2.0, 10.0, lambda: now)
+    unheard = Unanswered(2.0, 10.0, lambda: now)
     times = []
     for _ in range(4):
         unheard.add("a")

@@ -12,13 +12,13 @@ from mdi.checkpoint.source import open_source
 from mdi.errors import EngineError, LimitError
 from mdi.kernels import library
 from mdi.kernels.layout import matrix_bytes
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.window import StoredParts, Window, Windowed
 from mdi.stages.window_budget import (
     MARGIN_BYTES,
     MemoryLimit,
     RunMemory,
-    WindowOptions,
     choose_window,
     plan_window,
     taken_bytes,

@@ -19,8 +19,8 @@ from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError
 from mdi.kernels import library
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage
-from mdi.stages.window_budget import WindowOptions
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -130,7 +130,7 @@ def test_a_slow_disk_is_waited_for_with_a_word(
     expected = windowed(chunk, 0, 5, WindowOptions(50))
     wanted = run(expected, (3, 1))
     run(stage, (2,))
-    monkeypatch.setattr(unit_reader, "TOLD_S", 0.01)
+    monkeypatch.setattr(unit_reader, "LOG_WAIT_S", 0.01)
     reading(monkeypatch, late)
     logging.getLogger("mdi").addHandler(warning)
     try:

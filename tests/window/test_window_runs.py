@@ -18,7 +18,7 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
-from mdi.stages.window_budget import WindowMemory, WindowOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import TEXT, reference, write_checkpoint
 

@@ -19,9 +19,9 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
+from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import Windowed, open_window
-from mdi.stages.window_budget import WindowMemory, WindowOptions
 from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.tensor.shares import Share, Shares, share_out

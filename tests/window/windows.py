@@ -15,9 +15,10 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.slices import Slice
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, WindowOptions
+from mdi.stages.window_budget import RunMemory
 from tiny_models import tiny_lit
 
 LENGTH = 96

@@ -33,8 +33,7 @@ import numpy as np
 
 from mdi.block_ranges import ADAPTER_PREFIX
 from mdi.checkpoint.chunks import PartFile
-from mdi.checkpoint.hffolder import BLOCK_MODULES, INTERLEAVED
-from mdi.checkpoint.packing import FOLDED_FORMATS, Packing, PartWeights, norm_before
+from mdi.checkpoint.packing import FOLDED_FORMATS, Packing, PartWeights, gain_offset, norm_before
 from mdi.checkpoint.parts import Part, part_of
 from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TYPES, TensorSpec
@@ -43,6 +42,8 @@ from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, 
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.families.names import row_counts
+from mdi.families.registry import places_of
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
 from mdi.spec.model import ModelConfig
@@ -126,14 +127,15 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
     found, n_rows, n_in = [], 0, 0
     for layer in LAYERS:
         shape = shapes.get(f"transformer.h.{block}.{layer}.weight")
-        for known in BLOCK_MODULES[layer] if shape is not None else ():
+        for known in places_of(config, layer) if shape is not None else ():
             assert shape is not None
-            if known == module:
-                found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), module in INTERLEAVED))
+            if known.modules == (module,):
+                found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), known.is_interleaved))
                 n_rows, n_in = n_rows + shape[0], shape[1]
-            elif isinstance(known, tuple) and module in known:
-                first, n = _of_heads(config)[known.index(module)]
-                found.append(AdaptedRows(layer, first, (0, n)))
+            elif module in known.modules:
+                counts, which = row_counts(config, block), known.modules.index(module)
+                n = counts[which]
+                found.append(AdaptedRows(layer, sum(counts[:which]), (0, n)))
                 n_rows, n_in = n, shape[1]
     return tuple(found), n_rows, n_in
 
@@ -351,12 +353,6 @@ class LowRankAdapter(Adapter):
         return found
 
 
-def _of_heads(config: ModelConfig) -> list[tuple[int, int]]:
-    """(first, n) of the outputs of query, key and value."""
-    heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    return [(0, heads), (heads, groups), (heads + groups, groups)]
-
-
 def weights_hash(source: WeightSource) -> str | None:
     """A hash of plain weights, of whatever file they are in; None of packed ones, whose numbers are others."""
     if source.packing is not None:
@@ -444,7 +440,7 @@ def norm_gain(source: WeightSource, norm: str) -> np.ndarray | None:
     values = floats(values) if code in ("F32", "BF16", "F16") else values.astype(np.float32)
     values, packing = np.ascontiguousarray(values[: source.config.n_embd]), source.packing
     form = None if packing is None else packing.of_part(part_of(norm))
-    if form in FOLDED_FORMATS and is_folded(values, source.config):
+    if form in FOLDED_FORMATS and is_folded(norm, values, source.config):
         raise CheckpointError(
             f"the weights of {source} are stored in {form}, without the gains of their norms, which adapters "
             f"need: start from the model's own weights (--quantize {form} packs them)", code=Code.ADAPTER,
@@ -496,9 +492,9 @@ def check_stored(specs: Mapping[str, TensorSpec], part: str, config: ModelConfig
             raise CheckpointError(f"{where}: {name[:200]}, {list(spec.shape)}, is no part of an adapter for this model")
 
 
-def is_folded(weight: np.ndarray, config: ModelConfig) -> bool:
-    """Whether a norm has no gain, because it was multiplied into the layers behind it (checkpoint.packing.folded)."""
-    return bool((weight == np.float32(1 - _offset(config))).all())
+def is_folded(norm: str, weight: np.ndarray, config: ModelConfig) -> bool:
+    """Whether the norm of this name has no gain: it was multiplied into the layers behind it (checkpoint.packing.folded)."""
+    return bool((weight == np.float32(1 - gain_offset(norm, config))).all())
 
 
 def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, config: ModelConfig) -> np.ndarray | None:
@@ -512,15 +508,10 @@ def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, conf
     """
     if gain is None or own is None or np.array_equal(gain, own):
         return None
-    if not is_folded(own, config):
+    if not is_folded(norm, own, config):
         raise CheckpointError(f"{norm} is not that of the model that the adapters are for", code=Code.ADAPTER)
-    found: np.ndarray = gain + _offset(config)
+    found: np.ndarray = gain + gain_offset(norm, config)
     return found
-
-
-def _offset(config: ModelConfig) -> np.float32:
-    """Of a norm that multiplies by 1 + weight."""
-    return np.float32(config.norm_unit_offset)
 
 
 def low_rank(

@@ -61,7 +61,7 @@ class FileSource(WeightSource):
 
 
 class PartFile(FileSource):
-    """See the module. Does not hash the bytes; the owner of the file does.
+    """Does not hash the bytes; the owner of the file does.
 
     Args:
         info: the part in the file.

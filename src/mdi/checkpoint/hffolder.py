@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,88 +29,21 @@ from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code
+from mdi.families.family import Family
+from mdi.families.names import LANGUAGE, Piece
+from mdi.families.registry import family_of, stated_family
 from mdi.files import default_cache_dir
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.model import ModelConfig
 
-# Names of modules in litgpt's model -> in transformers' one. Of several, the first one that the file has.
-_TOP = {
-    "transformer.wte": (
-        "{model}.embed_tokens", "gpt_neox.embed_in", "transformer.word_embeddings", "word_embeddings", "transformer.wte", "wte",
-        "model.decoder.embed_tokens", "decoder.embed_tokens",
-    ),
-    "transformer.wte_norm": ("transformer.word_embeddings_layernorm", "word_embeddings_layernorm"),
-    "transformer.wpe": ("transformer.wpe", "wpe", "model.decoder.embed_positions", "decoder.embed_positions"),
-    "transformer.ln_f": (
-        "{model}.norm", "{model}.final_layernorm", "gpt_neox.final_layer_norm", "transformer.ln_f", "ln_f",
-        "model.decoder.final_layer_norm", "decoder.final_layer_norm",
-    ),
-    "lm_head": ("lm_head", "{model}.lm_head", "language_model.lm_head", "embed_out"),
-}  # fmt: skip
-BLOCK_MODULES: dict[str, tuple[str | tuple[str, ...], ...]] = {
-    "norm_1": ("input_layernorm", "ln_attn", "ln_1", "self_attn_layer_norm"),
-    # Where a norm follows the attention, the one before the MLP has a name of its own.
-    "norm_2": ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_mlp", "ln_2", "final_layer_norm"),
-    "post_attention_norm": ("post_attention_layernorm", "self_attn_layer_norm"),
-    "post_mlp_norm": ("post_feedforward_layernorm", "final_layer_norm"),
-    "attn.qkv": (
-        "self_attn.qkv_proj", "attention.query_key_value", "self_attention.query_key_value", "attn.c_attn",
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ),
-    "attn.proj": (
-        "self_attn.o_proj", "self_attn.dense", "attention.dense", "self_attention.dense", "attn.c_proj", "self_attn.out_proj",
-    ),
-    "attn.norm_q": ("self_attn.q_norm",),
-    "attn.norm_k": ("self_attn.k_norm",),
-    "mlp.fc_1": ("mlp.gate_proj", "mlp.gate_up_proj"),
-    "mlp.fc_2": ("mlp.up_proj", "mlp.gate_up_proj"),
-    "mlp.fc": ("mlp.fc1", "mlp.dense_h_to_4h", "mlp.c_fc", "fc1"),
-    "mlp.proj": ("mlp.down_proj", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.c_proj", "fc2"),
-    "mlp.gate": ("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe", "mlp.router"),
-    "mlp.shared_experts.fc_1": ("mlp.shared_experts.gate_proj",),
-    "mlp.shared_experts.fc_2": ("mlp.shared_experts.up_proj",),
-    "mlp.shared_experts.proj": ("mlp.shared_experts.down_proj",),
-    "attn": ("self_attn",),
-}  # fmt: skip
-_EXPERT = {
-    "fc_1": ("mlp.experts.{i}.gate_proj", "block_sparse_moe.experts.{i}.w1"),
-    "fc_2": ("mlp.experts.{i}.up_proj", "block_sparse_moe.experts.{i}.w3"),
-    "proj": ("mlp.experts.{i}.down_proj", "block_sparse_moe.experts.{i}.w2"),
-}
-# The same of gpt-oss, whose experts are stacked in one tensor, with the rows of fc_1 and fc_2 in turn.
-_STACKED = {"fc_1": "gate_up_proj", "fc_2": "gate_up_proj", "proj": "down_proj"}
-# Where the language part of a model begins, if it is not "model"; then the other parts are left out.
-_LANGUAGE = ("model.language_model", "language_model.model")
+# Parts of a model that also sees or hears, beside its language part.
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision)\.")
 # Modules that predict several tokens (MTP) have this name, or numbers of blocks behind the last one.
 _PREDICTING = re.compile(r"(model\.)?mtp\.")
 # Tables that follow from the settings, which older versions of transformers wrote as well.
 _NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))")
-_BLOCK_NAME = re.compile(r"transformer\.h\.(\d+)\.(.*)")
-_EXPERT_NAME = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-TRANSPOSED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # (inputs, outputs)
-FIRST_POSITION = {"embed_positions": 2}  # OPT's table begins with rows for padding
-INTERLEAVED = ("attention.query_key_value", "self_attention.query_key_value")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of a tensor.
-
-    Attributes:
-        tensor: its name in the files.
-        rows: (start, stop, step), or None for all.
-        expert: which of the matrices (or rows) that are stacked in the tensor; None if there is one.
-        is_interleaved: whether they are query, key and value group by group, and not all queries first.
-        is_transposed: whether the tensor has the outputs in its columns.
-    """
-
-    tensor: str
-    rows: tuple[int, int, int] | None = None
-    expert: int | None = None
-    is_interleaved: bool = False
-    is_transposed: bool = False
 
 
 class HfFolder(WeightSource):
@@ -143,7 +76,8 @@ class HfFolder(WeightSource):
         self.config = folder_config(self.path, model_name)
         self.config_hash = config_hash(self.config)
         self.model = self.config.name
-        self._prefix = next((p for p in _LANGUAGE if any(name.startswith(f"{p}.") for name in self._files)), "model")
+        self._names = self._family().names(self.config)
+        self._prefix = self._names.prefix(self._files)
         shapes = model_shapes(self.config, str(path))
         self.tensor_pieces = {name: self._pieces_of(name, shape) for name, shape in shapes.items()}
         self._check_used()
@@ -240,99 +174,48 @@ class HfFolder(WeightSource):
             return [array[places - first] for array in found]
         return found[places - first]
 
+    def _family(self) -> Family:
+        """As config.json says it, or else as the settings of its name in litgpt's table show."""
+        return stated_family(read_hf_config(self.path / "config.json")) or family_of(self.config)
+
     def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        stem, ending = name.rsplit(".", 1)
-        if stem in _TOP:
-            return (self._top(stem, ending, shape),)
-        match = _BLOCK_NAME.fullmatch(stem)
-        assert match is not None  # the only ones in litgpt's models
-        expert = _EXPERT_NAME.fullmatch(match[2])
-        if expert and self.config.glu_limit:
-            return (self._stacked(f"{self._layers()}.{match[1]}.mlp.experts", expert, ending, shape),)
-        known = _EXPERT[expert[2]] if expert else BLOCK_MODULES.get(match[2], ())
-        for one in known:
-            modules = [one] if isinstance(one, str) else one
-            names = [f"{self._layers()}.{match[1]}.{module}.{ending}" for module in modules]
-            if expert:
-                names = [found.format(i=expert[1]) for found in names]
-            if all(found in self._files for found in names):
-                return tuple(self._piece(found, modules[0], match[2], shape) for found in names)
-        raise self._lacks(name, known)
-
-    def _piece(self, tensor: str, module: str, ours: str, shape: tuple[int, ...]) -> Piece:
-        rows = None
-        if module == "mlp.gate_up_proj":
-            rows = (0, shape[0], 1) if ours == "mlp.fc_1" else (shape[0], 2 * shape[0], 1)
-            self._check_rows(tensor, 2 * shape[0])
-        if module in INTERLEAVED:
-            self._check_rows(tensor, shape[0])
-        is_transposed = module in TRANSPOSED and len(shape) == 2
-        return Piece(tensor, rows, is_interleaved=module in INTERLEAVED, is_transposed=is_transposed)
-
-    def _stacked(self, path: str, expert: re.Match[str], ending: str, shape: tuple[int, ...]) -> Piece:
-        """Of gpt-oss: plain weights have their inputs in rows, and those in MXFP4 their outputs."""
-        module, rows, whole = _STACKED[expert[2]], None, shape
-        if expert[2] != "proj":
-            rows, whole = (int(expert[2] == "fc_2"), 2 * shape[0], 2), (2 * shape[0], *shape[1:])
-        alone = f"{path}.{expert[1]}.{module}.{ending}"
-        if alone in self._files:
-            self._check_shape(alone, whole)
-            return Piece(alone, rows)
-        tensor = f"{path}.{module}" + ("_bias" if ending == "bias" else "")
-        if tensor not in self._files:
-            raise self._lacks(alone, (tensor, f"{tensor}_blocks"))
-        self._check_shape(tensor, (self.config.n_expert, *whole[::-1]))
-        return Piece(tensor, rows, int(expert[1]), is_transposed=ending == "weight")
-
-    def _top(self, stem: str, ending: str, shape: tuple[int, ...]) -> Piece:
-        tied = {"lm_head": "transformer.wte", "transformer.wte": "lm_head"}.get(stem) if ending == "weight" else None
-        for ours in filter(None, (stem, tied)):
-            for module in _TOP[ours]:
-                tensor = f"{module.format(model=self._prefix)}.{ending}"
-                if tensor in self._files:
-                    found = self._files[tensor].specs[tensor].shape
-                    # Rows for images follow those of the words.
-                    is_longer = self._prefix != "model" and len(found) == 2 and found[0] > shape[0]
-                    first = FIRST_POSITION.get(module.rpartition(".")[2], 0)
-                    if first:
-                        self._check_rows(tensor, first + shape[0])
-                    return Piece(tensor, (first, first + shape[0], 1) if is_longer or first else None)
-        if tied is not None:
+        tied = {EMBEDDING: HEAD, HEAD: EMBEDDING}.get(name)
+        places = [
+            pieces
+            for one in filter(None, (name, tied))
+            for pieces in self._names.places(one, shape, self.config, self._prefix)
+        ]
+        found = next((pieces for pieces in places if all(piece.tensor in self._files for piece in pieces)), None)
+        if found is None and tied is not None:
             raise CheckpointError(f"{self.path} has neither an embedding nor a head")
-        raise self._lacks(f"{stem}.{ending}", _TOP[stem])
+        if found is None:
+            theirs = " or ".join(", ".join(piece.tensor for piece in pieces) for pieces in places)
+            raise CheckpointError(f"{self.path} lacks the tensor {name}" + (f" ({theirs})" if theirs else ""))
+        return tuple(self._words_only(piece) if tied else self._checked(piece) for piece in found)
 
-    def _layers(self) -> str:
-        for prefix in ("gpt_neox.layers", "transformer.h", "h", "model.decoder.layers", "decoder.layers"):
-            if any(name.startswith(f"{prefix}.") for name in self._files):
-                return prefix
-        return f"{self._prefix}.layers"
+    def _words_only(self, piece: Piece) -> Piece:
+        """Of a language part, whose rows for images follow those of the words."""
+        found, n_rows = self._files[piece.tensor].specs[piece.tensor].shape, piece.shape[0]
+        is_longer = self._prefix in LANGUAGE and len(found) == 2 and found[0] > n_rows
+        return replace(piece, rows=(0, n_rows, 1)) if is_longer else piece
 
-    def _lacks(self, name: str, known: tuple[Any, ...]) -> CheckpointError:
-        theirs = " or ".join(one if isinstance(one, str) else ", ".join(one) for one in known)
-        return CheckpointError(f"{self.path} lacks the tensor {name}" + (f" ({theirs})" if theirs else ""))
-
-    def _check_rows(self, tensor: str, n_rows: int) -> None:
-        shape = self._files[tensor].specs[tensor].shape
-        if not shape or shape[0] != n_rows:
+    def _checked(self, piece: Piece) -> Piece:
+        """Raises CheckpointError: a tensor of which rows are taken is of another shape. All others are compared with ours."""
+        shape = self._files[piece.tensor].specs[piece.tensor].shape
+        if shape != piece.shape and (piece.rows or piece.is_interleaved or piece.expert is not None):
             raise CheckpointError(
-                f"{self.path}: tensor {tensor} has the shape {list(shape)}, expected {n_rows} rows by config.json"
+                f"{self.path}: tensor {piece.tensor} has the shape {list(shape)}, expected {list(piece.shape)} by config.json"
             )
-
-    def _check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
-        shape = self._files[tensor].specs[tensor].shape
-        if shape != expected:
-            raise CheckpointError(
-                f"{self.path}: tensor {tensor} has the shape {list(shape)}, expected {list(expected)} by config.json"
-            )
+        return piece
 
     def _check_used(self) -> None:
         """Raises CheckpointError for a tensor that the model would be computed without."""
         used = {piece.tensor for pieces in self.tensor_pieces.values() for piece in pieces}
-        n_layer, layers = self.config.n_layer, self._layers()
+        n_layer, layers = self.config.n_layer, f"{self._prefix}{self._names.blocks}"
         more = n_predicting(read_hf_config(self.path / "config.json"))
         predicting = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
         for name in self._files:
-            is_other = self._prefix != "model" and _OTHER_PARTS.match(name) is not None
+            is_other = self._prefix in LANGUAGE and _OTHER_PARTS.match(name) is not None
             is_other = is_other or name.startswith(predicting) or _PREDICTING.match(name) is not None
             if name not in used and not is_other and not _NOT_WEIGHTS.fullmatch(name):
                 raise CheckpointError(

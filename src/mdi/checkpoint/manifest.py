@@ -31,7 +31,7 @@ _NODE = re.compile(r"starter|secondary(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module.
+    """What a chunk holds.
 
     Attributes:
         model: name of the model, as in its configuration.

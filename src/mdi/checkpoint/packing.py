@@ -37,6 +37,7 @@ from mdi.kernels.layout import (
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
 from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
+from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING, FINAL_NORM
 from mdi.spec.model import ModelConfig
 
@@ -257,7 +258,7 @@ FOLDED_FORMATS = (
     "int4",
 )  # only in formats of a few bits; in others, weights stay as in the checkpoint
 
-_BLOCK = re.compile(r"(transformer\.h\.\d+\.)(.*)\.weight")
+_BLOCK = re.compile(r"(transformer\.h\.(\d+)\.)(.*)\.weight")
 _ATTENTION = ("attn.qkv", "attn.q_a_proj", "attn.kv_a_proj_with_mqa")
 _MLP = re.compile(r"mlp\.(gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
@@ -271,13 +272,12 @@ def folded(
         rows: gives those of tensors of the same part; specs are theirs.
     """
     if packing.of_part(part_of(name)) in FOLDED_FORMATS:
-        offset = np.float32(config.norm_unit_offset)  # the gain is 1 + weight
         spec = TensorSpec("F32", specs[name].shape)
         if _is_folded(name, specs):
-            return np.full(spec.shape, 1 - offset, dtype=np.float32), spec
+            return np.full(spec.shape, 1 - gain_offset(name, config), dtype=np.float32), spec
         norm = norm_before(name, config)
         if norm is not None and _is_folded(norm, specs):
-            gain = _floats(rows(norm)[:], specs[norm]) + offset
+            gain = _floats(rows(norm)[:], specs[norm]) + gain_offset(norm, config)
             check_range("float32", largest_of(gain), norm, packing.clips)
             dtype = specs[name]
             return changed(rows(name), lambda some: np.multiply(_floats(some, dtype), gain)), spec
@@ -291,12 +291,20 @@ def norm_before(name: str, config: ModelConfig) -> str | None:
     match = _BLOCK.fullmatch(name)
     if match is None:
         return None
-    block, layer = match.groups()
+    block, layer = match[1], match[3]
     if layer in _ATTENTION:
         return f"{block}norm_1.weight"
     if _MLP.fullmatch(layer):
-        return f"{block}norm_1.weight" if config.shared_attention_norm else f"{block}norm_2.weight"
+        is_shared = spec_of(config).blocks[int(match[2])].norm_is_shared
+        return f"{block}norm_1.weight" if is_shared else f"{block}norm_2.weight"
     return None
+
+
+def gain_offset(norm: str, config: ModelConfig) -> np.float32:
+    """What is added to the weight of a norm, which is named by it, to get its gain."""
+    spec, match = spec_of(config), _BLOCK.fullmatch(norm)
+    found = spec.ends.final_norm if match is None else spec.blocks[int(match[2])].norms.get(match[3])
+    return np.float32(found is not None and found.unit_offset)
 
 
 def _is_folded(norm: str, specs: Mapping[str, TensorSpec]) -> bool:

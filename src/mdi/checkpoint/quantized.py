@@ -42,8 +42,7 @@ class TensorFile(Protocol):
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
-    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """See `WeightFile.array`."""
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray: ...
 
 
 Files = Mapping[str, TensorFile]  # by the names of tensors

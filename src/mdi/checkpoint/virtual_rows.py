@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.spec.model import ModelConfig
 
 MOST_VIRTUAL = 1 << 12  # rows of a prompt or prefix
 PROMPT_TENSOR, PREFIX_KEY, PREFIX_VALUE = "prompt", "prefix_key", "prefix_value"
@@ -36,11 +36,11 @@ def row_widths(config: ModelConfig) -> dict[str, int]:
 
 def why_no_rows(is_prefix: bool, config: ModelConfig) -> str | None:
     """What a model has that such rows cannot stand before, behind the model's name; None: they can."""
-    if not is_prefix and config.scale_embeddings:
-        return "multiplies its embeddings, so that rows before them have no one form in other programs"
+    if not is_prefix and (config.scale_embeddings or config.embedding_norm or config.learned_positions):
+        verb = "multiplies" if config.scale_embeddings else "norms" if config.embedding_norm else "adds positions to"
+        return f"{verb} its embeddings, so that rows before them have no one form in other programs"
     if config.latent_attention:
         return "has latent attention, which the kernels do not compute"
     if is_prefix and any(config.sliding_window_indices or ()):
         return "has attention in windows, which see no prefix"
-    lacking = why_not_litgpt(config)
-    return None if lacking is None else f"has {lacking}, and such rows are for models that torch computes, too"
+    return None

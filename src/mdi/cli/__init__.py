@@ -84,7 +84,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: ends a run in the same good order as Ctrl-C."""
 
 
-class Obeyed(int):
+class Acknowledged(int):
     """The exit status of a process that others have ended, which 130 and 143 do not say: it goes at once."""
 
 
@@ -117,7 +117,7 @@ def leave(status: int) -> NoReturn:
     One that was interrupted goes at once: the interpreter would take seconds to take torch down, and wait for ever for a
     thread that a library was just running.
     """
-    if status not in (INTERRUPTED, TERMINATED) and not isinstance(status, Obeyed):
+    if status not in (INTERRUPTED, TERMINATED) and not isinstance(status, Acknowledged):
         sys.exit(status)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -51,9 +51,6 @@ def with_machines(options: Options) -> Options:
 
     if options.machines is None:
         return options
-    for other, flag in ((options.nodes, "--nodes"), (options.nodes_config, "--nodes-config")):
-        if other is not None:
-            raise UsageError(f"--machines says which nodes there are, and so does {flag}: give one of them")
     addr = options.addr or own_address()
     if options.addr is None and _is_loopback(addr):
         raise UsageError("this machine is in no network now, so no other machine could join: connect it, or see --addr")

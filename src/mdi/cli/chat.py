@@ -168,14 +168,16 @@ def answer(
     Raises:
         Refused: the model cannot be given this question.
     """
-    from mdi.text.harmony import without_reasoning
+    from mdi.text.answers.think import THINK, content
 
     codec = session.model.codec
     ids = _fit(session, history, question, params.n_tokens)
+    begins_in_reasoning = codec.form.thinks and codec.decode(ids[-8:]).rstrip().endswith(THINK)
     adapter = next(iter(session.adapters), "")
     try:
         session.model.check_prompt(ids)
-        show(name + ("" if codec.prompt_style is not None else question), end="")
+        begin = f"{THINK}\n" if begins_in_reasoning else "" if codec.prompt_style is not None else question
+        show(name + begin, end="")
         sample = session.submit(question, ids, params, stop, lambda text: show(text or "\n", end=""), adapter=adapter)
     except UsageError as e:  # also: the nodes' caches could never hold it
         raise Refused(str(e), code=e.code) from None
@@ -189,7 +191,8 @@ def answer(
     except MdiError:
         print()
         raise
-    return Reply(without_reasoning(sample.text) if codec.answers_in_channels else sample.text, is_interrupted)
+    has_reasoning = codec.form.thinks or codec.form.special  # as InlineStream shows it
+    return Reply(content(sample.text, begins_in_reasoning) if has_reasoning else sample.text, is_interrupted)
 
 
 class InputLines:

@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options) -> int:
-    from mdi.cli import Obeyed, launch, show_failure
+    from mdi.cli import Acknowledged, launch, show_failure
     from mdi.cli.secondary import serve
     from mdi.spec.cluster import NodeConfig
 
@@ -102,7 +102,7 @@ def run(options: Options) -> int:
         return serve(replace(options, dial=dial, wait_s=wait_of(command)), NodeConfig(name, addr, 0, 0))
     except ControlError as e:  # process 0 is not there
         show_failure(e)
-        return Obeyed(1)  # the job ends at once, and not when the kernels have been compiled
+        return Acknowledged(1)  # the job ends at once, and not when the kernels have been compiled
 
 
 def wait_of(command: Sequence[str]) -> float:

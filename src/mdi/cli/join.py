@@ -100,15 +100,9 @@ def run(options: Options, cancel: Cancel) -> int:
         service.install(arguments_of(options, **kept))
         return 0
     if options.stand_with is not None:
-        if options.ckpt is not None or options.chunk is not None or options.dial is not None:
-            raise UsageError(
-                "--model: a standing node has the parts of this model, and is reached directly: no --ckpt, --chunk, --dial"
-            )
         model, options = options.stand_with, replace(options, key=key)
         if is_here(model, options.ckpt_folder) or not others_have(options, model, addr):
             options = with_model(replace(options, model=model), cancel)
-    elif options.max_blocks is not None or options.peer or options.spare_memory is not None:
-        raise UsageError("--max-blocks, --peer and --spare-memory belong to --model NAME")
     entry = {"addr": addr, "communication": {"port": port}, "inference": {"port_in": port_in}}
     logger.debug("in a starter's nodes file, among the secondaries: %s", json.dumps(entry))
     return serve_here(replace(options, key=key), NodeConfig(name, addr, port, port_in), host, cancel)

@@ -54,8 +54,6 @@ def run_ring(
 
     if options.nodes_config is not None:
         raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
-    if options.compare and (options.json or options.ckpt is None):
-        raise UsageError("--compare needs the whole model (--ckpt), and prints for people (no --json)")
     options, n_nodes = with_seed(options), options.nodes or 1
 
     def nodes() -> NodeSource:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.errors import MdiError, PlacementError, UsageError
 from mdi.spec.cluster import DTYPES
+from mdi.spec.combinations import MODEL, facts_of, refuse
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
@@ -114,8 +115,7 @@ def _with_model(options: Options, cancel: Cancel) -> Options:
     from mdi.cli.session import found_ckpt, is_hub_name, model_here
 
     if options.model:
-        if options.ckpt is not None or options.config is not None:
-            raise UsageError(f"the model is {options.model}, and there is --ckpt or --config: give one of them")
+        refuse({**facts_of(options), MODEL: options.model}, MODEL)
         if (here := model_here(options.model, options.ckpt_folder)) is None:
             if _known(options.model) is None and is_hub_name(options.model):
                 return replace(options, ckpt=_settings_from_hub(options, cancel))
@@ -167,8 +167,6 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
 def _plan(options: Options, cancel: Cancel) -> PlanReport:
     from mdi.placement.profile import read_profile
 
-    if options.profiles is not None and options.nodes_config is not None:
-        raise UsageError("--profiles and --nodes-config both say which nodes there are: give one of them")
     if options.profiles is None:
         profile = _live(options, cancel)
         if options.save_profiles is not None:
@@ -314,7 +312,7 @@ def _known(name: str) -> ModelConfig | None:
     """Of a name that is known without its files, here or in litgpt's table. Raises CheckpointError: nothing computes it."""
     from dataclasses import asdict
 
-    from mdi.checkpoint.published import published_config
+    from mdi.checkpoint.hfconfig import published_config
     from mdi.checkpoint.shapes import full_config
 
     published = published_config(name)
@@ -342,7 +340,7 @@ def _named(name: str) -> ModelConfig:
     """Of a name that is known without its files. Raises UsageError, CheckpointError."""
     from difflib import get_close_matches
 
-    from mdi.checkpoint.published import PUBLISHED
+    from mdi.checkpoint.hfconfig import PUBLISHED
 
     if (known := _known(name)) is not None:
         return known

@@ -15,6 +15,7 @@ from mdi.cli import called
 from mdi.errors import UsageError
 from mdi.kernels.weight_formats import PACKED
 from mdi.spec.cluster import DTYPES
+from mdi.spec.combinations import CHUNKS, facts_of, refuse
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 from mdi.units import size
@@ -116,16 +117,9 @@ def run(options: Options, cancel: Cancel) -> int:
 
 def _checked(options: Options) -> Options:
     """The options with the number of nodes that --layers says. Raises UsageError."""
+    refuse({**facts_of(options), CHUNKS: CHUNKS})
     if options.n_nodes is None and options.layers is not None:
         options = replace(options, n_nodes=options.layers.count(",") + 1)
-    if (options.quantize or options.quantize_head) and options.n_nodes is None:
-        raise UsageError(
-            "--quantize makes smaller chunks: say for how many nodes with --n-nodes (1 for this machine alone)"
-        )
-    if options.export is not None and options.out is None:
-        raise UsageError("--export needs --out DIRECTORY, a new one")
-    if options.export is not None and options.n_nodes is not None:
-        raise UsageError("--export writes one directory: leave --n-nodes and --layers out")
     if options.n_nodes is not None and options.n_nodes < 1:
         raise UsageError(f"--n-nodes {options.n_nodes}: a ring has one node at least")
     return options

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import UsageError
+from mdi.spec.combinations import OWN_RING, facts_of, refuse
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, MODEL, PARALLEL, RING, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show
@@ -70,6 +71,8 @@ def _score(options: Options, cancel: Cancel) -> int:
 
     if options.ckpt is not None and options.model and not options.scored:  # then the only word is the text
         options = replace(options, model="", scored=options.model)
+    if options.nodes is not None and options.machines is None:
+        refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
     text = _text(options)
     options = replace(with_model(options if options.nodes is None else on_processes(options), cancel), draft="none")
     n_most = len(text.encode()) + 2  # tokens: each has a byte, but for the first one of a window
@@ -130,8 +133,6 @@ def _nodes(options: Options, cancel: Cancel, stack: ExitStack) -> NodeSource:
     from mdi.spec.cluster import standalone
 
     if options.nodes is not None and options.machines is None:
-        if options.nodes_config is not None:
-            raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
         check_cut(options, options.nodes)
         return stack.enter_context(processes_of(options, options.nodes, LocalRing, options.cores))
     options = with_machines(options)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
+from mdi.spec.combinations import OWN_RING, facts_of, refuse
 from mdi.spec.options import ACCESS, COMMON, DRAFT, MODEL, PARALLEL, RING, SERVER, Options
 from mdi.spec.parser import Parser
 
@@ -56,10 +57,9 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.cli.access import with_machines
     from mdi.cli.discover import Discovery
     from mdi.cli.serve_settings import serve_settings
-    from mdi.errors import UsageError
 
-    if options.nodes is not None and options.nodes_config is not None:
-        raise UsageError("--nodes makes a ring of its own; --nodes-config has one already: give one of them")
+    if options.nodes is not None:
+        refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
     found = with_machines(options)
     options = replace(options, key=found.key)
     settings = serve_settings(options)
@@ -70,7 +70,7 @@ def run(options: Options, cancel: Cancel) -> int:
 def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, cancel: Cancel) -> int:
     """Raises MdiError."""
     from mdi.checkpoint.model_store import default_store
-    from mdi.cli import Obeyed, ignore_interrupts
+    from mdi.cli import Acknowledged, ignore_interrupts
     from mdi.cli.session import check_cut, on_processes, run_options, with_model
 
     options = with_model(options, cancel)
@@ -95,7 +95,7 @@ def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, ca
         ignore_interrupts()
         api.close()
     logger.info("the server has ended")
-    return Obeyed(0)
+    return Acknowledged(0)
 
 
 def _serve(options: Options, api: ApiProcess, catalog: Catalog, discovery: Discovery, cancel: Cancel) -> None:

@@ -24,8 +24,6 @@ def serve_settings(options: Options) -> ServeSettings:
     """Raises UsageError."""
     from mdi.serve.process import ServeSettings
 
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise UsageError("--tls-cert and --tls-key belong together")
     if options.tls_cert is not None and options.tls_key is not None:
         _check_tls(options.tls_cert, options.tls_key)
     keys = _keys(options)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import Code, DownloadError, UsageError
+from mdi.spec.combinations import MODEL, facts_of, refuse
 from mdi.spec.options import Options
 from mdi.text.drawing import OWN
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mdi.run.local import LocalRing
     from mdi.run.nodes import NodeSource
     from mdi.spec.cluster import ClusterConfig, WeightMemory
-    from mdi.stages.window_budget import WindowOptions
+    from mdi.spec.window import WindowOptions
 
 SWARM_CACHE_SHARE = 0.5  # of each node's free memory, for one starter's caches: others come, too
 
@@ -49,8 +50,8 @@ def with_model(options: Options, cancel: Cancel, is_litgpt: bool = True) -> Opti
     from mdi.checkpoint.folder import check_folder
 
     check_chunk(options.chunk)
-    if options.model and options.ckpt is not None:
-        raise UsageError(f"the model is {options.model} or --ckpt {options.ckpt}: give one of both")
+    if options.model:
+        refuse({**facts_of(options), MODEL: options.model}, MODEL)
     if options.chunk is not None and options.ckpt is None and not options.model:
         return options
     folder = _named_model(options, cancel) if options.ckpt is None else found_ckpt(options.ckpt, options.ckpt_folder)
@@ -128,12 +129,11 @@ def check_cut(options: Options, n_nodes: int) -> None:
     from mdi.checkpoint.folder import stated_blocks
 
     n_blocks = None if options.ckpt is None else stated_blocks(options.ckpt)
-    if options.parallel.mode == "tensor":
-        if options.layers is not None:
-            raise UsageError("--layers: with --parallel tensor each node has a share of every block: use --shares")
-    elif n_blocks is not None and options.layers is not None:
+    if options.parallel.mode == "tensor" or n_blocks is None:
+        return
+    if options.layers is not None:
         parse_layers(options.layers, n_blocks, n_nodes)
-    elif n_blocks is not None:
+    else:
         check_n_nodes(n_blocks, n_nodes)
 
 
@@ -198,14 +198,6 @@ def _swarm_nodes(options: Options, discovery: Discovery) -> NodeSource:
     from mdi.spec.cluster import NodeConfig
 
     assert options.swarm is not None
-    if options.layers or options.placement or options.parallel.mode != "ring" or options.nodes_config is not None:
-        raise UsageError(
-            "--swarm: nodes keep the blocks that they have: no --layers, --placement, --parallel, --nodes-config"
-        )
-    if options.stop_nodes:
-        raise UsageError(
-            "--swarm: standing nodes serve other runs, too, and end on their own machines: no --stop-nodes"
-        )
     keys = open_keys(options)
     peers = (
         [Peer(*split_address(one.strip(), CONTROL_PORT)) for one in options.swarm.split(",")] if options.swarm else []
@@ -265,8 +257,8 @@ def processes_of(
 
 
 def asked_window(options: Options) -> WindowOptions | None:
-    """The window of --window, --retain and --memory; None without. Raises UsageError."""
-    from mdi.stages.window_budget import window_options
+    """The window of --window, --retain and --memory; None without."""
+    from mdi.spec.window import window_options
 
     return window_options(options.window, options.retain, options.memory)
 
@@ -274,13 +266,11 @@ def asked_window(options: Options) -> WindowOptions | None:
 def weight_memory(options: Options) -> WeightMemory:
     """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
     from mdi.spec.cluster import WeightMemory
-    from mdi.stages.window_budget import WindowMemory
+    from mdi.spec.window import WindowMemory
 
     window = asked_window(options)
     if window is None:
         return WeightMemory(options.weights, options.mlock)
-    if options.weights != "auto" or options.mlock:
-        raise UsageError("--window and --memory read weights into memory of their own: leave --weights and --mlock out")
     return WindowMemory(window=window)
 
 
@@ -336,10 +326,6 @@ def beams_of(options: Options, prompts: Sequence[str]) -> Beams | None:
 
     if options.beams is None:
         return None
-    if options.verify:
-        from mdi.engine.starter import NO_BEAMS
-
-        raise UsageError(NO_BEAMS, code=Code.FLAGS)
     kinds: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
     beams = Beams(options.beams, options.length_penalty, kinds[options.early_stopping])
     if (n := max(Counter(prompts).values(), default=0)) > beams.n:

@@ -51,7 +51,7 @@ class Exchanges:
         self._table, self._peers, self._keys, self._found = table, tuple(peers), keys, found
         self._process, self._place = own
         self._resolved: dict[Peer, NodeConfig] = {}  # with their ring ports, until they do not answer there
-        self._unheard = Unheard()
+        self._unanswered = Unanswered()
         self._former_due_s = 0.0
 
     def look(
@@ -80,7 +80,6 @@ class Exchanges:
     def ask(
         self, nodes: Sequence[NodeConfig], told: Announced | None = None, cancel: Cancel | None = None
     ) -> dict[str, float]:  # fmt: skip
-        """See `look`."""
         asked: dict[str, NodeConfig] = {}
         for one in nodes:
             asked.setdefault(_place(one), one)
@@ -97,7 +96,7 @@ class Exchanges:
 
     def is_avoided(self, node: NodeConfig) -> bool:
         """Whether it did not answer lately."""
-        return self._unheard.is_avoided(_place(node))
+        return self._unanswered.is_avoided(_place(node))
 
     @property
     def _others(self) -> list[Announced]:
@@ -122,7 +121,7 @@ class Exchanges:
     def _resolve(self, cancel: Cancel | None) -> None:
         """Ask the given peers for their ring ports."""
         lacking = {peer.label: peer for peer in self._peers if peer not in self._resolved}
-        lacking = {label: peer for label, peer in lacking.items() if not self._unheard.is_avoided(label)}
+        lacking = {label: peer for label, peer in lacking.items() if not self._unanswered.is_avoided(label)}
         calls = FanOut({label: partial(self._ring_port, peer) for label, peer in lacking.items()})
         calls.join(ASK_S, cancel)
         found = dict(calls.results)
@@ -132,7 +131,7 @@ class Exchanges:
                 self._note(label, label in found)
 
     def _note(self, place: str, has_answered: bool) -> None:
-        (self._unheard.remove if has_answered else self._unheard.add)(place)
+        (self._unanswered.remove if has_answered else self._unanswered.add)(place)
 
     def _ring_port(self, peer: Peer) -> NodeConfig:
         """Raises ControlError."""
@@ -168,7 +167,7 @@ def _place(config: NodeConfig) -> str:
     return f"{config.addr}:{config.port_in}"
 
 
-class Unheard:
+class Unanswered:
     """Nodes that did not answer, each avoided for a time that doubles until it answers. For one thread at a time.
 
     Args:

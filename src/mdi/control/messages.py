@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -10,8 +9,10 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import Code, ControlError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.net.wire import REFUSED_S, SILENCE_S
+from mdi.kernels.weight_formats import LAYOUTS
+from mdi.net.wire import REDUCE_DTYPES, REFUSED_S
 from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.cluster import N_NODES_LIMIT, PortOrAny
 from mdi.spec.decode import (
     Meta,
     Name,
@@ -29,9 +30,10 @@ from mdi.spec.decode import (
 )
 from mdi.spec.extent import Extent
 from mdi.spec.model_id import ModelId, decode_with_model
-from mdi.spec.options import Length, Requested, Silence
+from mdi.spec.options import SUM_CHOICES, Length, Requested
+from mdi.spec.window import WindowOptions
 
-T = TypeVar("T")
+A = TypeVar("A", bound="Arguments")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
 CONTROL_VERSION = 11
@@ -40,8 +42,8 @@ VERSION_LIMIT = 1 << 30
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node
 MOST_ROWS = 1 << 20  # in a question about rows
 ROWS_BYTES = 2 << 20  # of rows in an answer
-KEEPS_RECEIVED = "received"  # extension of `/init`: rows that come are kept, as those that are sent
-GRADIENTS = "gradients"  # extension of `/init`: refused where blocks have no gradients
+MOST_TAPS = 64  # blocks of a model whose outputs a run can have
+N_RANKS_LIMIT = 256  # nodes of a group
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,33 @@ class PartSpec:
     name: Name
     sha256: Sha256
     n_bytes: Annotated[int, Meta(ge=1, le=1 << 45)]
+
+
+Bounds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], Meta(min_length=2, max_length=N_RANKS_LIMIT + 1)]
+Layout = Annotated[str, one_of(LAYOUTS)]
+
+
+@dataclass(frozen=True)
+class ToldGroup:
+    """A group as a node is told of it; see tensor.group.Group.
+
+    Attributes:
+        members: name, address and ring port of each, by rank.
+        heads, columns, vocabulary: see tensor.shares.Shares.
+        packing: formats of blocks and head.
+    """
+
+    rank: Whole
+    members: Annotated[tuple[tuple[Text, Text, PortOrAny], ...], Meta(max_length=N_RANKS_LIMIT)]
+    heads: Bounds
+    columns: Bounds
+    vocabulary: Bounds | None
+    packing: tuple[Layout, Layout]
+    algorithm: Annotated[str, one_of(SUM_CHOICES)]
+    reduce_dtype: Annotated[str, one_of(REDUCE_DTYPES)]
+    n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]
+    name: Text
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -70,8 +99,13 @@ class InitRequest(Requested):
         exclusive: no other run may be on the node.
         replay: the receiver's part in replays, see engine.worker; replay_bytes: for rows that it has sent.
         keep_caches: use the caches of the run's last ring, if they still exist.
+        is_ahead: the run's ring before goes on while this one is prepared; else it is ended.
+        taps: blocks, rising, whose outputs come back to the starter.
+        gradients: refused where blocks have none.
+        window: of weights; None: they are in memory. group: None computes blocks alone.
         is_hot: whether the next node has the same blocks, and this one could take its place, see engine.worker.
         refused_s: see net.ring.Seat.
+        keeps_received: rows that come are kept, as those that are sent.
         hand_over: whether the starter takes the receiver's blocks elsewhere if it says that it is about to leave.
     """
 
@@ -86,21 +120,27 @@ class InitRequest(Requested):
     blocks: Span
     parts: tuple[PartSpec, ...]
     extent: Extent
-    silence_s: Silence = SILENCE_S
     exclusive: bool = False
     keep_caches: bool = False
     replay: Annotated[str, one_of((COMPUTE, FILL, PASS))] = COMPUTE
     replay_bytes: Annotated[int, Meta(ge=0, le=1 << 45)] = 0
+    keeps_received: bool = False
     hand_over: bool = False
+    is_ahead: bool = False
+    taps: Annotated[tuple[Whole, ...], Meta(max_length=MOST_TAPS)] = ()
+    gradients: bool = False
+    window: WindowOptions | None = None
+    group: ToldGroup | None = None
     is_hot: bool = False
     refused_s: Annotated[float, Meta(ge=0, le=600)] = REFUSED_S
     layout_version: Annotated[int, Meta(ge=0, le=VERSION_LIMIT)] = LAYOUT_VERSION
     control_version: int = CONTROL_VERSION
-    extensions: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         parts = [vars(part) for part in self.parts]
-        return {**vars(self), "model": self.model.to_json(), "parts": parts, "extent": vars(self.extent)}
+        group, window = self.group and vars(self.group), self.window and vars(self.window)
+        own = {"model": self.model.to_json(), "parts": parts, "extent": vars(self.extent)}
+        return {**vars(self), **own, "group": group, "window": window}
 
     @classmethod
     def from_json(cls, data: Any) -> InitRequest:
@@ -108,32 +148,13 @@ class InitRequest(Requested):
         _check_versions(data)
         _check_complete("request", cls, data)
         _check_complete("request.extent", Extent, data["extent"])
-        request = decode_with_model(cls, data, "request", _refused)
+        request = decode_with_model(cls, data, "request", refused)
         if request.index >= len(request.names):
-            raise _refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
-        spans_rise("request", _refused, blocks=request.blocks)
+            raise refused(f"request.index: expected a place in a ring of {len(request.names)}, found {request.index}")
+        spans_rise("request", refused, blocks=request.blocks)
         _check_blocks(request)
-        taps_of(request.extensions, request.model.config.n_layer)
+        _check_taps(request)
         return request
-
-
-MOST_TAPS = 64  # blocks of a model whose outputs a run can have
-_TAPS = "taps"  # of the extensions of a run: the numbers of these blocks
-
-
-def tap_extensions(taps: Sequence[int]) -> dict[str, Any]:
-    """The extension of `/init` with the blocks whose outputs come back to the starter; empty if there are none."""
-    return {_TAPS: list(taps)} if taps else {}
-
-
-def taps_of(extensions: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
-    """The blocks in such an extension. Raises ControlError (400) if they are none of a model of `n_layer` blocks."""
-    taps = extensions.get(_TAPS, [])
-    if not isinstance(taps, list) or len(taps) > MOST_TAPS or any(type(tap) is not int for tap in taps):
-        raise ControlError(f"extensions.{_TAPS}: expected a list of at most {MOST_TAPS} blocks", 400)
-    if taps != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < n_layer):
-        raise ControlError(f"extensions.{_TAPS}: expected rising blocks of a model of {n_layer}", 400)
-    return tuple(taps)
 
 
 @dataclass(frozen=True)
@@ -155,11 +176,29 @@ class ProfileRequest(Requested):
     @classmethod
     def from_json(cls, data: Any) -> ProfileRequest:
         """Raises ControlError (400) naming the field that is missing or wrong."""
-        return decode_with_model(cls, data, "request", _refused)
+        return decode_with_model(cls, data, "request", refused)
 
 
 @dataclass(frozen=True)
-class ProbeRequest:
+class Arguments:
+    """Of a message, as they travel."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls: type[A], data: Any) -> A:
+        """Raises ControlError (400) naming the field that is missing or wrong."""
+        found = decode(cls, data, "request", refused)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises ControlError (400) for fields that do not fit each other."""
+
+
+@dataclass(frozen=True)
+class ProbeRequest(Arguments):
     """Arguments of a message `probe`: another node, which the receiver is to reach.
 
     Attributes:
@@ -174,17 +213,9 @@ class ProbeRequest:
     port_in: Port
     measure: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> ProbeRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
 
 @dataclass(frozen=True)
-class ForwardRequest:
+class ForwardRequest(Arguments):
     """Arguments of a message `forward`: a part that the receiver has, and another node of the run that lacks it.
 
     Attributes:
@@ -200,20 +231,13 @@ class ForwardRequest:
     addr: Name
     port_in: Port
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> ForwardRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        request = _decoded(cls, data)
-        if request.offset > request.part.n_bytes:
-            raise _refused(f"request.offset: {request.offset} is more than the part's {request.part.n_bytes} bytes")
-        return request
+    def check(self) -> None:
+        if self.offset > self.part.n_bytes:
+            raise refused(f"request.offset: {self.offset} is more than the part's {self.part.n_bytes} bytes")
 
 
 @dataclass(frozen=True)
-class BlocksRequest:
+class BlocksRequest(Arguments):
     """Arguments of a message `blocks`. Its bytes are float32 rows (n_texts, n_tokens, n_embd), then gradients of that shape.
 
     Attributes:
@@ -229,17 +253,9 @@ class BlocksRequest:
     is_backward: bool = False
     tensors: Sha256 | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> BlocksRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
 
 @dataclass(frozen=True)
-class TensorsRequest:
+class TensorsRequest(Arguments):
     """Arguments of a message `tensors`. Its bytes are the header of some tensors (stages.trained_tensors), then the tensors.
 
     Attributes:
@@ -252,14 +268,6 @@ class TensorsRequest:
     blocks: Span
     sha256: Sha256
     header_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> TensorsRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
 
 
 @dataclass(frozen=True)
@@ -280,25 +288,20 @@ class Opening:
     @classmethod
     def from_bytes(cls, data: bytes) -> Opening:
         """Raises ControlError (400)."""
-        return decode_text(cls, data, "a message", _refused)
+        return decode_text(cls, data, "a message", refused)
 
 
 @dataclass(frozen=True)
-class PartRequest:
+class PartRequest(Arguments):
     """Arguments of a message `part`, whose bytes are those of a part of a run from `offset` on."""
 
     run: RunId
     sha256: Sha256
     offset: Whole
 
-    @classmethod
-    def from_json(cls, data: Any) -> PartRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
 
 @dataclass(frozen=True)
-class RowsRequest:
+class RowsRequest(Arguments):
     """Arguments of a message `rows`: what the receiver says of rows of one text in a ring.
 
     Attributes:
@@ -315,16 +318,9 @@ class RowsRequest:
     which: Annotated[str, one_of(("sent", "received"))]
     is_whole: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> RowsRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        request = _decoded(cls, data)
-        if not 0 < request.stop - request.start <= MOST_ROWS:
-            raise _refused(f"request: from 1 to {MOST_ROWS} rows can be asked for")
-        return request
+    def check(self) -> None:
+        if not 0 < self.stop - self.start <= MOST_ROWS:
+            raise refused(f"request: from 1 to {MOST_ROWS} rows can be asked for")
 
 
 @dataclass(frozen=True)
@@ -351,32 +347,23 @@ class ToldRows:
 
 
 @dataclass(frozen=True)
-class WatchRequest:
+class WatchRequest(Arguments):
     """Arguments of the messages `watch` and `status`: a ring of a run, None is the latest one."""
 
     run: RunId
     epoch: RunId | None = None
-
-    @classmethod
-    def from_json(cls, data: Any) -> WatchRequest:
-        """Raises ControlError (400) naming the field that is missing or wrong."""
-        return _decoded(cls, data)
-
-
-def _decoded(cls: type[T], data: Any) -> T:
-    return decode(cls, data, "request", _refused)
 
 
 def _check_complete(where: str, cls: type[Any], data: Any) -> None:
     """A default is for who makes a request, not for who reads one."""
     missing = [f.name for f in fields(cls) if f.default is not None and isinstance(data, dict) and f.name not in data]
     if missing:
-        raise _refused(f"{where}: the field {missing[0]!r} is missing")
+        raise refused(f"{where}: the field {missing[0]!r} is missing")
 
 
 def _check_versions(data: Any) -> None:
     if not isinstance(data, dict):
-        raise _refused(f"request: expected an object, found {shown(data)}")
+        raise refused(f"request: expected an object, found {shown(data)}")
     version, layout = data.get("control_version"), data.get("layout_version")
     if type(version) is not int or version != CONTROL_VERSION:
         raise version_error("the starter", version)
@@ -411,6 +398,12 @@ def _check_blocks(request: InitRequest) -> None:
         raise ControlError(f"the listed parts do not match {block_span(start, stop)}", 400)
 
 
+def _check_taps(request: InitRequest) -> None:
+    taps, n_layer = request.taps, request.model.config.n_layer
+    if taps != tuple(sorted(set(taps))) or (taps and taps[-1] >= n_layer):
+        raise refused(f"request.taps: expected rising blocks of a model of {n_layer}, found {shown(list(taps))}")
+
+
 def _check_adapters(request: InitRequest) -> None:
     """Each belongs to one of the blocks; they come last."""
     names = [part.name for part in request.parts]
@@ -424,5 +417,6 @@ def _check_adapters(request: InitRequest) -> None:
         raise ControlError("the parts of adapters do not follow all others", 400)
 
 
-def _refused(message: str) -> ControlError:
+def refused(message: str) -> ControlError:
+    """The error of a request that is malformed."""
     return ControlError(message, 400)

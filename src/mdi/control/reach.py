@@ -219,7 +219,7 @@ def _echo_s(client: ControlClient, n_bytes: int) -> float:
 BUSY_S = 12.0  # a node whose last starter was killed gives it up after ten seconds of silence
 
 COMPILED_S = 0.1
-COMPILING_TOLD_S = 10.0
+LOG_COMPILING_S = 10.0
 
 logger = logging.getLogger("mdi")
 
@@ -235,7 +235,7 @@ def reach_node(client: ControlClient, wait_s: float, cancel: Cancel) -> dict[str
         ControlError: something else answers there.
     """
     deadline = time.monotonic() + wait_s
-    report = Periodic(COMPILING_TOLD_S)
+    report = Periodic(LOG_COMPILING_S)
     for attempt in itertools.count():
         cancel.check()
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
-from mdi.control.messages import PartSpec
+from mdi.control.messages import Arguments, PartSpec, refused
 from mdi.errors import ControlError
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import NodeConfig
@@ -91,7 +91,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class SwarmRequest:
+class SwarmRequest(Arguments):
     """Bytes of a message `swarm`: tell me what is new.
 
     Attributes:
@@ -102,39 +102,28 @@ class SwarmRequest:
     own: Announced | None = None
     known: Annotated[dict[RunId, Whole], Meta(max_length=N_LIMIT)] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> SwarmRequest:
-        """Raises ControlError (400)."""
-        request = decode(cls, data, "request", _refused)
-        if request.own is not None:
-            _check(request.own)
-        return request
+    def check(self) -> None:
+        if self.own is not None:
+            _check(self.own)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reported:
     nodes: Annotated[tuple[Announced, ...], Meta(max_length=N_LIMIT)]
 
 
 def announcements_of(answer: Any, where: str) -> tuple[Announced, ...]:
     """The announcements in an answer. Raises ControlError."""
-    nodes = decode(_Told, answer, where, ControlError).nodes
+    nodes = decode(_Reported, answer, where, ControlError).nodes
     for one in nodes:
         _check(one)
     return nodes
 
 
 def _check(one: Announced) -> None:
-    spans_rise("announced", _refused, blocks=(one.start, one.stop))
+    spans_rise("announced", refused, blocks=(one.start, one.stop))
     if one.stop > one.n_layer:
-        raise _refused(f"announced blocks up to {one.stop} of a model of {one.n_layer}")
-
-
-def _refused(message: str) -> ControlError:
-    return ControlError(message, 400)
+        raise refused(f"announced blocks up to {one.stop} of a model of {one.n_layer}")
 
 
 N_PARTS = 4096  # of a model
@@ -143,7 +132,7 @@ PartNames = Annotated[tuple[Name, ...], Meta(max_length=N_PARTS)]
 
 
 @dataclass(frozen=True)
-class ModelRequest:
+class ModelRequest(Arguments):
     """Arguments of a message `model`: what is known of the model that a node holds blocks of.
 
     Attributes:
@@ -153,14 +142,6 @@ class ModelRequest:
 
     weights: Sha256
     parts: PartNames = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> ModelRequest:
-        """Raises ControlError (400)."""
-        return decode(cls, data, "request", _refused)
 
 
 @dataclass(frozen=True)

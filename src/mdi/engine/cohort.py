@@ -143,7 +143,7 @@ class Cohort:
         self._chooser = chooser
         self._is_stopped = is_stopped
         self._states = [_State(0.0, constraint and constraint.copy()) for _ in self.texts]
-        self._logits: dict[int, tuple[int, np.ndarray]] = {}  # with the life of the text
+        self._logits: dict[int, tuple[int, np.ndarray]] = {}  # with the evictions of the text
         self._reports = Periodic(REPORT_S)
 
     @property
@@ -161,9 +161,9 @@ class Cohort:
 
     def take(self, seq_id: int, logits: np.ndarray) -> bool:
         """The next logits of one text, float32 (vocabulary). Returns whether all have theirs, so that `choose` can follow."""
-        lives = {text.seq_id: text.life for text in self.texts}
-        self._logits[seq_id] = lives[seq_id], logits
-        return all(one in self._logits and self._logits[one][0] == life for one, life in lives.items())
+        evictions = {text.seq_id: text.n_evictions for text in self.texts}
+        self._logits[seq_id] = evictions[seq_id], logits
+        return all(one in self._logits and self._logits[one][0] == n for one, n in evictions.items())
 
     def choose(self) -> list[Choice]:
         """The texts that go on: for each place, the text that is continued there; none: all has ended.

@@ -87,14 +87,14 @@ class Kept:
         ids: whose rows they hold.
         owner: only sequences of the same owner, with the same adapter, may continue from them (`Sequence.kept_for`).
         n_bytes: on each node.
-        n_far: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
+        n_reached: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
     """
 
     seq_id: int
     owner: str
     ids: tuple[int, ...]
     n_bytes: tuple[int, ...]
-    n_far: int = 0
+    n_reached: int = 0
 
 
 class Prefixes:
@@ -161,7 +161,7 @@ class Prefixes:
         return None
 
     def _cut_to(self, kept: Kept, n: int) -> int:
-        return self._memory.cut_to(max(len(kept.ids), kept.n_far), n)
+        return self._memory.cut_to(max(len(kept.ids), kept.n_reached), n)
 
     def drop(self, seq_id: int) -> None:
         kept = self._kept.pop(seq_id)

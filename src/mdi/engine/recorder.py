@@ -7,7 +7,7 @@ import binascii
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -112,7 +112,6 @@ def ways_ns(source: Iterable[Span], target: Iterable[Span]) -> list[int]:
 
 LIVE_SPANS = 256  # reported during a run: enough for the last frames of its links
 SERVE_SPANS = 1024  # that a node of a server keeps, where no trace is asked for
-_FIELD = "spans"  # of the extensions of a run: how many each node keeps
 
 # How many texts run, how many wait for memory, and how often one was evicted so far.
 Texts = Callable[[], tuple[int, int, int]]
@@ -164,15 +163,9 @@ class Recorder:
         self.buffer.add(Span(Activity.ARRIVAL, now, now, frame.number, n_bytes=len(frame.payload)))
 
 
-def extensions_of(n_spans: int) -> dict[str, Any]:
-    """The extension of a node's request that makes it keep so many spans."""
-    return {_FIELD: n_spans} if n_spans else {}
-
-
-def recorder_of(extensions: Mapping[str, Any]) -> Recorder | None:
-    """The recorder of a node with that extension; it keeps at most N_SPANS."""
-    wanted = extensions.get(_FIELD)
-    return Recorder(min(wanted, N_SPANS)) if type(wanted) is int and wanted > 0 else None
+def recorder_of(n_spans: int) -> Recorder | None:
+    """The recorder of a node that is to keep so many; it keeps at most N_SPANS."""
+    return Recorder(min(n_spans, N_SPANS)) if n_spans else None
 
 
 class RecordedRing:

@@ -164,7 +164,7 @@ class Replays:
         while self._waiting and n_rows:
             sequence, start = self._waiting.popleft()
             n = min(n_rows, sequence.n_sent - start)
-            slices.append(PlannedSlice(sequence.seq_id, start, n, 0, (), sequence.life))
+            slices.append(PlannedSlice(sequence.seq_id, start, n, 0, (), sequence.n_evictions))
             n_rows -= n
             if start + n < sequence.n_sent:
                 self._waiting.appendleft((sequence, start + n))

@@ -30,11 +30,11 @@ AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admi
 # be cut somewhere, too.
 MOST_GUESSES = SLACK // 2
 
-SLOWER = 0.6  # by this part of its time a frame of decoding rows may take longer: 1 would double it, but times scatter
+PREFILL_SLOWDOWN = 0.6  # prompt rows may make a decoding frame 60 % slower
 FIRST_ROWS = 16  # before anything was measured
 LEAST_ROWS = 4
 WEIGHT = 0.2  # of the newest frame without prompt rows
-UP, DOWN = 1.1, 0.7  # by which one frame changes the number at most
+GROWTH, SHRINKAGE = 1.1, 0.7  # most change of the number by one frame
 
 
 class Guesser(Protocol):
@@ -97,8 +97,8 @@ class Scheduler:
         self.doubling_rows: float | None = None  # see PromptPace; None lets prompts in as fast as they can
         self.decode_rows = decode_rows
         self._kept_share = kept_share
-        self._waiting: deque[Sequence] = deque()  # in the order in which they came, as `_running`, which came before
-        self._running: dict[int, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()  # oldest first
+        self._running: dict[int, Sequence] = {}  # have caches; oldest first, and before all that wait
         self._ready: deque[Sequence] = deque()  # a new token, to be sent
         self._prefilling: deque[Sequence] = deque()
         self._replays = Replays()
@@ -242,9 +242,9 @@ class Scheduler:
         for sequence in self._running.values():
             n_done = min(flying.get(sequence.seq_id, (sequence.n_sent, 0))[0], len(sequence.ids) - 1)
             has_rows = sequence.seq_id not in begun and 0 < n_done <= kept.get(sequence.seq_id, 0)
-            n_passed = max(last_starts.get(sequence.seq_id, 0), sequence.n_far)
+            n_passed = max(last_starts.get(sequence.seq_id, 0), sequence.n_reached)
             if has_rows and (n := _cut_to(memory, n_passed, n_done)):
-                sequence.n_far = max(sequence.n_far, sequence.n_sent)  # a node may have these rows
+                sequence.n_reached = max(sequence.n_reached, sequence.n_sent)  # a node may have these rows
                 sequence.return_to(n)
                 if has_fresh:
                     self._replays.add(sequence)
@@ -276,7 +276,7 @@ class Scheduler:
         self._ahead = None
         if self._waiting:
             self._admit()
-        for sequence in filter(self._waits, self._prefilling):
+        for sequence in filter(self._awaits_prefix, self._prefilling):
             self._fork(sequence)
         slices: list[PlannedSlice] = []
         is_replay, is_plain, n_guessed = False, False, self.n_guessed
@@ -332,8 +332,8 @@ class Scheduler:
         return due, [
             part.n_logits > 0
             and (one := running(part.seq_id)) is not None
-            and one.life == part.life
-            and one.turn == part.turn
+            and one.n_evictions == part.n_evictions
+            and one.n_misses == part.n_misses
             for part in due.slices
         ]
 
@@ -346,7 +346,7 @@ class Scheduler:
                 first that is no guess at the latest. With fewer, the other rows are void.
 
         Returns:
-            an event of each token, as if it had come alone; without any token if it is held back.
+            an event of each token, as if it had come alone; without any token if it is withheld.
 
         Raises:
             EngineError: it is not the frame that is due, or not with the tokens that it went out for.
@@ -359,13 +359,13 @@ class Scheduler:
         self._n_bare -= plan.is_guessed
         events = []
         for part in live:
-            events += self._take_drawn(self._running[part.seq_id], part, tokens[part.seq_id])
+            events += self._accept_drawn(self._running[part.seq_id], part, tokens[part.seq_id])
         return events
 
-    def take_certain(self, seq_id: int, token: int) -> list[Event]:
+    def accept_certain(self, seq_id: int, token: int) -> list[Event]:
         """A token needs no draw: it follows the last one of a text, whose row was not sent yet. It counts as a right guess."""
         sequence = self._running[seq_id]
-        new = sequence.take_drawn(token)
+        new = sequence.accept_drawn(token)
         sequence.n_guessed, sequence.n_confirmed = sequence.n_guessed + 1, sequence.n_confirmed + 1
         self.n_guessed, self.n_confirmed = self.n_guessed + 1, self.n_confirmed + 1
         if sequence.finish_reason:
@@ -389,7 +389,7 @@ class Scheduler:
             self._count(one)
             self._ready.append(one)
 
-    def _take_drawn(self, sequence: Sequence, part: PlannedSlice, tokens: Iterable[int]) -> list[Event]:
+    def _accept_drawn(self, sequence: Sequence, part: PlannedSlice, tokens: Iterable[int]) -> list[Event]:
         self._suspects.discard(part.seq_id)
         events, n_drawn, n_before = [], 0, sequence.n_confirmed
         sequence.n_flying -= 1
@@ -403,18 +403,18 @@ class Scheduler:
             return [Event(part.seq_id, (), "length")]
         has_guesses = bool(sequence.guessed)
         for token in tokens:
-            new = sequence.take_drawn(token)
+            new = sequence.accept_drawn(token)
             n_drawn += 1
             events.append(Event(part.seq_id, new, sequence.finish_reason, drawn=token))
-            if sequence.finish_reason or sequence.turn != part.turn:
+            if sequence.finish_reason or sequence.n_misses != part.n_misses:
                 break
-        if n_drawn < part.n_logits and sequence.turn == part.turn:
+        if n_drawn < part.n_logits and sequence.n_misses == part.n_misses:
             sequence.return_to(len(sequence.ids) - 1)
         if has_guesses:
             n_right = sequence.n_confirmed - n_before
             self.n_confirmed += n_right
             if self.guesser is not None:
-                self.guesser.judge(sequence, n_right, n_right < n_drawn and sequence.turn != part.turn)
+                self.guesser.judge(sequence, n_right, n_right < n_drawn and sequence.n_misses != part.n_misses)
         if sequence.finish_reason:
             self._leave(sequence)
         else:
@@ -445,26 +445,26 @@ class Scheduler:
                 self._prefilling.append(sequence)
                 self._count(sequence)
                 sequence.siblings = self._by_prompt.setdefault(sequence.prompt_key, [])
-                if not any(self._leads(other, sequence) for other in sequence.siblings):
+                if not any(self._can_lend(other, sequence) for other in sequence.siblings):
                     self._reuse(sequence)
                 sequence.siblings.append(sequence)
 
-    def _leads(self, other: Sequence, sequence: Sequence) -> bool:
+    def _can_lend(self, other: Sequence, sequence: Sequence) -> bool:
         """Whether another one's caches have the prompt that this one can share, or will have it."""
-        n, n_far = sequence.n_shared, max(other.n_sent, other.n_far)
+        n, n_reached = sequence.n_shared, max(other.n_sent, other.n_reached)
         if n < PAGE or other in self._replays:
             return False
-        return n_far <= n or _cut_to(self.memory, n_far, n) == n
+        return n_reached <= n or _cut_to(self.memory, n_reached, n) == n
 
-    def _waits(self, sequence: Sequence) -> bool:
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether it computes nothing yet, because another one's frames already bring its prompt."""
-        return not sequence.n_sent and any(one.n_sent and self._leads(one, sequence) for one in sequence.siblings)
+        return not sequence.n_sent and any(one.n_sent and self._can_lend(one, sequence) for one in sequence.siblings)
 
     def _fork(self, sequence: Sequence) -> None:
         """Begin behind the prompt, if another one has sent that."""
         coming = {new_id for _, new_id in self._copies}
         for other in sequence.siblings:
-            if other.n_sent >= sequence.n_shared and other.seq_id not in coming and self._leads(other, sequence):
+            if other.n_sent >= sequence.n_shared and other.seq_id not in coming and self._can_lend(other, sequence):
                 self._copies.append((other.seq_id, sequence.seq_id))
                 self.n_reused += sequence.begin_behind(sequence.n_shared)
                 return
@@ -504,7 +504,7 @@ class Scheduler:
 
         Others that wait for its prompt continue from them.
         """
-        for other in filter(self._waits, sequence.siblings):
+        for other in filter(self._awaits_prefix, sequence.siblings):
             self._fork(other)
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
@@ -522,14 +522,14 @@ class Scheduler:
         if self._prefixes is None or sequence.kept_for is None or not sequence.finish_reason or is_short:
             self._freed.append(sequence.seq_id)
             return
-        n_known, n_far = min(sequence.n_sent, len(sequence.ids)), max(sequence.n_sent, sequence.n_far)
-        ids, n_bytes = tuple(sequence.ids[:n_known]), self._use.needs(n_far)
-        self._freed += self._prefixes.add(Kept(sequence.seq_id, sequence.kept_for, ids, n_bytes, n_far))
+        n_known, n_reached = min(sequence.n_sent, len(sequence.ids)), max(sequence.n_sent, sequence.n_reached)
+        ids, n_bytes = tuple(sequence.ids[:n_known]), self._use.needs(n_reached)
+        self._freed += self._prefixes.add(Kept(sequence.seq_id, sequence.kept_for, ids, n_bytes, n_reached))
 
     def _is_current(self, part: PlannedSlice) -> bool:
         """Whether the sequence still runs, with the caches that this slice was meant for, and no guess before it was wrong."""
         sequence = self._running.get(part.seq_id)
-        return sequence is not None and sequence.life == part.life and sequence.turn == part.turn
+        return sequence is not None and sequence.n_evictions == part.n_evictions and sequence.n_misses == part.n_misses
 
     def _decode_slices(self) -> list[PlannedSlice]:
         if not self._ready:
@@ -586,7 +586,7 @@ class Scheduler:
         Args:
             n_beside: rows of other texts in its frame.
         """
-        if len(sequence.ids) <= sequence.n_quiet and not sequence.guessed:
+        if len(sequence.ids) <= sequence.n_searched and not sequence.guessed:
             return []  # most come to here
         if self.guesser is None or not sequence.is_guessed or sequence.cohort:
             return []
@@ -605,7 +605,7 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, end: int) -> bool:
         """Whether a sequence may have rows up to `end`, and all others could still grow, without any cache being dropped."""
-        if self.memory is None or self._prefixes is None or end <= sequence.n_far:
+        if self.memory is None or self._prefixes is None or end <= sequence.n_reached:
             return True
         if self._ahead is None:
             self._ahead = self._use.ahead(self._running.values())
@@ -627,7 +627,7 @@ class Scheduler:
         waiting: deque[Sequence] = deque()  # for the rest of a prompt that another one sends
         while self._prefilling and budget:
             sequence = self._prefilling[0]
-            if self._waits(sequence):
+            if self._awaits_prefix(sequence):
                 waiting.append(self._prefilling.popleft())
                 continue
             part = next_slice(sequence, min(budget, sequence.n_to_send), is_prompt=True)
@@ -664,11 +664,10 @@ def next_slice(sequence: Sequence, n_rows: int, guesses: Collection[int] = (), i
     end = sequence.n_sent = start + len(ids)
     if guesses:
         sequence.guess(guesses)
-        sequence.n_far = max(sequence.n_far, end)
+        sequence.n_reached = max(sequence.n_reached, end)
     n_logits = max(0, end - max(start, sequence.first_wanted))
-    return PlannedSlice(
-        sequence.seq_id, start, len(ids), n_logits, ids, sequence.life, sequence.turn, len(guesses), is_prompt
-    )
+    lives = sequence.n_evictions, sequence.n_misses
+    return PlannedSlice(sequence.seq_id, start, len(ids), n_logits, ids, *lives, len(guesses), is_prompt)
 
 
 def next_share(n_decoding: int, flying: Collection[int], n_frames: int) -> int:
@@ -749,7 +748,7 @@ class PromptPace:
     """
 
     def __init__(self) -> None:
-        self.doubling_rows = FIRST_ROWS / SLOWER
+        self.doubling_rows = FIRST_ROWS / PREFILL_SLOWDOWN
         self.under_way: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
         self._last = 0.0
         self._decode_s: float | None = None
@@ -777,11 +776,11 @@ class PromptPace:
 
     def _follow(self, n_prompt: int, slower: float) -> None:
         """So many rows made a frame so much slower."""
-        most = UP * self.doubling_rows
+        most = GROWTH * self.doubling_rows
         found = n_prompt / slower if slower > n_prompt / most else most
-        self.doubling_rows = max(found, DOWN * self.doubling_rows, LEAST_ROWS)
+        self.doubling_rows = max(found, SHRINKAGE * self.doubling_rows, LEAST_ROWS)
 
 
 def rows_beside(doubling_rows: float, n_prompts: int, n_decoding: int) -> int:
     """Prompt rows that the next frame may take beside decoding ones."""
-    return max(LEAST_ROWS, int(doubling_rows * max(SLOWER, n_prompts / n_decoding)))
+    return max(LEAST_ROWS, int(doubling_rows * max(PREFILL_SLOWDOWN, n_prompts / n_decoding)))

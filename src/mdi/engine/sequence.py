@@ -119,14 +119,14 @@ class Sequence:
         n_sent: positions whose rows have gone into the ring, those of guesses included.
         guessed: guesses of the tokens behind `ids` whose rows are under way; no drawn token is there yet.
         n_flying: frames under way whose rows still count.
-        turn: how often a drawn token was another one than the guess; rows that were sent before that are void.
-        n_quiet: ids up to which no source has guesses of the next ones.
-        n_far: position behind the furthest row that the nodes got since they have caches of it.
+        n_misses: how often a drawn token was another one than the guess; rows that were sent before that are void.
+        n_searched: ids that were searched for guesses: no source has any up to there.
+        n_reached: position behind the furthest row that the nodes got since they have caches of it.
         n_guessed, n_confirmed: guesses that were sent so far, and those that were drawn; the prediction's among them are
             n_predicted and n_accepted, once it has ended.
         n_reused: tokens of the prompt that an ended sequence's caches held when this one began.
-        n_held: generated tokens at the end of `ids` that may become a stop sequence, and are not given out yet.
-        life: how often it has lost its caches; what comes back for an earlier life is out of date.
+        n_withheld: generated tokens at the end of `ids` that may become a stop sequence, and are not delivered yet.
+        n_evictions: how often it has lost its caches; what was sent before comes back out of date.
         finish_reason: "eos", "stop", "length" or "cancelled" once it has ended.
         n_positions: cache positions that it can need at most: the last token is never sent.
         owner: only its texts may continue from the caches of the ended sequence; None frees them at once.
@@ -149,8 +149,8 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     n_sent: int = 0
     n_reused: int = 0
-    n_held: int = 0
-    life: int = 0
+    n_withheld: int = 0
+    n_evictions: int = 0
     finish_reason: str | None = None
     owner: str | None = None
     adapter: str = ""
@@ -159,9 +159,9 @@ class Sequence:
     prediction: tuple[int, ...] = ()
     guessed: deque[int] = field(default_factory=deque)
     n_flying: int = 0
-    turn: int = 0
-    n_quiet: int = 0
-    n_far: int = 0
+    n_misses: int = 0
+    n_searched: int = 0
+    n_reached: int = 0
     n_guessed: int = 0
     n_confirmed: int = 0
     n_predicted: int = 0
@@ -227,20 +227,20 @@ class Sequence:
     @property
     def n_cached(self) -> int:
         """Cache positions that it takes once all tokens that are known have been sent; guesses may have taken more."""
-        return max(min(len(self.ids), self.n_positions), self.n_far)
+        return max(min(len(self.ids), self.n_positions), self.n_reached)
 
     def begin_behind(self, n: int) -> int:
         """Its first `n` positions are in caches already. Returns `n`."""
         self.n_sent = n
-        if not self.life:
+        if not self.n_evictions:
             self.n_reused = n
         return n
 
     def rewind(self) -> None:
         """Its caches are gone: from now on it is a prompt of all its tokens so far."""
         self.return_to(0)
-        self.n_far = 0
-        self.life += 1
+        self.n_reached = 0
+        self.n_evictions += 1
 
     def return_to(self, n: int) -> None:
         """The rows from position `n` on do not count any more: guesses of which something was wrong, or lost ones."""
@@ -248,7 +248,7 @@ class Sequence:
         self.n_flying = 0
         if self.guessed:
             self.guessed.clear()
-            self.turn += 1
+            self.n_misses += 1
 
     def guess(self, tokens: Iterable[int]) -> None:
         """Send rows for guesses of the next tokens behind `guessed`."""
@@ -256,9 +256,9 @@ class Sequence:
         self.guessed.extend(tokens)
         self.n_guessed += len(self.guessed) - n_before
 
-    def take_drawn(self, token: int) -> tuple[int, ...]:
-        """Take the next drawn token as `append` does. If it is the first guess, the rows behind it count, else they do not."""
-        new = self.append(token)
+    def accept_drawn(self, token: int) -> tuple[int, ...]:
+        """Accept the next drawn token. If it is the first guess, the rows behind it count, else they do not."""
+        new = self.accept(token)
         if not self.guessed:
             return new  # behind a stop sequence, `n_sent` still says how far the nodes' caches reach
         if self.guessed[0] == token:
@@ -269,8 +269,8 @@ class Sequence:
         self.return_to(len(self.ids) - 1)
         return new
 
-    def append(self, token: int) -> tuple[int, ...]:
-        """Take a new token. Sets `finish_reason` when this ends the sequence.
+    def accept(self, token: int) -> tuple[int, ...]:
+        """Accept a new token. Sets `finish_reason` when this ends the sequence.
 
         Returns:
             The tokens that are now known to be part of the text: none while they may become a stop sequence, several when
@@ -279,44 +279,44 @@ class Sequence:
         if token in self.params.eos_ids:
             return self.end("eos")
         self.ids.append(token)
-        self.n_held += 1
+        self.n_withheld += 1
         stops = self.params.stop_sequences
         if stops and (n_stop := self._n_stop(complete=True)):
             del self.ids[-n_stop:]
-            self.n_held -= n_stop
+            self.n_withheld -= n_stop
             return self.end("stop")
         if len(self.ids) - self.n_prompt >= self.params.n_tokens or len(self.ids) >= self.max_length:
             return self.end("length")
-        return self._give_out(self._n_stop(complete=False) if stops else 0)
+        return self._deliver(self._n_stop(complete=False) if stops else 0)
 
     def end(self, reason: str) -> tuple[int, ...]:
-        """Set `finish_reason`; returns the tokens that were held back."""
+        """Set `finish_reason`; returns the tokens that were withheld."""
         self.finish_reason = reason
-        return self._give_out(0)
+        return self._deliver(0)
 
-    def _give_out(self, n_kept: int) -> tuple[int, ...]:
-        """All held tokens but the last `n_kept`."""
-        begin, stop = len(self.ids) - self.n_held, len(self.ids) - n_kept
-        self.n_held = n_kept
+    def _deliver(self, n_kept: int) -> tuple[int, ...]:
+        """All withheld tokens but the last `n_kept`."""
+        begin, stop = len(self.ids) - self.n_withheld, len(self.ids) - n_kept
+        self.n_withheld = n_kept
         return tuple(self.ids[begin:stop])
 
     def _n_stop(self, complete: bool) -> int:
         """How many tokens at the end form a stop sequence, or else the beginning of one; 0 if none do.
 
-        Only held tokens can: no stop sequence can begin before them.
+        Only withheld tokens can: no stop sequence can begin before them.
         """
         longest = 0
         for stop in self.params.stop_sequences:
             lengths = (len(stop),) if complete else range(1, len(stop))
             for n in lengths:
-                if longest < n <= self.n_held and tuple(self.ids[-n:]) == stop[:n]:
+                if longest < n <= self.n_withheld and tuple(self.ids[-n:]) == stop[:n]:
                     longest = n
         return longest
 
 
 class PlannedSlice(NamedTuple):
     """Rows of one sequence that go into a frame: a `slices.Slice`, which all nodes see, with what only the starter needs: the
-    ids, the `life` and the `turn` of the sequence, how many of the rows, the last ones, are guesses, and whether the others
+    ids, `n_evictions` and `n_misses` of the sequence, how many of the rows, the last ones, are guesses, and whether the others
     belong to a prompt.
     """
 
@@ -325,8 +325,8 @@ class PlannedSlice(NamedTuple):
     n_rows: int
     n_logits: int
     ids: tuple[int, ...]
-    life: int = 0
-    turn: int = 0
+    n_evictions: int = 0
+    n_misses: int = 0
     n_guessed: int = 0
     is_prompt: bool = False
 
@@ -359,7 +359,7 @@ class Event:
         time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
         logprobs: of each token, if its sequence asks for them: its own, and those of the best tokens.
         n_kept: with the reason UNTRUE: generated tokens, from the first on, that are right as far as it is known.
-        drawn: the token that was drawn, also if it is held back. Readers do not get it.
+        drawn: the token that was drawn, also if it is withheld. Readers do not get it.
     """
 
     seq_id: int
@@ -389,7 +389,7 @@ UNTRUE = "untrue"
 
 class Constraint(Protocol):
     """Restricts which tokens may come next. Called in the loop's thread; it gets each token before the next question, those
-    that are held back among them.
+    that are withheld among them.
     """
 
     def allowed(self) -> Any:
@@ -432,7 +432,7 @@ class Request:
         self.constraint = constraint
         self.is_full = False
         self._allowed: Any = None
-        self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not given out, by their number
+        self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not delivered, by their number
         self._n_given = len(sequence.generated)
         self._next_row = 0
         self._take_rows: TakeRows = lambda first, rows: None
@@ -495,7 +495,7 @@ class Request:
         """Whether the reader's own condition ends the sequence.
 
         Args:
-            tokens: that are given out; drawn: the newest one, which may be held back.
+            tokens: that are delivered; drawn: the newest one, which may be withheld.
         """
         self._allowed = None
         if self.constraint is not None and drawn is not None:
@@ -507,7 +507,7 @@ class Request:
         self._logprobs[number] = logprobs
 
     def logprobs_of_next(self, n: int) -> tuple[TokenLogprobs, ...]:
-        """Of the next `n` tokens that are given out."""
+        """Of the next `n` tokens that are delivered."""
         numbers = range(self._n_given, self._n_given + n)
         self._n_given += n
         return tuple(self._logprobs.pop(number) for number in numbers)

@@ -137,7 +137,7 @@ class _Guessed:
 
 
 class Speculation:
-    """See the module; a `Guesser` of the scheduler. Belongs to the engine's thread, and has no clock: times come in as numbers.
+    """A `Guesser` of the scheduler. Belongs to the engine's thread, and has no clock: times come in as numbers.
 
     Args:
         most_rows: see `most_rows_of`.
@@ -223,14 +223,14 @@ class Speculation:
 
     def limits(self, sequence: Text, n_places: int, n_texts: int, n_beside: int = 0) -> tuple[int, int]:
         if n_texts != self._n_texts:
-            self._take_texts(n_texts, n_places == 1 and n_texts > 1)
+            self._set_n_texts(n_texts, n_places == 1 and n_texts > 1)
         if self._is_full and self.most_rows == 1:
-            sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
+            sequence.n_searched = len(sequence.ids) + LOOK_EACH - 1
             return 1, 1
         guessed = self.texts.get(sequence.seq_id)
         if guessed is None or self._n_to_measure or not self.rounds.n_noted:
             return 1, 1
-        kind = guessed.last if sequence.guessed else self._finds(guessed, sequence)
+        kind = guessed.last if sequence.guessed else self._source_for(guessed, sequence)
         if not kind:
             return 1, 1
         self._n_beside = n_beside
@@ -244,12 +244,12 @@ class Speculation:
             found = self._known[key] = self._best(rate.rate, n_places, kind)
         if found == (1, 1) and not sequence.guessed:
             if self._is_full and not rate.is_judged:  # a frame with fewer rows may have a place for its guesses
-                sequence.n_quiet = len(sequence.ids) + LOOK_EACH - 1
+                sequence.n_searched = len(sequence.ids) + LOOK_EACH - 1
             else:
                 rate.pause(len(sequence.ids))  # others may pay
         return found
 
-    def _take_texts(self, n_texts: int, is_full: bool) -> None:
+    def _set_n_texts(self, n_texts: int, is_full: bool) -> None:
         """So many texts decode from now on. Times are measured again: the more often, the less is known of so many."""
         if is_full != self._is_full and self._n_nodes > 1:
             self.rounds.clear()  # frames wait for each other in a full ring
@@ -270,7 +270,7 @@ class Speculation:
                 best, found = speed, (n_frames, n_rows)
         return found
 
-    def _finds(self, guessed: _Guessed, sequence: Text) -> str:
+    def _source_for(self, guessed: _Guessed, sequence: Text) -> str:
         """The source that may have guesses; "" without any. Each text without any comes here again and again: it has to be
         cheap.
         """
@@ -284,11 +284,11 @@ class Speculation:
             except Exception as e:
                 self._pause_failed(kind, guessed.rates[kind], n, e)
             is_looked_up &= kind == "lookup"
-        sequence.n_quiet = n
+        sequence.n_searched = n
         if is_looked_up:
             rate = guessed.rates.get("lookup")
             is_proven = rate is not None and rate.is_known and rate.rate >= PROVEN
-            sequence.n_quiet += 0 if is_proven else LOOK_EACH - 1
+            sequence.n_searched += 0 if is_proven else LOOK_EACH - 1
         return ""
 
     def _is_paused(self, kind: str, rate: _Rate, n_tokens: int) -> bool:
@@ -352,7 +352,7 @@ class Speculation:
                 rate.n_guessed += len(found)
                 return found
         if not sequence.guessed:
-            sequence.n_quiet = len(sequence.ids)
+            sequence.n_searched = len(sequence.ids)
         return []
 
     def _pause_failed(self, kind: str, rate: _Rate, n_tokens: int, error: Exception) -> None:

@@ -43,6 +43,7 @@ from mdi.errors import Code, EngineError, RingEndedError, RingError, UsageError
 from mdi.kernels.slices import Slice, SliceTable, with_adapter
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame, FrameType
+from mdi.spec.combinations import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,6 @@ NOT_FINITE = (
     "that are not finite: most likely float16 overflowed on a node (use --dtype float32 or bfloat16 there), or weights are "
     "damaged"
 )
-
-
-NO_BEAMS = "--verify: what a search for the best texts has dropped cannot be computed again, so beams are not verified"
 
 
 # A row from which a token is drawn: its sequence, its place among the rows of its slice, the token whose row it is, and how it
@@ -157,7 +155,7 @@ class StarterEngine:
         self.fills_replays = self.has_fresh = False
         self.memory: CacheMemory | None = scheduler.memory
         self.verifier: Verifier | None = None
-        self._held: dict[int, tuple[Request, Event]] = {}  # the ends of texts that are being verified
+        self._withheld: dict[int, tuple[Request, Event]] = {}  # the ends of texts that are being verified
         self.pace: PromptPace | None = None
         self._speculation: Speculation | None = None
         self.n_frames: int | None = None
@@ -267,7 +265,7 @@ class StarterEngine:
             as `submit`.
         """
         if self.verifier is not None:
-            raise UsageError(NO_BEAMS, code=Code.FLAGS)
+            refuse(["--beams", "--verify"])
         prompt = tuple(prompt_ids)
         texts = [self._sequence(prompt, params, owner, adapter) for _ in range(beams.n)]
         for text in texts:
@@ -304,7 +302,7 @@ class StarterEngine:
     def _queue(self, requests: list[Request], cohort: Cohort | None = None) -> None:
         if (reason := self.scheduler.refusal(requests[0].sequence)) is not None:
             raise UsageError(reason, code=Code.MEMORY)
-        if not self._inbox.put(partial(self._take, requests, cohort)):
+        if not self._inbox.put(partial(self._admit, requests, cohort)):
             raise EngineError("no more texts are generated: the run is over")
         self._wake()
 
@@ -407,15 +405,15 @@ class StarterEngine:
                 cohort.forget()
             kept, self.kept = self.kept, None
             if kept is None:
-                self._tell(self.scheduler.rewind(n_frames, self.memory, ring.capacity))
+                self._deliver(self.scheduler.rewind(n_frames, self.memory, ring.capacity))
                 self.stage.caches.clear()
                 self.sent.clear()
             else:
-                self._tell(self.scheduler.resume(n_frames, self.memory, kept, self.has_fresh, ring.capacity))
+                self._deliver(self.scheduler.resume(n_frames, self.memory, kept, self.has_fresh, ring.capacity))
                 if self.fills_replays:
                     self.sent.hold()
             if self.verifier is not None:
-                self._take_back(self.verifier)
+                self._retract(self.verifier)
         try:
             while not (self._closing or self._left == ring.epoch):
                 for command in self._inbox.take():
@@ -434,8 +432,8 @@ class StarterEngine:
             command()
         for seq_id in list(self._live):
             self._end(seq_id, reason)
-        for seq_id, (request, event) in list(self._held.items()):  # they are not verified
-            self._held[seq_id] = request, replace(event, tokens=(), finish_reason=FAILED, logprobs=())
+        for seq_id, (request, event) in list(self._withheld.items()):  # they are not verified
+            self._withheld[seq_id] = request, replace(event, tokens=(), finish_reason=FAILED, logprobs=())
             self._release(seq_id)
 
     def release(self, seq_id: int) -> None:
@@ -457,7 +455,7 @@ class StarterEngine:
         frame = ring.recv()
         if frame is not None:
             tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
-            self._tell(self.scheduler.update(frame.number, tokens))
+            self._deliver(self.scheduler.update(frame.number, tokens))
             if self._n_constrained and self.scheduler.guesser is not None:
                 self._take_certain(tokens)
             while self._complete:
@@ -711,7 +709,7 @@ class StarterEngine:
         """Give texts the tokens that their constraints leave no choice about. Their rows go out with that of the one before."""
         for seq_id in seq_ids:
             while (request := self._live.get(seq_id)) is not None and (token := self._certain(request)) is not None:
-                self._tell(self.scheduler.take_certain(seq_id, token))
+                self._deliver(self.scheduler.accept_certain(seq_id, token))
 
     @staticmethod
     def _certain(request: Request) -> int | None:
@@ -728,7 +726,7 @@ class StarterEngine:
 
     # Commands
 
-    def _take(self, requests: list[Request], cohort: Cohort | None) -> None:
+    def _admit(self, requests: list[Request], cohort: Cohort | None) -> None:
         for request in requests:
             self._live[request.seq_id] = request
             self._n_constrained += request.constraint is not None
@@ -743,7 +741,7 @@ class StarterEngine:
         unit = () if request is None else request.sequence.unit
         for event in [self.scheduler.cancel(one.seq_id, reason) for one in unit]:
             if event is not None:
-                self._tell([event])
+                self._deliver([event])
 
     def _choose(self, cohort: Cohort) -> None:
         """All rows of a cohort are back: go on with the texts that are chosen, or hand the best ones to their readers."""
@@ -763,10 +761,10 @@ class StarterEngine:
             if ended is not None and text.params.n_logprobs is not None:
                 for number, logprobs in enumerate(ended.logprobs):
                     self._live[text.seq_id].keep_logprobs(number, logprobs)
-            self._tell([Event(text.seq_id, () if ended is None else ended.tokens, reason)])
+            self._deliver([Event(text.seq_id, () if ended is None else ended.tokens, reason)])
 
-    def _tell(self, events: list[Event]) -> None:
-        """Hand events of the scheduler to their readers. A text that its reader's own condition ends leaves the scheduler."""
+    def _deliver(self, events: list[Event]) -> None:
+        """Deliver events to their readers. A text that its reader's own condition ends leaves the scheduler."""
         now = time.perf_counter()
         for event in events:
             seq_id, tokens, reason = event.seq_id, event.tokens, event.finish_reason
@@ -776,7 +774,7 @@ class StarterEngine:
             if reason is None and (reason := self._own_end(request, tokens, event.drawn)) is not None:
                 end = self.scheduler.cancel(seq_id, reason)
                 if end is not None and request.is_full:
-                    tokens += end.tokens  # that were held back
+                    tokens += end.tokens  # that were withheld
             if not tokens and reason is None:
                 continue
             if tokens:
@@ -792,7 +790,7 @@ class StarterEngine:
             event = Event(seq_id, tokens, reason, now, logprobs)
             is_whole = reason in ("eos", "stop", "length") and not request.sequence.cohort
             if is_whole and self.verifier is not None and self.verifier.holds(seq_id):
-                self._held[seq_id] = request, event
+                self._withheld[seq_id] = request, event
                 self.scheduler.pinned.add(seq_id)
             else:
                 if self.verifier is not None and reason is not None:
@@ -801,16 +799,16 @@ class StarterEngine:
 
     def _release(self, seq_id: int) -> None:
         self.scheduler.pinned.discard(seq_id)
-        if (held := self._held.pop(seq_id, None)) is not None:
+        if (held := self._withheld.pop(seq_id, None)) is not None:
             request, event = held
             request.events.put(event)
 
-    def _take_back(self, verifier: Verifier) -> None:
+    def _retract(self, verifier: Verifier) -> None:
         """Over a new ring: end the texts of which tokens were drawn from rows that may be wrong, for their readers to go on."""
         right = verifier.begin()
-        for seq_id, (request, _) in list(self._held.items()):
+        for seq_id, (request, _) in list(self._withheld.items()):
             if (n_right := right.get(seq_id)) is not None:
-                self._held[seq_id] = request, self._untrue(request, n_right)
+                self._withheld[seq_id] = request, self._untrue(request, n_right)
             self._release(seq_id)
         for seq_id, request in list(self._live.items()):
             sequence, n_right = request.sequence, right.get(seq_id)

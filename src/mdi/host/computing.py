@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.checkpoint.packing import Packing
@@ -16,35 +17,35 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
+from mdi.model.plain import spec_of
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
 
 @dataclass(frozen=True)
-class Computing:
-    """Devices and number types are named as torch names them.
+class Computing(Requested):
+    """What was requested, with what has been decided: no choice is left open.
 
     Attributes:
         dtype: of the rows.
-        quantize, quantize_head: formats that weights of blocks and head were asked for in; None loses nothing.
+        quantize, quantize_head: None loses nothing.
         threads: of the CPU; None leaves them as they are.
-        compile: whether torch compiles the blocks' MLPs.
-        clips: whether weights that are too large for their format are clipped.
         packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
     """
 
     device: str
     dtype: str
-    quantize: str | None = None
-    threads: int | None = None
     packing: Packing | None = None
-    quantize_head: str | None = None
-    compile: bool = False
     why_torch: str | None = None
-    clips: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All of it that a stage in memory depends on."""
+        formats = self.quantize, self.quantize_head, self.packing, self.allow_clipping
+        return self.device, self.dtype, self.compile, *formats
 
     @property
     def path(self) -> str:
@@ -92,17 +93,20 @@ def choose_computing(
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
 
     Raises:
-        UsageError: the device cannot do that, or torch would have to compute what only the kernels can.
+        UsageError: the device cannot do that, or nothing computes such a model.
     """
     device, quantize = asked.device or "cpu", asked.quantize
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
-    if why is not None and config is not None and (lacking := why_not_litgpt(config)) is not None:
-        raise UsageError(
-            f"{lacking} can be computed by the kernels alone, which do not compute {why}", code=Code.KERNELS
-        )
-    clips = asked.allow_clipping
-    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, clips)
+    if why is not None and config is not None:
+        try:
+            spec_of(config)
+        except ValueError as e:
+            raise UsageError(
+                f"torch does not compute {e}, and the kernels do not compute {why}", code=Code.KERNELS
+            ) from None
+    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, asked.allow_clipping)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
-    return Computing(device, dtype, quantize, asked.threads, packing, head, asked.compile, why, clips)
+    decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)
+    return Computing(**vars(decided), packing=packing, why_torch=why)

@@ -19,6 +19,7 @@ from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.weight_formats import ROUNDED, check_packed
 from mdi.model.caches import cache_type_named
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
+from mdi.spec.combinations import TORCH, refuse
 from mdi.spec.model import ModelConfig
 
 logger = logging.getLogger("mdi")
@@ -94,12 +95,11 @@ def load_torch(why: str) -> None:
     if is_new:
         logger.info("loading PyTorch: %s", why)  # which takes seconds
     try:
-        import litgpt  # noqa: F401
         import torch  # noqa: F401
     except ModuleNotFoundError as e:
-        if e.name not in ("torch", "litgpt"):
+        if e.name != "torch":
             raise
-        raise UsageError(f"{why} needs {e.name}, which is not installed here: {INSTALL_ALL}") from None
+        raise UsageError(f"{why} needs torch, which is not installed here: {INSTALL_ALL}") from None
     tell_torch()
     if is_new:
         warn_of_processor()
@@ -248,7 +248,7 @@ def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | No
         return cache_type_named(computed)
     if wanted == "int8":
         if why_torch is not None:
-            raise UsageError(f"--kv-dtype int8 is for the kernels, which do not compute {why_torch}: use bf16 or fp16")
+            refuse({"--kv-dtype int8": "--kv-dtype int8", TORCH: f"this node computes {why_torch}"})
         return wanted
     return cache_type_named(choose_dtype(wanted, "float32", device))
 

@@ -21,7 +21,7 @@ class Rows(Protocol):
 
 
 class LazyRows:
-    """See the module.
+    """A matrix that is read a slice at a time.
 
     Args:
         shape: rows first.

@@ -290,7 +290,7 @@ class CachePages(StageCaches[PageStore]):
         self, classes: Sequence[PageClass], pools: Sequence[Pages], layouts: Sequence[Layout] = (),
         places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32",
     ) -> None:  # fmt: skip
-        rows = layouts or [None] * len(classes)
+        rows: Sequence[Layout | None] = layouts or [None] * len(classes)
         stores = [PageStore(c, pool, one) for c, pool, one in zip(classes, pools, rows, strict=True)]
         super().__init__(stores, places, start, cache_type)
 

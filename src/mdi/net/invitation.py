@@ -161,7 +161,6 @@ class Invitations:
         self._current = self._made(n_boards)
 
     def answer(self, request: Any, addr: str = "") -> dict[str, str]:
-        """See Invitation.answer."""
         return self._current.answer(request, addr)
 
     def renew(self) -> None:

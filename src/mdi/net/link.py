@@ -38,7 +38,7 @@ from mdi.net.wire import (
 )
 
 
-class NotBackError(Exception):
+class NodeStillAbsentError(Exception):
     """The neighbour cannot be connected with again: it is lost. The words say why."""
 
 
@@ -73,14 +73,14 @@ class Reconnect(Protocol):
             until: time.monotonic() at which the neighbour is lost.
 
         Raises:
-            NotBackError: it is lost, or `stop` was called.
+            NodeStillAbsentError: it is lost, or `stop` was called.
         """
 
     def stop(self) -> None:
         """End a `connect` that is under way, and let no other begin. From any thread, as often as one likes."""
 
 
-class Returning(Protocol):
+class ReconnectingNode(Protocol):
     """Receives the further calls of a neighbour from the listener.
 
     Attributes:
@@ -555,7 +555,7 @@ class Link:
             connection = self.reconnect.connect(
                 self._received, time.monotonic() + self._silence_s if until is None else until
             )
-        except NotBackError as e:
+        except NodeStillAbsentError as e:
             self._lost(reason if until is not None else f"{reason}; {e}")
             return None
         connection.sock.settimeout(self._timeout_s)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from mdi.errors import AccessError, MdiError, RingError, UsageError, WireError
 from mdi.net.hello import Fault, Hello, answer_to
 from mdi.net.keys import KeyFile
-from mdi.net.link import JOIN_S, Returning
+from mdi.net.link import JOIN_S, ReconnectingNode
 from mdi.net.wire import (
     HANDSHAKE_LIMITS,
     HEADER_BYTES,
@@ -196,7 +196,7 @@ class RingListener:
         self._sock.setblocking(False)
         self._lock = threading.Lock()
         self._expected: list[Expectation] = []
-        self._returning: list[Returning] = []
+        self._returning: list[ReconnectingNode] = []
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._closing = False
@@ -235,12 +235,12 @@ class RingListener:
                     sock.close()
         expectation.accepted.put(None)
 
-    def expect_again(self, returning: Returning) -> None:
+    def expect_again(self, returning: ReconnectingNode) -> None:
         """From now on, hand it each connection that its caller makes again, as the same process and for the same run."""
         with self._lock:
             self._returning.append(returning)
 
-    def forget_again(self, returning: Returning) -> None:
+    def forget_again(self, returning: ReconnectingNode) -> None:
         with self._lock:
             if returning in self._returning:
                 self._returning.remove(returning)
@@ -378,7 +378,7 @@ class RingListener:
         tune(pending.sock)
         return pending.sock
 
-    def _match_again(self, epoch: int, hello: Hello) -> Returning:
+    def _match_again(self, epoch: int, hello: Hello) -> ReconnectingNode:
         with self._lock:
             of_run = [one for one in self._returning if one.epoch == epoch and one.caller.index == hello.index]
         if not of_run:

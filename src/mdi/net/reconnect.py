@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from mdi.errors import AccessError, WireError
 from mdi.net.hello import CannotConnectError, Fault, Hello, call
-from mdi.net.link import Connection, NotBackError
+from mdi.net.link import Connection, NodeStillAbsentError
 from mdi.net.listener import RingListener
 from mdi.net.ring import Seat
 from mdi.net.wire import Frame, FrameCodec, FrameType, Limits, read_frame, send_frame
@@ -50,7 +50,6 @@ class Dialer:
         self._sock: socket.socket | None = None
 
     def connect(self, received: int | None, until: float) -> Connection:
-        """See Reconnect."""
         refused_since: float | None = None
         while not self._stopped.is_set():
             begin = time.monotonic()
@@ -62,13 +61,13 @@ class Dialer:
                 why = str(e)
                 refused_since = begin if refused_since is None else refused_since
                 if time.monotonic() > refused_since + self._seat.refused_s:
-                    raise NotBackError(why) from None
+                    raise NodeStillAbsentError(why) from None
             except (OSError, WireError, AccessError, CannotConnectError) as e:
                 why, refused_since = str(e), None
             if time.monotonic() > until:
-                raise NotBackError(f"it cannot be connected again: {why}")
+                raise NodeStillAbsentError(f"it cannot be connected again: {why}")
             self._stopped.wait(PAUSE_S)
-        raise NotBackError("the ring was closed")
+        raise NodeStillAbsentError("the ring was closed")
 
     def stop(self) -> None:
         self._stopped.set()
@@ -94,7 +93,7 @@ class Dialer:
         self._sock = sock
         try:
             if self._stopped.is_set():
-                raise NotBackError("the ring was closed")
+                raise NodeStillAbsentError("the ring was closed")
             # A stopped node may still continue and find this call, so the answer gets all the remaining time.
             sock.settimeout(max(PAUSE_S, until - time.monotonic()))
             hello_back = self._answer(read_frame(sock, codec))
@@ -118,7 +117,7 @@ class Dialer:
             raise WireError(f"it answered with a {frame.type.name} frame")
         hello = Hello.from_bytes(frame.payload)
         if hello.process != self.process:
-            raise NotBackError("it was started again")
+            raise NodeStillAbsentError("it was started again")
         return hello
 
 
@@ -158,14 +157,13 @@ class Waiter:
             self._changed.notify_all()
 
     def connect(self, received: int | None, until: float) -> Connection:
-        """See Reconnect."""
         while True:
             with self._changed:
                 left_s = max(0.0, until - time.monotonic())
                 self._changed.wait_for(lambda: self._stopped or self._found is not None, left_s)
                 found, self._found = self._found, None
             if found is None:
-                raise NotBackError("the ring was closed" if self._stopped else "it did not connect again")
+                raise NodeStillAbsentError("the ring was closed" if self._stopped else "it did not connect again")
             try:
                 found.sock.settimeout(CALL_S)
                 send_frame(found.sock, self._seat.hello_with(received=received), found.codec)

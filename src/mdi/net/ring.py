@@ -202,7 +202,7 @@ class TcpRing:
     ) -> Link:  # fmt: skip
         link = Link(
             sock, self._seat.epoch, codec, self.capacity + 1, inbox, self._last_frame, partial(self._lost, name), allocate,
-            on_notice=self._hear_notice, on_space=None if self._arrivals is None else self._tell_space,
+            on_notice=self._hear_notice, on_space=None if self._arrivals is None else self._wake_senders,
             reconnect=reconnect, silence_s=self._seat.silence_s, on_stuck=partial(self._lost, name, code=Code.STUCK),
         )  # fmt: skip
         if reconnect is not None:
@@ -263,12 +263,12 @@ class TcpRing:
     def stop(self, reason: str) -> None:
         """End the run in good order, here and on every node; what has ended it before stays what ended it."""
         if self.end_with(None):
-            self._tell(Frame.message(FrameType.STOP, self._seat.epoch, reason.encode()[:1000]))
+            self._send_last(Frame.message(FrameType.STOP, self._seat.epoch, reason.encode()[:1000]))
 
     def fail(self, fault: Fault) -> None:
         """End the run here, and tell the other nodes why."""
         if self.end_with(fault):
-            self._tell(Frame.message(FrameType.ERROR, self._seat.epoch, fault.to_bytes()))
+            self._send_last(Frame.message(FrameType.ERROR, self._seat.epoch, fault.to_bytes()))
 
     def observe(self, observer: LinkObserver) -> None:
         """Have both links tell of their frames from now on."""
@@ -312,7 +312,7 @@ class TcpRing:
 
     def _last_frame(self, frame: Frame) -> None:
         if self.end_with(Fault.from_bytes(frame.payload) if frame.type is FrameType.ERROR else None):
-            self._tell(frame)
+            self._send_last(frame)
 
     def _hear_notice(self, frame: Frame) -> None:
         node = Fault.from_bytes(frame.payload).node
@@ -325,12 +325,12 @@ class TcpRing:
         for link in (self.next_link, self.previous_link):
             link.put_notice(frame)
 
-    def _tell_space(self) -> None:
+    def _wake_senders(self) -> None:
         assert self._arrivals is not None
         with self._arrivals:
             self._arrivals.notify_all()
 
-    def _tell(self, frame: Frame) -> None:
+    def _send_last(self, frame: Frame) -> None:
         for link in (self.next_link, self.previous_link):
             link.put_last(frame)
 

@@ -17,16 +17,16 @@ from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
-from mdi.control.messages import GRADIENTS, InitRequest, PartSpec, ProfileRequest
+from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import Code, ControlError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels.weight_formats import ROUNDED
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.options import Requested
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_gradients, check_spec
-from mdi.stages.window_budget import window_of
 from mdi.tensor.group import group_of
 from mdi.tensor.shard_source import ShardFile, ShardSource
 from mdi.units import size
@@ -35,7 +35,7 @@ logger = logging.getLogger("mdi")
 
 
 class NodeWeights:
-    """See the module, and mdi.stages.store.Supply.
+    """The `Supply` (mdi.stages.store) of a secondary.
 
     Args:
         name: of the node.
@@ -105,12 +105,12 @@ class NodeWeights:
         computing = self.computing(request)
         spec = StageSpec(
             self._name, request.model, request.blocks, request.parts, computing,
-            window_of(self.memory, request.extensions), group_of(request.extensions, request.model.config),
+            window_of(self.memory, request.window), group_of(request.group, request.model.config),
             len(request.names), computing.extent(request.extent),
         )  # fmt: skip
         if spec.adapter_parts:  # before they are sent
             check_spec(spec)
-        if request.extensions.get(GRADIENTS) is True:
+        if request.gradients:
             check_gradients(spec)
         return spec
 
@@ -230,7 +230,7 @@ class NodeWeights:
             return None
         if spec.group is None:
             return source
-        key = spec.model.config_hash, spec.group, spec.computing.clips
+        key = spec.model.config_hash, spec.group, spec.computing.allow_clipping
         if self._shards is None or self._shards[0] != key:
             self._shards = key, _own_shards(spec, source)
         return self._shards[1]
@@ -246,7 +246,7 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
     if source.packing is not None:
         return ShardSource(source, share, packing) if source.packing == packing else None
     is_quick = packing.blocks not in ROUNDED
-    return ShardSource(source, share, replace(packing, clips=spec.computing.clips)) if is_quick else None
+    return ShardSource(source, share, replace(packing, clips=spec.computing.allow_clipping)) if is_quick else None
 
 
 def _holds(source: WeightSource, part: Part) -> bool:

@@ -123,7 +123,7 @@ class Turn:
 
 
 class RoundRobin:
-    """See the module. `run` is the thread; all other methods may be called from any.
+    """`run` is the thread; all other methods may be called from any.
 
     Args:
         stuck_s: the thread is stuck after so long without a finished block, see `mdi.net.link`.

@@ -12,16 +12,9 @@ N_REMEMBERED = 16  # ended runs: their starters ask for the metrics
 N_STOPPED = 256  # ids of runs that were stopped: requests for their rings may come late
 REPLACE_S = 10.0  # for a ring to end in favour of another one of its run
 
-_AHEAD = "ahead"  # of the extensions of a run
-
-
-def ahead_extension() -> dict[str, bool]:
-    """The extension of a node's request that lets the run's ring before go on while this one is prepared; else it is ended."""
-    return {_AHEAD: True}
-
 
 class Runs:
-    """See the module. All methods may be called from any thread.
+    """All methods may be called from any thread.
 
     Args:
         name: of the node.
@@ -113,7 +106,7 @@ class Runs:
         for before in self.active_of(request.run):
             if before.request.epoch == request.epoch:
                 return False
-            if before.is_running and request.extensions.get(_AHEAD) is True:
+            if before.is_running and request.is_ahead:
                 continue
             before.replace()
             if not before.has_ended.wait(REPLACE_S):

@@ -30,7 +30,6 @@ from mdi.control.message_server import MessageServer
 from mdi.control.messages import (
     COMPILING,
     CONTROL_VERSION,
-    KEEPS_RECEIVED,
     ROWS_BYTES,
     BlocksRequest,
     ForwardRequest,
@@ -67,7 +66,7 @@ from mdi.spec.cluster import NodeConfig, WeightMemory
 from mdi.spec.options import ANYTHING, Requested
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
-from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage, share_in
+from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage
 from mdi.stages.trained_tensors import NONE, is_learned, joined_bytes, of_blocks, read_shapes
 
 JOIN_S = 10.0
@@ -77,7 +76,7 @@ logger = logging.getLogger("mdi")
 
 
 class SecondaryNode:
-    """See the module. `open` binds the ports, `run` works until `close` or a `PUT /stop` that ends the process.
+    """`open` binds the ports, `run` works until `close` or a `PUT /stop` that ends the process.
 
     Args:
         config: this node's entry of the nodes file.
@@ -248,8 +247,8 @@ class SecondaryNode:
             "arithmetic": None if is_compiling else library.arithmetic(),
             "kernels": "compiling" if is_compiling else library.instruction_set(),
             "leaving": self.is_leaving,
-            "model": latest.model if latest is not None else None,
-            "blocks": latest.blocks if latest is not None else None,
+            "model": latest.spec.model.name if latest is not None else None,
+            "blocks": latest.spec.blocks if latest is not None else None,
             "device": str(device),
             "devices": None if is_compiling else devices(),
             "own": {"device": self.weights.own.device, "threads": self.weights.own.threads},
@@ -309,8 +308,8 @@ class SecondaryNode:
         """The place of a stage. Raises ControlError."""
         rows = request.extent.row_bytes(request.model.config.n_embd, request.replay_bytes)
         claim = Claim(
-            request.run, request.epoch, request.keep_caches, rows, share_in(request.extensions),
-            request.extensions.get(KEEPS_RECEIVED) is True,
+            request.run, request.epoch, request.keep_caches, rows, request.cache_share,
+            request.keeps_received,
         )  # fmt: skip
         try:
             return self.stages.reserve(spec, claim, self.weights.family)

@@ -122,7 +122,7 @@ def _known_status(worker: RingWorker | None, store: BlockStore, in_time: InTime)
         "lost": asdict(worker.lost) if worker is not None and worker.lost is not None else None,
         "sent_rows": _sent_rows(worker) if worker is not None else None,
         "caches_kept": worker.held.has_caches if worker is not None else None,
-        "stage_arithmetic": worker.held.spec.arithmetic.to_json() if worker is not None else None,
+        "stage_arithmetic": asdict(worker.held.spec.arithmetic) if worker is not None else None,
         "window": worker.held.spec.window is not None if worker is not None else None,
         "missing": missing_of(worker, store, in_time) if worker is not None and not worker.has_ended.is_set() else None,
         "metrics": worker.metrics if worker is not None else None,
@@ -164,8 +164,8 @@ def slot_status(held: HeldStage, worker: RingWorker | None, run: str | None, pro
         state = worker.state if worker is not None and worker.held is held else "LOADING"
     own = {"run": run} if run == held.run else {}
     return {
-        "model": held.model,
-        "blocks": held.blocks,
+        "model": held.spec.model.name,
+        "blocks": held.spec.blocks,
         "device": held.device,
         "state": state,
         "weight_bytes": held.weight_bytes,

@@ -25,7 +25,7 @@ N_PROBES = 16
 
 
 class SelfMeasurement:
-    """See the module. A node measures itself on its computing thread, and only without a run.
+    """A node measures itself on its computing thread, and only without a run.
 
     Args:
         admission: held while it is decided whether a run may begin.

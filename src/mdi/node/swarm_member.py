@@ -66,7 +66,7 @@ class SwarmWaits:
 
 
 class SwarmMember:
-    """See the module. It works in a thread of its own from `start` to `close`.
+    """Works in a thread of its own from `start` to `close`.
 
     Args:
         node: that is open, and computes.

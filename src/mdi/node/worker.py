@@ -13,7 +13,7 @@ from typing import Any
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
-from mdi.control.messages import HAND_OVER_S, InitRequest, taps_of
+from mdi.control.messages import HAND_OVER_S, InitRequest
 from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend, SecondaryLoop, TappedStage
@@ -88,7 +88,7 @@ class RingLease(Cancel):
 
 
 class RingWorker:
-    """See the module. It has a thread of its own from the request to the ring's end; the computing is RoundRobin's.
+    """Has a thread of its own from the request to the ring's end; the computing is RoundRobin's.
 
     Args:
         name, process: of the node, see Seat.
@@ -151,10 +151,6 @@ class RingWorker:
     @property
     def run(self) -> str:
         return self.request.run
-
-    @property
-    def _taps(self) -> tuple[int, ...]:
-        return taps_of(self.request.extensions, self.request.model.config.n_layer)
 
     @property
     def is_running(self) -> bool:
@@ -376,7 +372,7 @@ class RingWorker:
         )
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(
-            sock, seat, request.extent.n_frames or seat.n_nodes, ring_limits(widest, len(self._taps)), allocate=buffers,
+            sock, seat, request.extent.n_frames or seat.n_nodes, ring_limits(widest, len(self.request.taps)), allocate=buffers,
             codec_in=expectation.codec, arrivals=self._turns.changed, listener=self._listener,
             caller=expectation.caller, cancel=self.cancel,
         )  # fmt: skip
@@ -395,10 +391,10 @@ class RingWorker:
 
     def _compute(self, stage: Backend, ring: TcpRing, seat: Seat, group: GroupPart) -> None:
         is_last = seat.index == seat.n_nodes - 1 or group.is_whole  # which needs only the rows for logits
-        recorder = recorder_of(self.request.extensions)
+        recorder = recorder_of(self.request.n_spans)
         recorded = ring if recorder is None else recorder.over(ring, self.request.is_hot)
         seen = group.of_member(recorded)
-        tapped = TappedStage(stage, stage.rows, self._taps, stage.start, stage.stop)
+        tapped = TappedStage(stage, stage.rows, self.request.taps, stage.start, stage.stop)
         loop = SecondaryLoop(
             stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay, tapped, self.held.received,
             self.request.is_hot,

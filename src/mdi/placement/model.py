@@ -16,9 +16,11 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
 from mdi.host.device import why_not_kernels
+from mdi.kernels.positions import table_bytes
 from mdi.kernels.weight_formats import WeightFormat, weight_format
-from mdi.model.caches import CacheClass, kind_of
+from mdi.model.caches import PAGE, CacheClass, kind_of
 from mdi.model.plain import spec_of
+from mdi.model.spec import BlockSpec, Experts, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
 from mdi.spec.model import ModelConfig
@@ -170,7 +172,7 @@ def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> Mod
 def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
-    tensors = model_shapes(config, config.name or "this model")
+    tensors, spec = model_shapes(config, config.name or "this model"), spec_of(config)
     of_block: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
@@ -179,29 +181,28 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         name=config.name,
         config_hash=config_hash(config),
         format=format,
-        context_length=config.block_size,
-        row_bytes=config.n_embd * form.value_bytes,
-        blocks=tuple(_block(config, i, of_block[f"block.{i}"], form, kv_dtype) for i in range(config.n_layer)),
+        context_length=spec.max_length,
+        row_bytes=spec.width * form.value_bytes,
+        blocks=tuple(_block(one, of_block[f"block.{i}"], form, kv_dtype) for i, one in enumerate(spec.blocks)),
         embedding_bytes=_bytes({n: s for n, s in tensors.items() if part_of(n) == "embedding"}, form),
         head_bytes=head,
         head_load_bytes=form.load_bytes(widest([tensors["lm_head.weight"]])),
         head_macs=math.prod(tensors["lm_head.weight"]),
-        n_head=config.n_head,
-        vocab_size=config.padded_vocab_size,
+        n_head=max(block.mixer.n_head for block in spec.kinds),
+        vocab_size=spec.n_rows,
         work_row_bytes=_widest(config, tensors) * form.value_bytes,
-        table_bytes=4
-        * (config.n_head if config.alibi else 2 * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)),
+        table_bytes=table_bytes(spec.blocks, PAGE) // PAGE,
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
     )
 
 
-def _block(config: ModelConfig, i: int, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
+def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
     return BlockShape(
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
-        macs=round(sum(math.prod(shape) * _used(config, name) for name, shape in own.items() if len(shape) == 2)),
-        cache=kind_of(spec_of(config).blocks[i]).of_blocks(1, kv_dtype, unit=1),
+        macs=round(sum(math.prod(shape) * _used(block.mlp, name) for name, shape in own.items() if len(shape) == 2)),
+        cache=kind_of(block).of_blocks(1, kv_dtype, unit=1),
     )
 
 
@@ -209,9 +210,9 @@ def _bytes(tensors: _Shapes, form: WeightFormat) -> int:
     return round(sum(form.tensor_bytes(name, shape) for name, shape in tensors.items()))
 
 
-def _used(config: ModelConfig, name: str) -> float:
+def _used(mlp: Mlp, name: str) -> float:
     """The part of a weight matrix that an average row meets: of experts, as many as a row is sent to."""
-    return config.n_expert_per_token / config.n_expert if ".experts." in name else 1.0
+    return mlp.n_used / mlp.n if isinstance(mlp, Experts) and ".experts." in name else 1.0
 
 
 def _widest(config: ModelConfig, tensors: _Shapes) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from litgpt.config import Config
 
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
@@ -22,7 +21,7 @@ class TorchBench(Bench):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._config = Config(**self._subject.config.litgpt_plain())
+        self._config = self._subject.config
         computing = self._subject.computing
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._generator = torch.Generator().manual_seed(1)

@@ -33,12 +33,13 @@ from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
+from mdi.spec.combinations import NAMED_GROUPS, STAGES, TORCH, facts_of, refuse
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.starter_weights import StarterWeights
-from mdi.stages.window_budget import window_of
 from mdi.tensor.group import Division, RingStage, SharingOut, division_by_hand, node_blocks, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
@@ -129,7 +130,7 @@ class Choice:
         warn_of_rounding(weights.model.name, weights.native, options.quantize)
         self._set_format(options.quantize)
         if weights.adapters and self.computing.packing is None:
-            raise UsageError(f"--adapter: this node computes {self.computing.why_torch}, and adapters need the kernels")
+            refuse({"--adapter": "--adapter", TORCH: f"this node computes {self.computing.why_torch}"})
         for one in weights.adapters:
             if one.n_virtual >= self.context_length:
                 raise UsageError(
@@ -304,8 +305,7 @@ def check_adapters(family: ModelFamily, weights: StarterWeights, options: Starte
     if config is None or (why_not := why_not_in_kernels(config)) is not None:
         what = "a model that is not litgpt's" if config is None else f"a model with {why_not}"
         raise UsageError(f"--adapter: {what} is not computed by the kernels, which adapters need")
-    if options.parallel.mode == TENSOR:
-        raise UsageError("--adapter: adapters cannot be shared out: use --parallel ring")
+    refuse(facts_of(options), "--adapter")
 
 
 def check_hot_spares(options: StarterOptions, cluster: ClusterConfig, is_swarm: bool) -> None:
@@ -313,12 +313,8 @@ def check_hot_spares(options: StarterOptions, cluster: ClusterConfig, is_swarm: 
     if not (wanted := options.hot_spare):
         return
     told = f"--hot-spare {','.join(wanted)}"
-    without = {
-        "--fixed": options.fixed, f"--parallel {options.parallel.mode}": options.parallel.mode != "ring",
-        "groups in the nodes file": cluster.n_stages < cluster.n_nodes, "--verify": bool(options.verify), "--swarm": is_swarm,
-    }  # fmt: skip
-    if found := [what for what, is_so in without.items() if is_so]:
-        raise UsageError(f"{told} cannot be used with {' and '.join(found)}", code=Code.FLAGS)
+    found = {"--swarm": is_swarm, NAMED_GROUPS: cluster.n_stages < cluster.n_nodes}
+    refuse(facts_of(options) | {fact: fact for fact, is_so in found.items() if is_so}, "--hot-spare")
     names = [node.name for node in cluster.secondaries]
     unknown = [name for name in wanted if name not in ("auto", *names)]
     if unknown or len(wanted) > len(names):
@@ -478,7 +474,7 @@ def chosen_stages(
             f'the nodes file has groups, but {why_not} cannot be shared out: leave "group" out for this model'
         )
     if options.parallel.is_head_shared and len(stages) > 1:
-        raise UsageError("--head shared needs all nodes in one group: use --parallel tensor, or leave it out")
+        refuse(["--head", STAGES])
     return stages
 
 

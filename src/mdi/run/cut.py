@@ -28,7 +28,7 @@ INFINITE = float("inf")
 
 
 class MovingCut:
-    """See the module; the first node is the starter, which has all weights on its disk.
+    """The first node is the starter, which has all weights on its disk.
 
     Args:
         shape: the model, in the format that it runs in.

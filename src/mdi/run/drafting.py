@@ -18,9 +18,10 @@ from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.window_budget import window_of, work_bytes
+from mdi.stages.window_budget import work_bytes
 
 
 def draft_memory(model: Choice, extent: Extent) -> int:

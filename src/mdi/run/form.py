@@ -22,10 +22,9 @@ from typing import Any
 
 from mdi.cancel import Cancel, Periodic
 from mdi.control.client import ControlClient, FanOut
-from mdi.control.messages import GRADIENTS, KEEPS_RECEIVED, InitRequest, PartSpec, tap_extensions
+from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import reach_node
 from mdi.engine.memory import CacheMemory
-from mdi.engine.recorder import extensions_of
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend
@@ -37,7 +36,6 @@ from mdi.net.hello import Fault
 from mdi.net.listener import RingListener
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import REFUSED_S
-from mdi.node.runs import ahead_extension
 from mdi.run.identity import RingArithmetic
 from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
@@ -48,12 +46,12 @@ from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.group_part import GroupPart
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_gradients
 from mdi.stages.starter_weights import StarterWeights
-from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_extensions, share_out
-from mdi.stages.window_budget import extensions_of as window_extensions
+from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_out
 from mdi.tensor.group import SharingOut
 from mdi.units import duration
 
@@ -215,7 +213,7 @@ class Ring:
 
     number: int
     cluster: ClusterConfig
-    clients: list[ControlClient]
+    clients: Sequence[ControlClient]
     stages: tuple[Stage, ...]
     stage: Backend
     memory: CacheMemory
@@ -339,11 +337,12 @@ class Former:
         clients = [ControlClient(node, cluster.keys) for node in cluster.secondaries]
         outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
         self._n_rings += 1
-        work = Preparation(
-            replace(basis, weights=weights), cluster, clients, self.held, self._n_rings, REACH_S, frozenset(ring.processes),
-            self._holders(outside), None, plan.hot, frozenset(zip(ring.stages, self._shares(ring.stages), strict=True)),
+        kept = frozenset((stage, basis.weights.share_of(index)) for index, stage in enumerate(ring.stages))
+        task = RingTask(
+            replace(basis, weights=weights), cluster, clients, self._n_rings, REACH_S, frozenset(ring.processes),
+            self._holders(outside), hot=plan.hot, kept=kept,
         )  # fmt: skip
-        return LoadAhead(replace(plan, stages=work.stages), work, cancel.child(timeout_s), put)
+        return LoadAhead(replace(plan, stages=task.stages), Preparation(task, self.held), cancel.child(timeout_s), put)
 
     def form_verify_ring(self, name: str, blocks: tuple[int, int], cancel: Cancel) -> VerifyRing:
         """From any thread, while no ring is formed: have another node compute blocks again. Raises MdiError."""
@@ -356,7 +355,7 @@ class Former:
             extent=replace(basis.extent, n_frames=None),
         )  # fmt: skip
         cluster, client = replace(self.cluster, secondaries=(node,), spares=()), ControlClient(node, self.cluster.keys)
-        work = Preparation(alone, cluster, [client], None, 1, REACH_S, frozenset(), Holders(), None)
+        work = Preparation(RingTask(alone, cluster, [client], 1, REACH_S))
         (setup,) = work.prepare_others(cancel)
         caches, arithmetic = setup.caches(False), setup.arithmetic
         seat = Seat(
@@ -479,11 +478,12 @@ class Former:
             self.cluster, blocks, groups = basis.sharing(cluster, self._ask_processes(self.clients, wait_s, cancel))
             basis.weights.take_blocks(blocks, groups)
             self.clients = [ControlClient(node, cluster.keys) for node in self.cluster.secondaries]
-        work = Preparation(
-            basis, self.cluster, self.clients, self.held, self._n_rings, wait_s, known, self._holders(outside), replays, hot,
-        )  # fmt: skip
+        task = RingTask(
+            basis, self.cluster, self.clients, self._n_rings, wait_s, known, self._holders(outside), replays, hot
+        )
+        work = Preparation(task, self.held)
         try:
-            memory = work.run(cancel)
+            ring = work.run(cancel)
         except BaseException as e:
             raise self._named(e, work.failed, is_first) if isinstance(e, MdiError) else e from None
         finally:
@@ -494,14 +494,7 @@ class Former:
         self.reached = work.processes
         for name, parts in work.parts.items():
             self._have.setdefault(name, set()).update(part.sha256 for part in parts)
-        stages, arithmetics = work.stages, work.arithmetics
-        names, of_nodes = list(arithmetics), list(arithmetics.values())
-        number, wire_dtype = basis.run + self._n_rings, basis.options.wire_dtype
-        arithmetic = RingArithmetic.of(names, basis.weights.blocks, of_nodes, wire_dtype, number)
-        return Ring(
-            self._n_rings, self.cluster, self.clients, stages, work.stage, memory, work.processes, work.ring_ports,
-            work.placement, work.sent_rows, work.has_window, arithmetics, arithmetic,
-        )  # fmt: skip
+        return ring
 
     def _holders(self, outside: Sequence[ControlClient]) -> Holders:
         """Nodes of the ring, and outside it, that may have parts."""
@@ -510,10 +503,6 @@ class Former:
             for sha256 in self._have.get(client.node.name, ()):
                 known.setdefault(sha256, []).append(client)
         return Holders(known, outside)
-
-    def _shares(self, stages: Sequence[Stage]) -> list[Any]:
-        """The shares of blocks of the ring's nodes; None for a node that has them whole."""
-        return [self.basis.weights.share_of(index) for index in range(len(stages))]
 
     def _ask_processes(self, clients: Sequence[ControlClient], wait_s: float, cancel: Cancel) -> dict[str, str]:
         """By name of each secondary, the number that its process drew. Raises MdiError, as `reach_node`."""
@@ -595,13 +584,13 @@ def _sum(a: Measured, b: Measured) -> Measured:
 # Nodes
 
 
-@dataclass
-class Preparation:
-    """Gets the nodes of one ring ready: configures every node, sends weights, builds stages.
+@dataclass(frozen=True)
+class RingTask:
+    """What is asked for where the nodes of a ring get ready.
 
-    Args:
+    Attributes:
+        basis: with the cut of this ring.
         cluster: the nodes that take part; `clients` are its secondaries.
-        held: the starter's stage; None before the first one. Parts of it are used again if they are the same.
         number: of the ring.
         wait_s: how long a node is waited for that does not answer.
         known: secondaries of the ring before.
@@ -609,73 +598,145 @@ class Preparation:
         replays, hot: as for `Former._prepare`.
         kept: stages that the present ring also has, with the nodes' shares of them, if it goes on meanwhile; None if there is
             none, or it ends first.
-
-    Attributes:
-        stage, placement, ring_ports, processes: see Ring.
-        next: the starter's stage of a ring that is loaded ahead, if it is another one.
-        sent_rows: of each secondary that still has the caches of the ring before, how many positions of each text it has
-            sent on and can send again.
-        parts: the parts that each secondary needs, by its name.
-        arithmetics: by name of each node, the starter first, how it computes; once all are ready.
-        has_window: whether a node, once all are ready, reads weights from its disk for each frame.
-        setups: of the secondaries. The first that fails ends the others, and what waits for them.
-        has_begun: whether secondaries know the run, so that they must also hear of its end.
     """
 
     basis: Basis
     cluster: ClusterConfig
     clients: Sequence[ControlClient]
-    held: HeldStage | None
     number: int
     wait_s: float
-    known: frozenset[str]
-    holders: Holders
-    replays: Mapping[str, str] | None
+    known: frozenset[str] = frozenset()
+    holders: Holders = field(default_factory=Holders)
+    replays: Mapping[str, str] | None = None
     hot: frozenset[str] = frozenset()
     kept: frozenset[tuple[Stage, Any]] | None = None
-    next: HeldStage | None = None
-    parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
-    placement: str = ""
-    setups: list[SecondarySetup] = field(default_factory=list)
-    processes: dict[str, str] = field(default_factory=dict)
-    arithmetics: dict[str, Arithmetic] = field(default_factory=dict)
-    sent_rows: dict[str, dict[int, int]] = field(default_factory=dict)
-    ring_ports: dict[str, Any] = field(default_factory=dict)
-    has_window: bool = False
-    has_begun: bool = False
 
-    def run(self, cancel: Cancel) -> CacheMemory:
-        """Do it; what the caches of all nodes hold. Raises MdiError: a node is not there or cannot."""
-        spec = self._check_memory()
+    @property
+    def epoch(self) -> str:
+        """As the nodes know the ring."""
+        return f"{self.basis.run + self.number:016x}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.cluster.nodes)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The nodes with their blocks; groups have an order of their own."""
+        pairs = zip(self.names, self.basis.weights.blocks, strict=True)
+        return tuple(Stage(name, start, stop, name in self.hot) for name, (start, stop) in pairs)
+
+    @property
+    def supply(self) -> StarterSupply:
+        basis = self.basis
+        return StarterSupply(self.cluster.starter.name, basis.weights, basis.family, basis.options)
+
+    @property
+    def replay_bytes(self) -> int:
+        """Room on each node for the rows that it has sent."""
+        return 0 if self.basis.weights.is_shared else self.basis.options.replay_bytes
+
+    @property
+    def spec(self) -> StageSpec:
+        """The starter's stage. UsageError: no gradients."""
+        basis, by_hand = self.basis, self.basis.options.kv_memory
+        kv_memory = self.cluster.starter.kv_memory if by_hand is None else by_hand
+        spec = self.supply.spec(basis.computing, basis.extent, kv_memory, 0, basis.draft_bytes)
+        if basis.gradients:
+            check_gradients(spec)
+        return spec
+
+    def request(self, index: int, parts: tuple[PartSpec, ...], placement: str) -> InitRequest:
+        """The task of node `index` of the ring."""
+        basis, nodes = self.basis, self.cluster.nodes
+        weights, options = basis.weights, basis.options
+        node, following, stages = nodes[index], nodes[(index + 1) % len(nodes)], self.stages
+        n_nodes, group = len(computing(stages)), weights.group_of(index)
+        port_in = following.port_in
+        if index == len(nodes) - 1:
+            assert basis.listener is not None
+            port_in = basis.listener.port
+        form = basis.computing.quantize
+        own = {"device": node.device, "threads": node.threads, "quantize": form, "quantize_head": None}
+        return InitRequest(
+            run=basis.run_id, epoch=self.epoch, index=index, names=self.names, placement=placement,
+            next_addr=following.addr, next_port=port_in, model=weights.model, blocks=weights.blocks[index], parts=parts,
+            extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
+            is_hot=stages[index].is_hot, refused_s=refused_s(stages, index), hand_over=not options.fixed,
+            keep_caches=self.replays is not None, replay=(self.replays or {}).get(node.name, COMPUTE),
+            replay_bytes=self.replay_bytes, keeps_received=bool(options.verify), is_ahead=self.kept is not None,
+            taps=basis.taps, gradients=basis.gradients, window=window_of(options.weight_memory),
+            group=None if group is None else group.told, **{**vars(Requested.of(options)), **own},
+        )  # fmt: skip
+
+
+class Preparation:
+    """Gets the nodes of one ring ready: configures every node, sends weights, builds stages.
+
+    Args:
+        held: the starter's stage; None before the first one. Parts of it are used again if they are the same.
+
+    Attributes:
+        next: the starter's stage of a ring that is loaded ahead, if it is another one.
+        parts: the parts that each secondary needs, by its name.
+        placement, processes: see Ring; known, as far as it came, also where the ring cannot be.
+        setups: of the secondaries. The first that fails ends the others, and what waits for them.
+        has_begun: whether secondaries know the run, so that they must also hear of its end.
+    """
+
+    def __init__(self, task: RingTask, held: HeldStage | None = None) -> None:
+        self.task, self.held = task, held
+        self.next: HeldStage | None = None
+        self.parts: dict[str, tuple[PartSpec, ...]] = {}
+        self.placement = ""
+        self.setups: list[SecondarySetup] = []
+        self.processes: dict[str, str] = {}
+        self.has_begun = False
+
+    def run(self, cancel: Cancel) -> Ring:
+        """Do it. Raises MdiError: a node is not there or cannot."""
+        spec, setups = self._checked_spec(), self.setups
         with cancel.child() as getting:
             try:
                 self._configure_secondaries(getting)
                 had = None if self.held is None else self.held.stage
-                self.held = self._acquire(spec, getting, self.held)
-                for setup in self.setups:
+                self.held = held = self._acquire(spec, getting, self.held)
+                for setup in setups:
                     setup.wait()
-                self.ring_ports = {setup.name: setup.ring_port for setup in self.setups}
-                if self.replays is None:
-                    self.stage.caches.clear()
-                own = {self.cluster.starter.name: self.held.spec.arithmetic}
-                self.arithmetics = own | {one.name: one.arithmetic for one in self.setups}
-                memory = self._reckon_memory(self.stage is not had)  # last, when all weights are where they stay
-                self.sent_rows = {one.name: one.sent_rows for one in self.setups if one.sent_rows is not None}
-                self.has_window = self.held.spec.window is not None or any(one.has_window for one in self.setups)
+                assert held.stage is not None
+                if self.task.replays is None:
+                    held.stage.caches.clear()
+                of_nodes = [held.spec.arithmetic, *(one.arithmetic for one in setups)]
+                memory = self._reckon_memory(held, held.stage is not had)  # last, when all weights are where they stay
             finally:
-                self.processes = {setup.name: setup.process for setup in self.setups if setup.process}
+                self.processes = {setup.name: setup.process for setup in setups if setup.process}
                 getting.cancel()
-        for setup in self.setups:
+        for setup in setups:
             setup.join(1.0)
-        return memory
+        return self._ring(held.stage, of_nodes, memory)
+
+    def _ring(self, stage: Backend, of_nodes: Sequence[Arithmetic], memory: CacheMemory) -> Ring:
+        """What stands."""
+        task, basis, setups = self.task, self.task.basis, self.setups
+        assert self.held is not None
+        return Ring(
+            number=task.number, cluster=task.cluster, clients=task.clients, stages=task.stages, stage=stage, memory=memory,
+            processes=self.processes, ring_ports={one.name: one.ring_port for one in setups}, placement=self.placement,
+            sent_rows={one.name: one.sent_rows for one in setups if one.sent_rows is not None},
+            has_window=self.held.spec.window is not None or any(one.has_window for one in setups),
+            arithmetics=dict(zip(task.names, of_nodes, strict=True)),
+            arithmetic=RingArithmetic.of(
+                task.names, basis.weights.blocks, of_nodes, basis.options.wire_dtype, basis.run + task.number
+            ),
+        )  # fmt: skip
 
     def load_ahead(self, cancel: Cancel) -> None:
         """Have all stages in memory while the present ring goes on; nodes keep them until `cancel` ends. Raises MdiError."""
-        spec = self._check_memory()
+        spec = self._checked_spec()
         self._configure_secondaries(cancel)
         if self.held is None or self.held.spec.key != spec.key:
             self.next = self._acquire(spec, cancel)
-            self.basis.caches.release(self.next, self.next.owner)
+            self.task.basis.caches.release(self.next, self.next.owner)
         for setup in self.setups:
             setup.wait()
 
@@ -695,41 +756,21 @@ class Preparation:
     def drop_next(self) -> None:
         """Give the memory of a stage back that was loaded ahead and no ring uses; harmless if there is none."""
         if self.next is not None and self.next.use == "UNUSED":
-            self.basis.caches.remove(self.next)
+            self.task.basis.caches.remove(self.next)
 
-    @property
-    def stage(self) -> Backend:
-        """The starter's, once it is loaded."""
-        assert self.held is not None and self.held.stage is not None
-        return self.held.stage
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The nodes with their blocks; groups have an order of their own."""
-        pairs = zip(self.cluster.nodes, self.basis.weights.blocks, strict=True)
-        return tuple(Stage(node.name, start, stop, node.name in self.hot) for node, (start, stop) in pairs)
-
-    @property
-    def _supply(self) -> StarterSupply:
-        basis = self.basis
-        return StarterSupply(self.cluster.starter.name, basis.weights, basis.family, basis.options)
-
-    def _check_memory(self) -> StageSpec:
+    def _checked_spec(self) -> StageSpec:
         """The starter's stage.
 
         Raises:
             NoMemoryError: weights that will not fit are not loaded in the first place. UsageError: no gradients.
         """
-        basis = self.basis
-        spec = self._supply.spec(basis.computing, basis.extent, self._kv_memory, 0, basis.draft_bytes)
-        if basis.gradients:
-            check_gradients(spec)
-        basis.caches.check_memory(spec, self.held)
+        spec = self.task.spec
+        self.task.basis.caches.check_memory(spec, self.held)
         return spec
 
     def _acquire(self, spec: StageSpec, cancel: Cancel, instead_of: HeldStage | None = None) -> HeldStage:
         """Have the starter's own stage; loading may take long, and reports itself."""
-        basis, report, done = self.basis, Periodic(), itertools.count()
+        basis, report, done = self.task.basis, Periodic(), itertools.count()
 
         def on_part() -> None:
             n_done = next(done)
@@ -738,7 +779,7 @@ class Preparation:
                 logger.info("%s loads its weights: %d of %d parts (%s)", spec.name, n_done, len(spec.parts), passed)
 
         claim = Claim(basis.weights.id, basis.weights.id, True, share=basis.options.cache_share)
-        return basis.caches.acquire(spec, claim, self._supply, cancel, instead_of, on_part)
+        return basis.caches.acquire(spec, claim, self.task.supply, cancel, instead_of, on_part)
 
     @property
     def failed(self) -> str | None:
@@ -747,121 +788,50 @@ class Preparation:
 
     def _configure_secondaries(self, cancel: Cancel) -> None:
         """Begin to set every secondary up, until `cancel` ends."""
-        if not self.clients:
+        task, weights = self.task, self.task.basis.weights
+        if not task.clients:
             return
-        weights, nodes = self.basis.weights, self.cluster.nodes
-        names = tuple(node.name for node in nodes)
         parts = self._hash_parts(cancel)
-        shares = [weights.extensions_of(index) for index in range(1, len(nodes))]
-        identity = [
-            weights.model.config_hash,
-            weights.blocks,
-            names,
-            [[p.sha256 for p in node] for node in parts],
-            shares,
-        ]
+        hashes = [[p.sha256 for p in node] for node in parts]
+        groups = [None if group is None else vars(group.told) for group in weights.groups]
+        identity = [weights.model.config_hash, weights.blocks, task.names, hashes, groups]
         self.placement = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        self.parts = {client.node.name: tuple(one) for client, one in zip(self.clients, parts, strict=True)}
+        self.parts = dict(zip(task.names[1:], map(tuple, parts), strict=True))
         self.has_begun = True
-        for index, client in enumerate(self.clients, 1):
-            share = weights.share_of(index)
-            if self.kept is None or (Stage(client.node.name, *weights.blocks[index]), share) not in self.kept:
-                request = self._request(index, names, tuple(parts[index - 1]), shares[index - 1])
-                source, is_known = weights.of_node(index), client.node.name in self.known
-                self.setups.append(SecondarySetup(client, request, source, self.wait_s, cancel, is_known, self.holders))
-
-    def _request(
-        self, index: int, names: tuple[str, ...], parts: tuple[PartSpec, ...], share: dict[str, Any]
-    ) -> InitRequest:
-        """The task of node `index` of the ring."""
-        basis, nodes = self.basis, self.cluster.nodes
-        weights, options = basis.weights, basis.options
-        node, following, stages = nodes[index], nodes[(index + 1) % len(nodes)], self.stages
-        n_nodes = len(computing(stages))
-        port_in = following.port_in
-        if index == len(nodes) - 1:
-            assert basis.listener is not None
-            port_in = basis.listener.port
-        asked = replace(
-            Requested.of(options), device=node.device, threads=node.threads, quantize=basis.computing.quantize,
-            quantize_head=None,
-        )  # fmt: skip
-        return InitRequest(
-            run=basis.run_id,
-            epoch=self.epoch,
-            index=index,
-            names=names,
-            placement=self.placement,
-            next_addr=following.addr,
-            next_port=port_in,
-            model=weights.model,
-            blocks=weights.blocks[index],
-            parts=parts,
-            extent=replace(basis.extent, n_frames=options.n_places(basis.extent.n_frames or n_nodes, n_nodes)),
-            silence_s=options.silence_s,
-            is_hot=stages[index].is_hot,
-            refused_s=refused_s(stages, index),
-            hand_over=not options.fixed,
-            keep_caches=self.replays is not None,
-            replay=(self.replays or {}).get(node.name, COMPUTE),
-            replay_bytes=self._replay_bytes,
-            extensions={
-                **extensions_of(options.n_spans),
-                **window_extensions(options.weight_memory),
-                **share_extensions(options.cache_share),
-                **tap_extensions(basis.taps),
-                **({GRADIENTS: True} if basis.gradients else {}),
-                **({KEEPS_RECEIVED: True} if options.verify else {}),
-                **(ahead_extension() if self.kept is not None else {}),
-                **share,
-            },
-            **vars(asked),
-        )
+        for index, client in enumerate(task.clients, 1):
+            name, share = client.node.name, weights.share_of(index)
+            if task.kept is None or (Stage(name, *weights.blocks[index]), share) not in task.kept:
+                request = task.request(index, self.parts[name], self.placement)
+                source, is_known = weights.of_node(index), name in task.known
+                self.setups.append(SecondarySetup(client, request, source, task.wait_s, cancel, is_known, task.holders))
 
     def _hash_parts(self, cancel: Cancel) -> list[list[PartSpec]]:
         """The parts of each secondary. Hashes of a checkpoint are computed once and remembered, so this may take a while."""
-        weights = self.basis.weights
+        weights = self.task.basis.weights
         parts: list[list[PartSpec]] = []
         report = Periodic()
         for index in range(1, len(weights.blocks)):
             parts.append([])
             source = weights.of_node(index)
-            for name in self.basis.family.parts_of(weights, index):
+            for name in self.task.basis.family.parts_of(weights, index):
                 cancel.check()
                 parts[-1].append(source.spec(name))
                 if report.is_due():
                     logger.info("hashing the model (stored for the next time): %s of %d blocks", name, weights.n_layer)
         return parts
 
-    def _reckon_memory(self, has_loaded: bool) -> CacheMemory:
+    def _reckon_memory(self, held: HeldStage, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
-        basis, nodes, setups = self.basis, self.cluster.nodes, self.setups
-        kept = basis.extent.row_bytes(basis.weights.config.n_embd, self._replay_bytes) if setups else 0
-        assert self.held is not None
-        self.held.replay_bytes, self.held.sent = kept, None  # its engine has the rows
-        own = basis.caches.grant(self.held)
+        basis, nodes, setups = self.task.basis, self.task.cluster.nodes, self.setups
+        kept = basis.extent.row_bytes(basis.weights.config.n_embd, self.task.replay_bytes) if setups else 0
+        held.replay_bytes, held.sent = kept, None  # its engine has the rows
+        own = basis.caches.grant(held)
         is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)
         reports = [own, *(setup.caches(is_asked) for setup in setups)]
         memory = CacheMemory(share_out([(n.name, n.addr, report) for n, report in zip(nodes, reports, strict=True)]))
         length = basis.extent.max_length
         logger.debug("the caches of all nodes hold %s sequences of %d tokens", memory.n_sequences(length), length)
         return memory
-
-    @property
-    def epoch(self) -> str:
-        """As the nodes know the ring."""
-        return f"{self.basis.run + self.number:016x}"
-
-    @property
-    def _replay_bytes(self) -> int:
-        """Room on each node for the rows that it has sent."""
-        return 0 if self.basis.weights.is_shared else self.basis.options.replay_bytes
-
-    @property
-    def _kv_memory(self) -> int | None:
-        """The user's limit for the starter's own caches; None: the free memory."""
-        by_hand = self.basis.options.kv_memory
-        return self.cluster.starter.kv_memory if by_hand is None else by_hand
 
 
 # The next ring, while the present one generates
@@ -921,9 +891,11 @@ class LoadAhead:
         self.close()
         self._work.drop_next()
         names = {setup.name for setup in self._work.setups}
-        asked = [client for client in self._work.clients if client.node.name in names]
+        asked = [client for client in self._work.task.clients if client.node.name in names]
         stops = {
-            client.node.name: partial(client.stop, self._work.basis.run_id, timeout_s=REACH_S, ring=self._work.epoch)
+            client.node.name: partial(
+                client.stop, self._work.task.basis.run_id, timeout_s=REACH_S, ring=self._work.task.epoch
+            )
             for client in asked
         }
         FanOut(stops).join(DROP_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mdi.host.computing import Computing
@@ -66,14 +66,12 @@ class RingArithmetic:
         """
         is_rounded = wire_dtype != "auto" and len(names) > 1
         held: dict[int, set[str]] = {}
+        first = arithmetics[0]
         for place, (name, (start, stop), one) in enumerate(zip(names, blocks, arithmetics, strict=True)):
             found: Any = one.unit
             if not one.is_fixed:
                 found = [found, name if (found, one.formats.only) == ("torch", "float32") else epoch]
-            if (one.formats, one.kv_dtype) != (
-                arithmetics[0].formats,
-                arithmetics[0].kv_dtype,
-            ):  # the node's own choice
+            if replace(one, unit=first.unit, share=first.share) != first:  # the node's own choice
                 found = [found, one.formats.of_all, one.kv_dtype]
             for block in range(start, stop):
                 how = json.dumps([one.share, found, is_rounded and place > 0 and block == start])

@@ -320,7 +320,7 @@ class EngineThread:
 
 
 class RingLoop:
-    """See the module.
+    """Owns the ring of a run, and its engine, from the first ring to the last.
 
     Args:
         nodes: clients of all secondaries that may take part, spares best first.

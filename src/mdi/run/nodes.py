@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mdi.cancel import Cancel, CancelledError
 from mdi.control.client import ControlClient, FanOut
-from mdi.control.meeting import ASK_S, Unheard
+from mdi.control.meeting import ASK_S, Unanswered
 from mdi.control.message_server import EchoOnly, MessageServer
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import Code, ControlError, NodeLostError
@@ -324,7 +324,7 @@ class RollCall:
     """Asks all nodes at the same time; a node that did not answer lately gets less time than the others. From any thread."""
 
     def __init__(self) -> None:
-        self._unheard = Unheard()
+        self._unanswered = Unanswered()
 
     def __call__(self, clients: Sequence[ControlClient], suspected: frozenset[str], timeout_s: float) -> Roll:
         """Who answers.
@@ -345,7 +345,7 @@ class RollCall:
                 raise
 
         calls = {client.node.name: partial(ask, client) for client in clients}
-        hurried = {name for name in calls if name in suspected or self._unheard.is_avoided(name)}
+        hurried = {name for name in calls if name in suspected or self._unanswered.is_avoided(name)}
         first = FanOut({name: call for name, call in calls.items() if name not in hurried})
         others = FanOut({name: call for name, call in calls.items() if name in hurried})
         first.join(timeout_s)
@@ -353,9 +353,9 @@ class RollCall:
         found = {**first.results, **others.results}
         for name in calls:
             if name in found:
-                self._unheard.remove(name)
+                self._unanswered.remove(name)
             elif name not in hurried and name not in gone:
-                self._unheard.add(name)
+                self._unanswered.add(name)
         return Roll({name: found[name] for name in calls if name in found}, frozenset(gone))
 
 

@@ -12,7 +12,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.parts import from_offset
 from mdi.control.client import ControlClient
 from mdi.control.messages import ForwardRequest, PartSpec
-from mdi.errors import ControlError, NodeLostError
+from mdi.errors import Code, ControlError, NodeLostError
 
 STALL_S = 300.0  # without any progress: a slow card reads a large part, and a slow board packs one, in less
 AGAIN_S = 0.2  # before a part that another node sends is tried again
@@ -100,7 +100,7 @@ class PartSending:
             try:
                 return self._forward(holder, part, have)
             except ControlError as e:
-                if (e.status, e.code) in ((404, "weights"), (409, "run")):
+                if (e.status, e.code) in ((404, Code.WEIGHTS), (409, Code.RUN)):
                     continue  # it does not have the part, or not any more, or has had no part in this run
                 logger.info("%s comes from this node: %s", part.name, e)
             self._cancel.check()

@@ -440,7 +440,7 @@ class Search:
 
 
 class Policy:
-    """See the module. Belongs to one thread at a time; `may_use` and `refused` may be read from any.
+    """Belongs to one thread at a time; `may_use` and `refused` may be read from any.
 
     Args:
         ring: the first, as it is planned.

@@ -51,25 +51,22 @@ from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace, Trace
 from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
+from mdi.spec.combinations import GRADIENTS, GUESSES, MANY, SIDES, TOGETHER, TORCH, facts_of, refuse
 from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.side import LM, SideNetwork, check_base, read_side
-from mdi.stages.spec import NO_GRADIENTS
-from mdi.stages.window_budget import window_of
 from mdi.terminal import reporting
 
-NO_TAPS = (
-    "outputs of single blocks, which a side network needs, cannot be had from {}: use --parallel ring, and no groups"
-)
 N_RING_BITS = 20  # of a ring's id, the lowest ones, count the rings of its run; the others are the run's
 
 logger = logging.getLogger("mdi")
 
 
 class Run(StatusOnly):
-    """See the module. Left with an error, or not: the run is ended on all nodes, and everything is given back.
+    """Left with an error, or not: the run is ended on all nodes, and everything is given back.
 
     What it measured can still be asked afterwards. A run is opened once.
 
@@ -172,26 +169,19 @@ class Run(StatusOnly):
                 f"--adapter: side networks read the outputs of {len(self._taps)} blocks; a run gives those of {MOST_TAPS}",
                 code=Code.FLAGS,
             )
-        if not (self._sides or self._taps) or self.options.parallel.mode == "ring":
-            return
-        raise UsageError(NO_TAPS.format(f"--parallel {self.options.parallel.mode}"), code=Code.FLAGS)
+        if self._sides or self._taps:
+            refuse({**facts_of(self.options), SIDES: SIDES}, SIDES)
 
     def _check_verified(self, model: Choice) -> None:
         """Refuse what leaves nothing to compare bit by bit, before any node is asked. Raises UsageError."""
-        options = model.options
-        if not options.verify or self.cluster.n_nodes == 1:
-            return
-        if options.fixed or not options.replay_bytes:
-            reason = "nodes keep no rows with --fixed or --replay-memory 0"
-        elif options.parallel.mode not in ("ring", "auto"):
-            reason = f"nodes compute blocks together with --parallel {options.parallel.mode}"
-        elif self._taps:
-            reason = "outputs of single blocks are not compared, and a side network (--adapter DIR) is made of them"
-        elif model.computing.packing is None:
-            reason = f"this node computes {model.computing.why_torch}, where bits differ"
-        else:
-            return
-        raise UsageError(f"--verify: {reason}", code=Code.FLAGS)
+        facts = facts_of(model.options)
+        if self.cluster.n_nodes > 1:
+            facts[MANY] = MANY
+        if self._taps:
+            facts[SIDES] = SIDES
+        if model.computing.packing is None:
+            facts[TORCH] = f"this node computes {model.computing.why_torch}"
+        refuse(facts, "--verify")
 
     def _waiting_for(self) -> str:
         """The step of opening, for a user who waits."""
@@ -222,9 +212,9 @@ class Run(StatusOnly):
             self._state = "PLANNING" if cluster.secondaries else "LOADING"
             model.place(self._n_texts, length, losses)
             if self._gradients and model.sharing is not None:
-                raise UsageError(f"nodes compute blocks together: {NO_GRADIENTS}", code=Code.KERNELS)
+                refuse([GRADIENTS, TOGETHER])
             if self._taps and model.sharing is not None:
-                raise UsageError(NO_TAPS.format("nodes that compute blocks together"), code=Code.FLAGS)
+                refuse([SIDES, TOGETHER])
             self.extent = model.extent
             self._state = "LOADING"
             if model.cluster.secondaries:
@@ -335,9 +325,7 @@ class Run(StatusOnly):
         if not options.verify or former is None or self.cluster.n_nodes == 1:
             return None
         if former.held is None or not former.held.spec.arithmetic.is_certain:
-            raise UsageError(
-                "--verify compares rows bit by bit: it needs whole blocks in the kernels of this node", code=Code.FLAGS
-            )
+            refuse({"--verify": "--verify", MANY: MANY, TORCH: "this node has no whole blocks in the kernels"})
         held = self.model.held
 
         def holders(stage: Stage, ring: Sequence[Stage]) -> list[str]:
@@ -362,8 +350,7 @@ class Run(StatusOnly):
         if not options.guesses:
             return None
         if not self.engine.may_guess and options.draft != "auto":
-            reason = "a node computes in torch, where rows may differ in their last bits in other company"
-            raise UsageError(f"--draft {options.draft}: {reason} (--draft-inexact guesses all the same)")
+            refuse({GUESSES: f"--draft {options.draft}", TORCH: TORCH})
         draft = None
         if options.draft != "auto":
             draft = open_draft(model, Path(options.draft), self.extent, self._cancel)
@@ -626,7 +613,6 @@ class Run(StatusOnly):
         return measured_here(self.names[0], self.model.weights.blocks[0], former, self.engine)
 
     def may_differ_from(self, sample: Sample) -> int | None:
-        """See SampleMetrics."""
         found = differing(self._loop.differs_from if self._loop is not None else {}, [sample])
         known = [sample.may_differ_from, *(one["token"] for one in found)]
         return min((n for n in known if n is not None), default=None)

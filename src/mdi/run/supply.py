@@ -15,10 +15,10 @@ from mdi.files import default_cache_dir
 from mdi.host.computing import Computing
 from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
+from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
 from mdi.stages.starter_weights import ShardWeights, StarterWeights
-from mdi.stages.window_budget import window_of
 
 
 class StarterSupply:
@@ -65,7 +65,6 @@ class StarterSupply:
 
     @contextlib.contextmanager
     def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
-        """See Supply.reading."""
         self._weights.verify([part.name for part in spec.parts], cancel)
         store, keep = BlockStore(self.cache_dir), set[str]()
         kept = KeptPacked(store)

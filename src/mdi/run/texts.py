@@ -18,16 +18,16 @@ from mdi.engine.starter import StarterEngine
 from mdi.errors import Code, UsageError
 from mdi.metrics import SampleMetrics
 from mdi.spec.model import ModelConfig
-from mdi.text.harmony import InlineStream
+from mdi.text.answers.stream import InlineStream
 from mdi.text.texts import TextCodec, TextStream, stop_test
 
 OnText = Callable[[str], None]
 # Number of the sample, new token ids, finish_reason if it has ended; called by the reader's thread. With True, these are all
-# ids that it has: others were taken back.
+# ids that it has: others were retracted.
 Record = Callable[[int, list[int], str | None, bool], None]
 # The number of a text that a search has found beyond those that are wanted: it is neither shown nor recorded.
 UNREAD = -1
-TAKEN_BACK = "\n[a node gave wrong rows: the text is written again]\n"
+RETRACTED = "\n[a node gave wrong rows: the text is written again]\n"
 
 
 def _nothing() -> None: ...
@@ -53,7 +53,7 @@ class Sample:
     """
 
     def __init__(
-        self, index: int, prompt: str, prompt_ids: Sequence[int], streams: Callable[[], TextStream],
+        self, index: int, prompt: str, prompt_ids: Sequence[int], streams: Callable[[], TextStream | InlineStream],
         begin: float, on_text: OnText | None = None,
     ) -> None:  # fmt: skip
         self.index = index
@@ -137,7 +137,7 @@ class Sample:
             self.take(Event(-1, (), finish_reason, self._begin))
         return finish_reason is None
 
-    def take_back(self, n_kept: int) -> None:
+    def retract(self, n_kept: int) -> None:
         """All tokens but the first `n_kept` were wrong."""
         kept, times, shown = self.token_ids[:n_kept], self.token_times_s[:n_kept], self.text
         self._stream, self._is_stopped = self._streams(), False
@@ -147,7 +147,7 @@ class Sample:
         self.take(Event(-1, tuple(kept), None, self._begin))
         self.token_times_s, self._on_text = times, on_text
         if self.text != shown and on_text is not None:
-            on_text(TAKEN_BACK + self.text)
+            on_text(RETRACTED + self.text)
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)
@@ -196,7 +196,7 @@ class SampleReader:
                 self.record(sample.index, sample.token_ids[n_before:], sample.finish_reason, False)
 
     def _begin_again(self, sample: Sample, n_kept: int) -> None:
-        sample.take_back(n_kept)
+        sample.retract(n_kept)
         if self.record is not None and sample.index != UNREAD:
             self.record(sample.index, sample.token_ids, None, True)
         assert sample.request is not None
@@ -214,7 +214,7 @@ class SampleReader:
 
 
 class RunTexts:
-    """See the module. Made when the run is ready: times count from here.
+    """Made when the run is ready: times count from here.
 
     Attributes:
         samples: all submitted samples.
@@ -320,10 +320,10 @@ class RunTexts:
     def _sample(self, prompt: str, prompt_ids: Sequence[int], stop: Sequence[str], on_text: OnText | None) -> Sample:
         # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.
         codec = self._codec  # and not self, which knows the sample
-        is_bare, in_channels = codec.prompt_style is None, codec.answers_in_channels
+        is_bare, form = codec.prompt_style is None, codec.form
 
-        def stream() -> TextStream:
-            return InlineStream(codec, stop) if in_channels else TextStream(codec, stop, is_bare)
+        def stream() -> TextStream | InlineStream:  # marks that are no text are shown as those that are
+            return InlineStream(codec, form, stop) if form.special else TextStream(codec, stop, is_bare)
 
         sample = Sample(next(self._indices), prompt, prompt_ids, stream, self._begin, on_text)
         self.samples.append(sample)

@@ -278,7 +278,7 @@ logger = logging.getLogger("mdi")
 
 
 class RunTrace:
-    """See the module. Clocks are read before the ring is closed and after the run: between the two they may drift.
+    """Clocks are read before the ring is closed and after the run: between the two they may drift.
 
     Args:
         n_spans: that each node keeps at most.

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from mdi.cancel import Cancel
-from mdi.control.meeting import Unheard
+from mdi.control.meeting import Unanswered
 from mdi.control.messages import ROWS_BYTES, RowsRequest, ToldRows
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, WireError
@@ -56,7 +56,7 @@ LEAVE_S = 5.0  # for them to be free for another ring
 TRIES = 10
 PAUSE = 0.25
 
-_Told = tuple[str, bytes]  # computed rows: the name of their type, and the bytes
+_Computed = tuple[str, bytes]  # computed rows: the name of their type, and the bytes
 
 logger = logging.getLogger("mdi")
 
@@ -116,7 +116,7 @@ class _Text:
             was drawn.
         hashes: of each row that came back from the last node, by position.
         nodes: by name of each node.
-        is_held: whether its end is held back; is_judged: whether the engine waits for a verdict.
+        is_withheld: whether its end is withheld; is_judged: whether the engine waits for a verdict.
     """
 
     n_before: int
@@ -124,7 +124,7 @@ class _Text:
     n_offered: int = 0
     hashes: dict[int, bytes] = field(default_factory=dict)
     nodes: defaultdict[str, _Rows] = field(default_factory=lambda: defaultdict(_Rows))
-    is_held: bool = False
+    is_withheld: bool = False
     is_judged: bool = False
 
     @property
@@ -156,7 +156,7 @@ class Verified:
 
 
 class RowVerifier:
-    """See the module, and engine.starter.Verifier. `close` ends its thread.
+    """The `Verifier` of the engine (engine.starter). `close` ends its thread.
 
     Args:
         rate: the probability.
@@ -196,7 +196,7 @@ class RowVerifier:
         self._of_ring: Ring | None = None
         self._unfit: set[tuple[str, int]] = set()  # nodes that compute the blocks of a node of it otherwise
         self._liars: set[str] = set()  # of those that have computed something again
-        self._unheard = Unheard()
+        self._unanswered = Unanswered()
         self._others_end: Cancel | None = None  # while other nodes may compute for this
         self._cancel = Cancel(parent=cancel)
         self.engine: StarterEngine | None = None
@@ -268,10 +268,10 @@ class RowVerifier:
             if (text := self._texts.get(seq_id)) is None or (ring := self._ring) is None:
                 return False
             self._choose_rest(ring, seq_id, text)
-            text.is_held = bool(text.is_waiting or self._accused)
-            if not text.is_held:
+            text.is_withheld = bool(text.is_waiting or self._accused)
+            if not text.is_withheld:
                 self._end(seq_id, text)
-        return text.is_held
+        return text.is_withheld
 
     def forget(self, seq_id: int) -> None:
         """A text is over."""
@@ -331,7 +331,7 @@ class RowVerifier:
     def finish(self) -> None:
         """The ring was left of one's own will: wait until all rows that were chosen are compared, those of today included.
 
-        Not longer than the ring is whole; what is not compared then is taken back.
+        Not longer than the ring is whole; what is not compared then is retracted.
         """
         with self._lock:
             if (ring := self._ring) is None:
@@ -435,7 +435,7 @@ class RowVerifier:
             logger.debug("%s cannot be verified now: %s", name, e)
             is_done = not self._tries_again(job, ring, text, e)
         except _CannotError as e:
-            self._tell(name, str(e))
+            self._warn_unverified(name, str(e))
         except (ControlError, EngineError) as e:  # rows that are forgotten here as well, or another node without memory
             logger.debug("%s cannot be verified now: %s", name, e)
         finally:
@@ -468,7 +468,7 @@ class RowVerifier:
 
     def _tries_again(self, job: _Job, ring: Ring, text: _Text, error: _NotToldError) -> bool:
         """Whether a job is done later, as the text cannot go on without it. In the end the node that tells nothing is named."""
-        if not (text.is_held or text.is_judged):
+        if not (text.is_withheld or text.is_judged):
             return False  # with the next rows of the text
         assert self.engine is not None
         if self.engine.sent.counts.get(job.seq_id, 0) < job.stop:
@@ -483,7 +483,7 @@ class RowVerifier:
     def _done(self, job: _Job, name: str, text: _Text) -> None:
         with self._lock:
             text.nodes[name].n_jobs -= 1
-            is_over = text.is_held and not text.is_waiting and job.ring is self._ring and not self._accused
+            is_over = text.is_withheld and not text.is_waiting and job.ring is self._ring and not self._accused
             if is_over:
                 self._end(job.seq_id, text)
             self._changed.notify_all()
@@ -502,7 +502,7 @@ class RowVerifier:
             self._untrue.update(names)
             self._changed.notify_all()
 
-    def _tell(self, name: str, why: str) -> None:
+    def _warn_unverified(self, name: str, why: str) -> None:
         if name not in self._told:
             with self._lock:
                 self._told.add(name)
@@ -542,8 +542,8 @@ class RowVerifier:
         self._decide(seq_id, ring, index, start, stop, again, told, is_same)
 
     def _decide(
-        self, seq_id: int, ring: Ring, index: int, start: int, stop: int, first: Recomputed, told: _Told,
-        is_same: Callable[[_Told], bool],
+        self, seq_id: int, ring: Ring, index: int, start: int, stop: int, first: Recomputed, told: _Computed,
+        is_same: Callable[[_Computed], bool],
     ) -> None:  # fmt: skip
         """A node of the ring and one that computed its blocks again differ: a third opinion says which of both is wrong.
 
@@ -575,7 +575,7 @@ class RowVerifier:
         self._put(untrue)
 
     @staticmethod
-    def _came_back(ring: Ring, text: _Text, start: int, told: _Told) -> bool:
+    def _came_back(ring: Ring, text: _Text, start: int, told: _Computed) -> bool:
         """Whether these rows are those that the last node has sent back, as far as it has."""
         codec, n_cols = ring.stage.rows, ring.stage.n_embd
         form = DTYPES[DTYPE_CODES[told[0]]]
@@ -651,15 +651,16 @@ class RowVerifier:
         """Another node's; None if none can."""
         stage = ring.stages[index]
         for name in self._holders(stage, ring.stages):
-            if name == without or name in self._liars or (name, index) in self._unfit or self._unheard.is_avoided(name):
+            is_out = name == without or name in self._liars or (name, index) in self._unfit
+            if is_out or self._unanswered.is_avoided(name):
                 continue
             if (found := self._ring_with(name, stage)) is None:
-                self._unheard.add(name)
+                self._unanswered.add(name)
             elif found.arithmetic != ring.arithmetics[stage.name]:
                 found.close()
                 self._unfit.add((name, index))
             else:
-                self._unheard.remove(name)
+                self._unanswered.remove(name)
                 return found
         return None
 
@@ -708,7 +709,7 @@ class RowVerifier:
     def _lose(self, index: int, error: RingError) -> None:
         """Another node does not compute the blocks of node `index` any more."""
         logger.debug("%s computes nothing again any more: %s", self._again[index].name, error)
-        self._unheard.add(self._again[index].name)
+        self._unanswered.add(self._again[index].name)
         self._drop([index])
 
     def _drop(self, indices: Sequence[int]) -> None:
@@ -727,7 +728,7 @@ def _is_over(ring: Ring) -> bool:
     return not isinstance(link, TcpRing) or link.wait_end(0)
 
 
-def _is_hash(sent: ToldRows, told: _Told) -> bool:
+def _is_hash(sent: ToldRows, told: _Computed) -> bool:
     """Whether these are the rows that a node says it has sent."""
     return (sent.dtype, sent.sha256) == (told[0], hashlib.sha256(told[1]).hexdigest())
 

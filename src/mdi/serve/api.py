@@ -37,8 +37,8 @@ from mdi.serve import operate, page
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
-from mdi.serve.chat import Chat
-from mdi.serve.completions import Completion
+from mdi.serve.chat import CHATS
+from mdi.serve.completions import COMPLETIONS
 from mdi.serve.endpoint import Endpoint
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.operate import is_from_here
@@ -148,8 +148,8 @@ def make_app(api: ApiState) -> Starlette:
     routes: list[BaseRoute] = [
         Route("/v1/models", _Models(api).list, methods=["GET"]),
         Route("/v1/models/{name:path}", _Models(api).one, methods=["GET"]),
-        Route("/v1/completions", Endpoint(api, Completion), methods=["POST"]),
-        Route("/v1/chat/completions", Endpoint(api, Chat), methods=["POST"]),
+        Route("/v1/completions", Endpoint(api, COMPLETIONS), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(api, CHATS), methods=["POST"]),
         Route("/health", _Models(api).health, methods=["GET"]),
         *page.routes(api),
         *operate.routes(api, operator),

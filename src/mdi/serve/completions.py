@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from mdi.serve.api_errors import invalid
-from mdi.serve.api_state import ApiState
-from mdi.serve.endpoint import EndpointJob
+from mdi.serve.endpoint import Answers
 from mdi.serve.models import LoadedModel
-from mdi.serve.process import ApiKey
+from mdi.serve.openai import Choices, surface
 from mdi.serve.request import (
     MOST_CHOICES,
+    Opened,
     RequestFields,
     TextLogprobs,
     TextPiece,
@@ -24,6 +24,8 @@ from mdi.serve.request import (
     encoded,
     read_fields,
 )
+from mdi.text.answers.forms import WORDS
+from mdi.text.answers.stream import AnswerStream
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -36,15 +38,15 @@ class CompletionFields(RequestFields, kw_only=True):
     suffix: Any = None
 
 
-class Completion(EndpointJob):
-    ID, OBJECT, CHUNK, continues = "cmpl", "text_completion", "text_completion", True
+class Completion:
+    """A request, read from its body."""
 
     def __init__(self, body: Any) -> None:
         fields = read_fields(CompletionFields, body)
         self.fields = common_fields(fields, DEFAULT_TOKENS, fields.logprobs)
-        self._given = _prompts(fields.prompt)
+        self.given = _prompts(fields.prompt)
         self.is_echoed = fields.echo
-        self.n_texts = len(self._given) * self.fields.n
+        self.n_texts = len(self.given) * self.fields.n
         if self.n_texts > MOST_CHOICES:
             raise invalid("n", f"at most {MOST_CHOICES} texts in one request")
         if self.is_echoed and fields.logprobs is not None:
@@ -55,45 +57,42 @@ class Completion(EndpointJob):
         if fields.suffix:
             raise invalid("suffix", "it is not supported")
 
-    async def prompts(self, model: LoadedModel) -> list[list[int]]:
+    async def opened(self, model: LoadedModel) -> Opened:
         encode = model.codec.encode
-        prompts = [await encoded(model, p, encode, "prompt") if isinstance(p, str) else p for p in self._given]
+        prompts = [await encoded(model, p, encode, "prompt") if isinstance(p, str) else p for p in self.given]
         for prompt in prompts:
             check_prompt(model, prompt, "prompt")
-        return prompts
+        answer = partial(AnswerStream, model.codec, WORDS, self.fields.stop, continues=True)
+        return Opened(prompts, answer, self.fields.stop, is_prompt_alone=self.is_prompt_alone)
 
-    async def pieces(
-        self, api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: list[list[int]]
-    ) -> AsyncIterator[TextPiece]:  # fmt: skip
-        if not self.is_prompt_alone:
-            async for piece in super().pieces(api, model, key, prompts):
-                yield piece
-            return
-        for index in range(self.n_texts):
-            yield TextPiece(index, "", finish_reason="length")
 
-    def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        given = zip(self._given, prompts, strict=True)
-        shown = [one if isinstance(one, str) else model.codec.decode(ids) for one, ids in given]
-        self._texts = [text if self.is_echoed else "" for text in shown for _ in range(self.fields.n)]
-        self._echoed = [*self._texts]
-        self._logprobs = [TextLogprobs(model.codec) for _ in self._texts]
-        self._reasons: list[str | None] = [None] * self.n_texts
-        return [_choice(index, text, None, None) for index, text in enumerate(self._texts) if text]
+class CompletionChoices(Choices):
+    ID, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 
-    def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
-        i = piece.index
+    def __init__(self, asked: Completion, answers: Answers) -> None:
+        self._codec, self._fields = answers.model.codec, asked.fields
+        given = zip(asked.given, answers.opened.prompts, strict=True)
+        shown = [one if isinstance(one, str) else self._codec.decode(ids) for one, ids in given]
+        self._echoed = [text if asked.is_echoed else "" for text in shown for _ in range(self._fields.n)]
+        self._texts = [*self._echoed]
+        self._logprobs = [TextLogprobs(self._codec) for _ in self._texts]
+        self._reasons: list[str | None] = [None] * asked.n_texts
+
+    def begin(self) -> list[dict[str, Any]]:
+        return [_choice(index, text, None, None) for index, text in enumerate(self._echoed) if text]
+
+    def piece(self, piece: TextPiece) -> dict[str, Any] | None:
+        i, text, reason = piece.index, piece.text, piece.finish_reason
         if piece.n_before is not None:
-            self._texts[i], self._logprobs[i] = self._echoed[i], TextLogprobs(model.codec)
-        shown = self._logprobs[i].take(piece) if self.fields.n_logprobs is not None else None
-        if not self.fields.is_streamed:
-            self._texts[i] += piece.text
-            self._reasons[i] = piece.finish_reason
-        is_new = piece.text or piece.finish_reason or shown
-        return _choice(i, piece.text, shown, piece.finish_reason) if is_new else None
+            self._texts[i], self._logprobs[i] = self._echoed[i], TextLogprobs(self._codec)
+        shown = self._logprobs[i].take(piece) if self._fields.n_logprobs is not None else None
+        if not self._fields.is_streamed:
+            self._texts[i] += text
+            self._reasons[i] = reason
+        return _choice(i, text, shown, reason) if text or reason or shown else None
 
     def choices(self) -> list[dict[str, Any]]:
-        logprobs = [own.all if self.fields.n_logprobs is not None else None for own in self._logprobs]
+        logprobs = [own.all if self._fields.n_logprobs is not None else None for own in self._logprobs]
         return [_choice(i, text, logprobs[i], self._reasons[i]) for i, text in enumerate(self._texts)]
 
 
@@ -119,3 +118,6 @@ def _prompts(given: Any) -> list[str | list[int]]:
 
 def _are_ids(values: list[Any]) -> bool:
     return all(type(value) is int and 0 <= value < 1 << 31 for value in values)
+
+
+COMPLETIONS = surface(Completion, CompletionChoices)

@@ -7,12 +7,8 @@ import contextlib
 import json
 import logging
 import math
-import secrets
-import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,22 +17,9 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
-from mdi.serve.request import CommonFields, TextPiece, Usage, check_beams, write_texts
-from mdi.text.texts import TextStream
+from mdi.serve.request import CommonFields, Opened, TextPiece, Usage, check_beams, write_texts
 
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-DONE = b"data: [DONE]\n\n"
-
-
-def stream_event(data: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
-
-
+EVENTS = "text/event-stream; charset=utf-8"
 BODY_LIMIT_BYTES = 16 << 20
 MOST_DROPPED_BYTES = 16 * BODY_LIMIT_BYTES
 BODY_S = 30.0
@@ -50,10 +33,15 @@ logger = logging.getLogger("mdi")
 
 
 class Exchange:
-    """Belongs to one request."""
+    """Belongs to one request.
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    Args:
+        media_type: of an answer that is streamed.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, media_type: str = EVENTS) -> None:
         self.scope = scope
+        self._media_type = media_type
         self._receive = receive
         self._send = send
         self.is_streaming = False
@@ -121,22 +109,14 @@ class Exchange:
         """The next part of a stream, which begins with the first."""
         if not self.is_streaming:
             self.is_streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            headers = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": raw})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self) -> None:
+    async def end(self, data: bytes = b"") -> None:
         """The end of a stream."""
-        await self._send({"type": "http.response.body", "body": DONE})
-
-    async def fail(self, error: ApiError) -> None:
-        """Report an error to the client, in a form that fits the part of the answer that it has."""
-        with contextlib.suppress(OSError):
-            if self.is_streaming:
-                await self.push(stream_event(error.body))
-                await self.end()
-            else:
-                close = {"connection": "close"} if error.status in (408, 413) else {}
-                await self.answer(error.body, error.status, {**error.headers, **close})
+        await self._send({"type": "http.response.body", "body": data})
 
 
 def json_of(body: bytes) -> Any:
@@ -187,123 +167,104 @@ def _finite(text: str) -> float:
     return value
 
 
-class EndpointJob(ABC):
-    """A parsed request: the texts to generate, and the form of the answer. See completions.py and chat.py.
+class Asked(Protocol):
+    """A request, as a surface has read it.
 
     Attributes:
-        ID: beginning of the answer's id.
-        OBJECT: type of the whole answer, as OpenAI names it.
-        CHUNK: type of a streamed part.
-        continues: whether the texts continue those of the prompts.
-        fields: those that all requests have.
-        n_texts: number of texts that the request asks for.
+        n_texts: that are wanted.
     """
 
-    ID: str
-    OBJECT: str
-    CHUNK: str
-    continues: bool
     fields: CommonFields
     n_texts: int
 
-    async def run(self, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
-        """Have the texts generated, and answer with them."""
-        fields, prompts = self.fields, await self.prompts(model)
-        check_beams(fields, exchange.key, model.context)
-        usage = Usage(sum(map(len, prompts)))
-        made = {"id": f"{self.ID}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.asked_name}
+    async def opened(self, model: LoadedModel) -> Opened:
+        """What is asked of a model. Raises ApiError if the model cannot continue one of the prompts."""
 
-        async def push(*choices: dict[str, Any], **others: Any) -> None:
-            await exchange.push(stream_event({**made, "object": self.CHUNK, "choices": list(choices), **others}))
 
-        begun = self.begin(model, prompts)
-        if fields.is_streamed:
-            for choice in begun:
-                await push(choice)
-        async for piece in self.pieces(api, model, exchange.key, prompts):
-            usage.count(piece, fields.n)
-            new = self.piece(model, piece)
-            if fields.is_streamed and new is not None:
-                await push(new)
-        if not fields.is_streamed:
-            answer = {**made, "object": self.OBJECT, "choices": self.choices(), "usage": usage.to_json()}
-            await exchange.answer(answer)
-            return
-        if fields.with_usage:
-            await push(usage=usage.to_json())
-        await exchange.end()
+class Answers:
+    """What a surface writes of."""
 
-    @abstractmethod
-    async def prompts(self, model: LoadedModel) -> list[list[int]]:
-        """Ids of the prompts. Raises ApiError if the model cannot continue one of them."""
+    def __init__(self, api: ApiState, model: LoadedModel, key: ApiKey | None, opened: Opened, asked: Asked) -> None:
+        self.model, self.opened, self.fields = model, opened, asked.fields
+        self.usage = Usage(sum(map(len, opened.prompts)))
+        self._texts = write_texts(api, model, key, opened, asked.fields)
 
-    def pieces(
-        self, api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: list[list[int]]
-    ) -> AsyncIterator[TextPiece]:  # fmt: skip
+    async def pieces(self) -> AsyncIterator[TextPiece]:
         """Of all texts, as they come. Raises ApiError."""
-        return write_texts(api, model, key, prompts, self.fields, partial(self.stream, model), self.stops(model))
+        async for piece in self._texts:
+            self.usage.count(piece, self.fields.n)
+            yield piece
 
-    def stops(self, model: LoadedModel) -> tuple[str, ...]:
-        """Stop strings besides those of the request."""
-        return ()
 
-    def stream(self, model: LoadedModel, stop: tuple[str, ...]) -> TextStream:
-        """Makes words of the ids of a text, up to stop strings."""
-        return TextStream(model.codec, stop, self.continues)
+class Surface(NamedTuple):
+    """One API: a request in, events out.
 
-    @abstractmethod
-    def begin(self, model: LoadedModel, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """First choices of a stream, before any token."""
+    Attributes:
+        read: makes what is asked of a body. Raises ApiError.
+        write: writes what `read` made of it and the answers to the client, streamed or not.
+        error: the body of an answer that is an error.
+        failure: the end of a stream that is one.
+        media_type: of a stream.
+    """
 
-    @abstractmethod
-    def piece(self, model: LoadedModel, piece: TextPiece) -> dict[str, Any] | None:
-        """Record a piece of a text; the choice that shows it, None if nothing can be shown yet."""
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Answers, Exchange], Awaitable[None]]
+    error: Callable[[ApiError], Mapping[str, Any]]
+    failure: Callable[[ApiError], bytes]
+    media_type: str = EVENTS
 
-    @abstractmethod
-    def choices(self) -> list[dict[str, Any]]:
-        """All choices, complete."""
+    async def answer(self, asked: Asked, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
+        """Have the texts generated, and write them."""
+        opened = await asked.opened(model)
+        check_beams(asked.fields, exchange.key, model.context)
+        await self.write(asked, Answers(api, model, exchange.key, opened, asked), exchange)
 
 
 class Endpoint:
-    """An ASGI application that answers one path.
+    """An ASGI application that answers one path."""
 
-    Args:
-        parse: makes a Job of the body. Raises ApiError.
-    """
-
-    def __init__(self, api: ApiState, parse: Callable[[Any], EndpointJob]) -> None:
+    def __init__(self, api: ApiState, surface: Surface) -> None:
         self._api = api
-        self._parse = parse
+        self._surface = surface
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._surface.media_type)
         try:
-            job = await exchange.parsed(self._parse)
-            await exchange.beside_client(self._limited(job, exchange))
+            asked = await exchange.parsed(self._surface.read)
+            await exchange.beside_client(self._limited(asked, exchange))
         except ClientGone:
             return
         except ApiError as e:
-            await exchange.fail(e)
+            await self._fail(exchange, e)
         except RecursionError:  # what could just be read may be too deep to be written again
-            await exchange.fail(ApiError(400, "the body is nested too deeply", "invalid_json"))
+            await self._fail(exchange, ApiError(400, "the body is nested too deeply", "invalid_json"))
         except Exception:
             logger.exception("a request failed")
-            await exchange.fail(ApiError(500, "the server failed; its log has the reason", "internal"))
+            await self._fail(exchange, ApiError(500, "the server failed; its log has the reason", "internal"))
 
-    def _limited(self, job: EndpointJob, exchange: Exchange) -> Coroutine[Any, Any, None]:
-        work = self._run(job, exchange)
-        return work if job.fields.deadline_s is None else _within(work, job.fields.deadline_s)
+    async def _fail(self, exchange: Exchange, error: ApiError) -> None:
+        """Report an error to the client, in a form that fits the part of the answer that it has."""
+        with contextlib.suppress(OSError):
+            if exchange.is_streaming:
+                await exchange.end(self._surface.failure(error))
+            else:
+                close = {"connection": "close"} if error.status in (408, 413) else {}
+                await exchange.answer(self._surface.error(error), error.status, {**error.headers, **close})
 
-    async def _run(self, job: EndpointJob, exchange: Exchange) -> None:
-        api, key = self._api, exchange.key
+    def _limited(self, asked: Asked, exchange: Exchange) -> Coroutine[Any, Any, None]:
+        work = self._run(asked, exchange)
+        return work if asked.fields.deadline_s is None else _within(work, asked.fields.deadline_s)
+
+    async def _run(self, asked: Asked, exchange: Exchange) -> None:
+        api, key, fields = self._api, exchange.key, asked.fields
         owner, priority = ("", 0) if key is None else (key.name, key.priority)
-        if (grammar := job.fields.grammar) is not None:
+        if (grammar := fields.grammar) is not None:
             await api.schemas.check(grammar["schema"], owner, priority)
         async with (
-            api.models.using(job.fields.model) as model,
-            api.queue(model.name).entered(owner, priority, job.n_texts // job.fields.n * job.fields.n_running),
+            api.models.using(fields.model) as model,
+            api.queue(model.name).entered(owner, priority, asked.n_texts // fields.n * fields.n_running),
         ):
-            await job.run(api, model, exchange)
+            await self._surface.answer(asked, api, model, exchange)
 
 
 async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:

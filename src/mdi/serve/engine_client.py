@@ -43,9 +43,9 @@ class TextEvent:
 class GeneratedTexts:
     """Texts that the engine continues together. As a context manager it cancels those that have not ended when it is left."""
 
-    def __init__(self, tell: Callable[[Mapping[str, Any]], None], forget: Callable[[int], None]) -> None:
+    def __init__(self, send: Callable[[Mapping[str, Any]], None], forget: Callable[[int], None]) -> None:
         self.events: asyncio.Queue[tuple[int, TextEvent | ApiError]] = asyncio.Queue()
-        self._tell = tell
+        self._send = send
         self._forget = forget
         self._live: dict[int, int] = {}  # number at the engine -> index here
 
@@ -64,7 +64,7 @@ class GeneratedTexts:
         for number in [number for number, own in self._live.items() if index in (None, own)]:
             self._drop(number)
             with contextlib.suppress(ApiError):  # the engine has gone
-                self._tell({"do": "cancel", "id": number})
+                self._send({"do": "cancel", "id": number})
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TextEvent]]:
         """Index and event, until all have ended. Raises ApiError."""

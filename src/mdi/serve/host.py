@@ -358,7 +358,7 @@ class ModelHost:
                 self._end_recovery(name)
                 with self._turns[name]:
                     self._give_up(name)
-                self._tell("idle", name, "nobody has used it for a while; a request loads it again")
+                self._report("idle", name, "nobody has used it for a while; a request loads it again")
             else:
                 with self._turns[name]:
                     self._load_wanted(name)
@@ -412,7 +412,7 @@ class ModelHost:
             except MdiError as e:
                 if name not in self._recoveries:
                     logger.warning("the ring of %s is lost: %s", name, e)
-                    self._tell("failed", name, str(e))
+                    self._report("failed", name, str(e))
                     self._begin_recovery(loaded, e)
 
     def _begin_recovery(self, lost: Loaded, error: MdiError) -> None:
@@ -461,7 +461,7 @@ class ModelHost:
         if not isinstance(error, MdiError):
             logger.error("%s cannot be loaded", name, exc_info=error)
             error = EngineError(f"{name} cannot be loaded: {type(error).__name__}: {error}")
-        self._tell("failed", name, str(error))
+        self._report("failed", name, str(error))
         return error
 
     def _load(self, name: str, cancel: Cancel) -> None:
@@ -471,12 +471,12 @@ class ModelHost:
             nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports, cancel=self._cancel
         )
         records: queue.Queue[logging.LogRecord] = queue.Queue()
-        listener = QueueListener(records, _Progress(lambda text: self._tell("loading", name, text)))
+        listener = QueueListener(records, _Progress(lambda text: self._report("loading", name, text)))
         progress = _Records(records)
         logger.addHandler(progress)
         listener.start()
         try:
-            self._tell("loading", name, "getting the nodes ready")
+            self._report("loading", name, "getting the nodes ready")
             run.open(cancel)
         finally:
             logger.removeHandler(progress)
@@ -495,7 +495,7 @@ class ModelHost:
         facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary, "n_virtual": n_virtual}
         tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
-        self._tell("serving", name, "ready", 1.0)
+        self._report("serving", name, "ready", 1.0)
         self._on_ready(name)
 
     def _options_of(self, name: str) -> StarterOptions:
@@ -509,7 +509,7 @@ class ModelHost:
             options = replace(options, placement="even")  # nodes that are at work cannot be measured
         return options
 
-    def _tell(self, state: str, model: str, text: str, done: float = 0.0) -> None:
+    def _report(self, state: str, model: str, text: str, done: float = 0.0) -> None:
         status = {"state": state, "model": model, "text": text, "done": done, "load": self._n_loads}
         self._lines.send({"is": "status", "status": status})
 
@@ -530,9 +530,9 @@ class _Records(QueueHandler):
 class _Progress(logging.Handler):
     """Forwards log records as loading progress."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, on_text: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
-        self._tell = tell
+        self._on_text = on_text
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._tell(record.getMessage())
+        self._on_text(record.getMessage())

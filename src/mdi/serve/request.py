@@ -27,7 +27,9 @@ from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
-from mdi.text.texts import TextCodec, TextStream
+from mdi.text.answers.events import End, Event, Text
+from mdi.text.answers.stream import AnswerStream
+from mdi.text.texts import TextCodec
 
 MOST_CHOICES = 32
 MOST_STOPS = 16
@@ -272,8 +274,7 @@ def _shown(value: Any) -> str:
     return repr(value)[:60]
 
 
-# What the engine calls the end of a text -> what OpenAI does; any other end is a failure.
-REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+REASONS = ("eos", "stop", "length")  # any other end of a text is a failure
 
 
 @dataclass(frozen=True)
@@ -282,25 +283,29 @@ class TextPiece:
 
     Attributes:
         index: of the text in the request: prompts one after the other, the choices of a prompt beside each other.
+        events: of the answer; the last one of all is its end.
         tokens: new ones, those that are no text among them.
         logprobs: of each of them, if they were asked for: its own, and the best ones' [[token, logprob], ...].
-        finish_reason: set in the last one.
         n_cached, n_accepted, n_rejected: see TextEvent.
-        reasoning, calls: see TextStream.others.
         n_before: it is the whole text so far, in the place of pieces with so many tokens that were not all right.
     """
 
     index: int
-    text: str
+    events: Sequence[Event]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] | None = None
-    finish_reason: str | None = None
     n_cached: int = 0
     n_accepted: int = 0
     n_rejected: int = 0
-    reasoning: str = ""
-    calls: Sequence[tuple[str, str]] = ()
     n_before: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Text))
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.events[-1].reason if self.events and isinstance(self.events[-1], End) else None
 
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
@@ -335,19 +340,31 @@ TOLD_WRONG = (
 )
 
 
-async def write_texts(
-    api: ApiState, model: LoadedModel, key: ApiKey | None, prompts: Sequence[Sequence[int]], fields: CommonFields,
-    open_stream: Callable[[tuple[str, ...]], TextStream], stop: tuple[str, ...] = (),
-) -> AsyncIterator[TextPiece]:  # fmt: skip
-    """Pieces of the `fields.n` texts of each prompt, as they come. If left early, unfinished texts are freed on all nodes.
+@dataclass(frozen=True)
+class Opened:
+    """What a request asks of a model.
 
-    Args:
-        open_stream: makes what turns the ids of one text into words up to stop strings.
-        stop: further stop strings.
+    Attributes:
+        open_answer: makes what reads the ids of one text.
+        stop: strings that end a text.
+        is_prompt_alone: whether no token is wanted.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    open_answer: Callable[[], AnswerStream]
+    stop: Sequence[str] = ()
+    is_prompt_alone: bool = False
+
+
+async def write_texts(
+    api: ApiState, model: LoadedModel, key: ApiKey | None, opened: Opened, fields: CommonFields
+) -> AsyncIterator[TextPiece]:
+    """Pieces of the `fields.n` texts of each prompt, as they come. If left early, unfinished texts are freed on all nodes.
 
     Raises:
         ApiError: the engine could not continue.
     """
+    prompts = opened.prompts
     owner = "" if key is None else key.name
     predicted: list[int] = []
     if fields.prediction:
@@ -355,15 +372,19 @@ async def write_texts(
             model, fields.prediction, partial(model.tokenizer.ids_of, adds_special=False), "prediction"
         )
     n_texts = len(prompts) * fields.n
+    if opened.is_prompt_alone:
+        for index in range(n_texts):
+            yield TextPiece(index, [End("length")])
+        return
     if fields.beams is None:
         each = [prompt for prompt in prompts for _ in range(fields.n)]
         more = {"is_guessed": fields.is_guessed, "prediction": predicted}
     else:  # one request finds the best texts of a prompt
         each = list(prompts)
-        more = {"beams": fields.beams, "n": fields.n, "stop": [*fields.stop, *stop]}
+        more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
-    answers = [open_stream((*fields.stop, *stop)) for _ in range(n_texts)]
-    told = [_Told() for _ in range(n_texts)]
+    answers = [opened.open_answer() for _ in range(n_texts)]
+    withheld = [_Withheld() for _ in range(n_texts)]
     begin = time.monotonic()
     last = [begin] * n_texts
     unfinished = set(range(n_texts))
@@ -383,11 +404,11 @@ async def write_texts(
                 if event.n_kept is not None:
                     if fields.is_streamed:
                         raise ApiError(500, TOLD_WRONG, "engine_untrue")
-                    n_before = len(told[index].tokens)
-                    answers[index] = open_stream((*fields.stop, *stop))
-                    event, told[index] = told[index].before(event, event.n_kept), _Told()
+                    n_before = len(withheld[index].tokens)
+                    answers[index] = opened.open_answer()
+                    event, withheld[index] = withheld[index].before(event, event.n_kept), _Withheld()
                 if not fields.is_streamed:
-                    told[index].take(event)
+                    withheld[index].take(event)
                 piece = _piece(index, event, answers[index], n_before)
                 if piece.finish_reason is not None:
                     texts.cancel(index)
@@ -425,8 +446,8 @@ def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: Comm
 
 
 @dataclass
-class _Told:
-    """The end of an answer that is not shown yet: it may have to be taken back."""
+class _Withheld:
+    """Tokens of an answer that is delivered as a whole: until then they may be retracted."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -441,23 +462,17 @@ class _Told:
         return replace(event, tokens=[*self.tokens[:n_kept], *event.tokens], logprobs=logprobs)
 
 
-def _piece(index: int, event: TextEvent, answer: TextStream, n_before: int | None = None) -> TextPiece:
-    text = answer.push(event.tokens)
+def _piece(index: int, event: TextEvent, answer: AnswerStream, n_before: int | None = None) -> TextPiece:
+    events = answer.feed(event.tokens)
     reason = event.finish_reason
-    if reason is not None:
-        if reason == UNMATCHED:
-            raise invalid("response_format", "the JSON schema is too large, or leads to where no text can go on")
-        if reason not in REASONS:
-            raise ApiError(500, "the nodes could not go on with this text", "engine_" + reason)
-        if not answer.is_stopped:
-            text += answer.flush()
-    if answer.is_stopped:
-        reason = "stop"
-    ended = None if reason is None else REASONS[reason]
-    return TextPiece(
-        index, text, event.tokens, event.logprobs, ended, event.n_cached, event.n_accepted, event.n_rejected,
-        *answer.others(), n_before=n_before,
-    )  # fmt: skip
+    if reason == UNMATCHED:
+        raise invalid("response_format", "the JSON schema is too large, or leads to where no text can go on")
+    if reason is not None and reason not in REASONS:
+        raise ApiError(500, "the nodes could not go on with this text", "engine_" + reason)
+    if reason is not None or answer.is_stopped:
+        events += answer.close(is_cut=reason == "length")
+    counts = event.n_cached, event.n_accepted, event.n_rejected
+    return TextPiece(index, events, event.tokens, event.logprobs, *counts, n_before)
 
 
 @dataclass
@@ -481,13 +496,6 @@ class Usage:
         self.n_rejected += piece.n_rejected
         if piece.index % n_choices == 0:
             self.cached[piece.index // n_choices] = piece.n_cached
-
-    def to_json(self) -> dict[str, Any]:
-        total = self.n_prompt + self.n_completion
-        counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_completion, "total_tokens": total}
-        predicted = {"accepted_prediction_tokens": self.n_accepted, "rejected_prediction_tokens": self.n_rejected}
-        cached = {"cached_tokens": sum(self.cached.values())}
-        return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": predicted}
 
 
 LEAST = -9999.0  # means "never": JSON has no infinity

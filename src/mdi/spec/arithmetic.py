@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from mdi.spec.decode import Meta, ShortName, Whole
 from mdi.spec.model_id import Formats
@@ -41,9 +41,6 @@ class Arithmetic:
     def is_certain(self) -> bool:
         """Whether any other stage of this arithmetic gives the same bits."""
         return self.is_fixed and self.share is None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "formats": vars(self.formats)}
 
     def __str__(self) -> str:
         return f"{self.unit} {self.formats.only} {self.kv_dtype}" if self.is_certain else self.unit

@@ -16,6 +16,7 @@ from mdi.kernels.weight_formats import AUTO, check_packed
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
+from mdi.spec.combinations import facts_of, refuse
 from mdi.spec.decode import Meta, Text, one_of
 from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
@@ -93,7 +94,11 @@ def _names(text: str, flag: str) -> tuple[str, ...]:
 class Requested:
     """One value everywhere: from flags of the same names to the starter's options, requests, and a node's own choices.
 
-    None and "auto" leave the choice to the node. What has been decided is a host.computing.Computing.
+    None and "auto" leave the choice to the node. What has been decided is a `host.computing.Computing`.
+
+    Attributes:
+        n_spans: how much every node records of what it does (engine.recorder); 0 is nothing.
+        cache_share: the part of each node's free memory that caches may take.
     """
 
     device: Annotated[Text | None, Option(
@@ -121,6 +126,12 @@ class Requested:
     allow_clipping: Annotated[bool, Option(
         "let weights that are too large for their format become the largest number that it holds (default: they are refused)"
     )] = False
+
+    silence_s: Annotated[Silence, Option(
+        "a node that is silent for S seconds is lost (%(default)g)", metavar="S"
+    )] = SILENCE_S
+    n_spans: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    cache_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
     @staticmethod
     def of(source: Any) -> Requested:
@@ -188,8 +199,6 @@ class StarterOptions(Requested):
     Attributes:
         placement: None is the default one, unless chunks that lie there have been cut already.
         cache_dir: where this node keeps what it measured of itself.
-        n_spans: how much every node records of what it does (engine.recorder.Recorder); 0 is nothing.
-        cache_share: the part of each node's free memory that caches may take.
         weight_memory: how the starter's own weights are read.
     """
 
@@ -232,13 +241,9 @@ class StarterOptions(Requested):
         "frames in flight (default: as many as nodes; one more if measured links are slow compared with computing)",
         ("--frames",), metavar="N",
     )] = None
-    n_spans: int = 0
     fixed: Annotated[bool, Option(
         "end the run when a node is lost (default: other nodes take its blocks, and the texts go on)"
     )] = False
-    silence_s: Annotated[Silence, Option(
-        "a node that is silent for S seconds is lost (%(default)g)", metavar="S"
-    )] = SILENCE_S
     parallel: ParallelOptions = ParallelOptions()
     replay_memory: Annotated[int, Option(
         "memory of each node for rows that it has sent, so that after a loss only the lost blocks compute them again "
@@ -252,7 +257,6 @@ class StarterOptions(Requested):
         "have a spare compute the rows of NODE as well, so that it takes its place at once; auto: of the node with the most "
         "blocks. Each name needs a spare (default: none)", metavar="auto|NODE,...", read=_names,
     )] = ()
-    cache_share: float = 1.0
     draft: Annotated[str, Option(
         "guess the next tokens while the last one goes round; texts stay the same. auto: from repetitions in the text, from "
         "predicted texts and schemas; DIR: also by a small model with the same tokenizer, on the starter (%(default)s)",
@@ -672,9 +676,11 @@ class Options(StarterOptions):
     )] = 5.0
 
     def with_given(self, flags: dict[str, Any]) -> Options:
-        """These options with other flags, as they were typed. Raises UsageError."""
+        """These options with other flags, as they were typed, which must go together. Raises UsageError."""
         given = {**self.given, **flags}
-        return replace(made(Options, self.declared, given), given=given, declared=self.declared)
+        options = replace(made(Options, self.declared, given), given=given, declared=self.declared)
+        refuse(facts_of(options, self.declared))
+        return options
 
 
 # fmt: on

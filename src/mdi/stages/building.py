@@ -34,11 +34,12 @@ from mdi.model.caches import CHUNK_ROWS
 from mdi.model.plain import spec_of
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.model import ModelConfig
+from mdi.spec.window import window_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_spec
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, window_of, work_bytes
+from mdi.stages.window_budget import RunMemory, work_bytes
 from mdi.tensor.shard_blocks import GroupSum
 
 if TYPE_CHECKING:
@@ -146,11 +147,11 @@ def torch_weights(source: WeightSource, part: str, computing: Computing) -> Torc
     """
     form = computing.quantize if part.startswith("block.") else computing.quantize_head
     if form is not None:
-        return dict(source.weights(part, Packing(form, form, computing.clips)))
+        return dict(source.weights(part, Packing(form, form, computing.allow_clipping)))
     tensors = source.tensors(part)
     if computing.dtype != "float16":
         return dict(tensors)
-    return {name: _within_half(tensor, name, computing.clips) for name, tensor in tensors.items()}
+    return {name: _within_half(tensor, name, computing.allow_clipping) for name, tensor in tensors.items()}
 
 
 def _within_half(tensor: torch.Tensor, name: str, clips: bool) -> torch.Tensor:

@@ -225,8 +225,8 @@ class Ends:
         return positions
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
-        """The rows, which go through no block here."""
-        return np.array(x, dtype=np.float32, order="C", copy=True)
+        """The rows that `embed` made, which go through no block here."""
+        return np.ascontiguousarray(x, dtype=np.float32)
 
 
 class KernelStage:
@@ -314,7 +314,6 @@ class KernelStage:
 
     @property
     def at_starter(self) -> KernelStage | Ends:
-        """See mdi.engine.worker.Backend."""
         if self.group is None:
             return self
         assert self.ends is not None

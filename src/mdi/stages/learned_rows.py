@@ -20,6 +20,8 @@ from mdi.kernels.cache_rows import piece_of
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slice, Slices, adapter_of
 from mdi.kernels.stage_caches import CacheRun
+from mdi.model.plain import spec_of
+from mdi.model.spec import Attention
 from mdi.spec.model import ModelConfig
 
 Take = Callable[[], None]
@@ -52,7 +54,9 @@ class LearnedRows:
         self._n_rows: dict[int, int] = {}  # by the number of the adapter
         self._prompts: dict[int, dict[int, np.ndarray]] = {}  # by adapter and block
         kept: dict[int, dict[tuple[int, str], np.ndarray]] = {}  # keys and values, by adapter
-        shape = config.n_query_groups, config.head_size
+        mixer = spec_of(config).blocks[start].mixer
+        assert isinstance(mixer, Attention)
+        shape = mixer.n_groups, mixer.head_size
         for part in parts.values():
             for name in part:
                 if (match := STORED_ROWS.fullmatch(name)) is None:

@@ -1,14 +1,14 @@
 """Facts about a model that the nodes of a ring share: which node gets which parts, and how weights become stages.
 
-The family here is that of all models that litgpt describes. Others derive from it and are given to Run and
+The family here is that of all models of a ModelConfig. Others derive from it and are given to Run and
 SecondaryNode; everything else, from the control plane to the frames, is the same for all families.
-Torch and litgpt are imported only for stages in torch.
+Torch is imported only for stages in torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mdi.block_ranges import ADAPTER_PREFIX
 from mdi.cancel import Cancel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ModelFamily:
-    """Models of litgpt: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
+    """Models of a ModelConfig: the starter holds embedding, first blocks, norm and head; each secondary a run of blocks.
 
     Attributes:
         is_placed: whether nodes can measure themselves with such a model, so that a placement can be computed.
@@ -53,12 +53,6 @@ class ModelFamily:
         from mdi.text.texts import TextCodec
 
         return TextCodec.from_checkpoint(directory, prompt_style)
-
-    def torch_config(self, config: ModelConfig) -> Any:
-        """The same for stages of torch, whose modules are made of it."""
-        from litgpt.config import Config
-
-        return Config(**config.litgpt_plain())
 
     def kernel_config(self, config: ModelConfig) -> ModelConfig | None:
         """The same for the kernels; None if this is no model of theirs."""
@@ -92,21 +86,19 @@ class ModelFamily:
         """
         from mdi.stages.torch_stage import Stage, StarterStage
 
-        own = self.torch_config(config)
-        return StarterStage(own, blocks[1]) if has_ends else Stage(own, *blocks, cancel)
+        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
 
     def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
-        own = self.torch_config(config)
-        caches = run_bytes(own, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
-        return caches + module_bytes(own, *blocks)
+        caches = run_bytes(config, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
+        return caches + module_bytes(config, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
-        group = group_of(request.extensions, request.model.config)
+        group = group_of(request.group, request.model.config)
         has_head = group is not None and group.shares.vocabulary is not None
         wanted = [*stage_parts(*request.blocks, starter=False), *(["head"] if has_head else [])]
         if [p.name for p in request.parts if not p.name.startswith(ADAPTER_PREFIX)] != wanted:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from litgpt.config import Config
-from litgpt.model import Block
 from torch.nn import functional
 
 from mdi.checkpoint.adapters import gain_factor
@@ -26,8 +22,10 @@ from mdi.checkpoint.packing import norm_before, plain
 from mdi.errors import Code, UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels.blocks import Weights
-from mdi.spec.model import ModelConfig, why_not_litgpt
-from mdi.stages.torch_stage import position_tables
+from mdi.model.plain import spec_of
+from mdi.spec.model import ModelConfig
+from mdi.stages.torch_attention import Positions, Texts
+from mdi.stages.torch_block import Block, Heads
 from mdi.stages.trained_tensors import NONE, Trained, is_learned, of_blocks
 
 Each = Callable[[], None]
@@ -64,26 +62,21 @@ class KeptInputs:
 
 
 class PlainBlocks:
-    """See the module.
+    """Blocks that gradients go through.
 
     Args:
         config: of the model, as the kernels have it.
         weights: of block i, by their names in the model; packed ones are made plain while the block is computed.
         each: called after each block.
         kept: where the inputs of blocks are kept from a forward pass to its backward pass; None: nowhere.
-
-    Raises:
-        UsageError: torch has no such blocks.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Callable[[int], Weights], each: Each = lambda: None,
         kept: KeptInputs | None = None,
     ) -> None:  # fmt: skip
-        if (lacking := why_not_litgpt(config)) is not None:
-            raise UsageError(f"torch has no blocks with {lacking}, so no gradients go through them", code=Code.KERNELS)
-        self._config, self._weights, self._each = Config(**config.litgpt_plain()), weights, each
-        self._all, self._kept = config, kept
+        self._config, self._spec = config, spec_of(config)
+        self._weights, self._each, self._kept = weights, each, kept
 
     def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> np.ndarray:
         """float32 (texts, tokens, n_embd) before block `start` -> the same before block `stop`
@@ -130,30 +123,32 @@ class PlainBlocks:
 
     def _block(self, index: int, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.device("meta"):
-            block = Block(self._config, index)
-        prefix = f"transformer.h.{index}."
+            block = Block(self._spec.blocks[index], self._spec.width)
+        path = f"transformer.h.{index}."
         arrays = plain(dict(self._weights(index)))  # torch warns of those that cannot be written to
         tensors = {
-            name.removeprefix(prefix): torch.from_numpy(w if w.flags.writeable else w.copy())
+            name.removeprefix(path): torch.from_numpy(w if w.flags.writeable else w.copy())
             for name, w in arrays.items()
         }
         block.load_state_dict(tensors, strict=False, assign=True)
         block.requires_grad_(False)
         if left := [name for name, tensor in block.state_dict().items() if tensor.is_meta]:
             raise UsageError(f"the weights of block {index} lack {left[0]}", code=Code.TENSOR)
-        own = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
-        self._add_adapters(block, prefix, own)
-        n_before = 0
+        own = {name.removeprefix(path): tensor for name, tensor in own.items()}
+        self._add_adapters(block, path, own)
+        prefix: list[torch.Tensor] = []
         if (prompt := own.get("prompt")) is not None:
             x = torch.cat([x[:, : len(prompt)] + prompt[: x.size(1)], x[:, len(prompt) :]], dim=1)
         elif (key := own.get("prefix_key")) is not None:
-            n_before = len(key)
-            self._add_prefix(block.attn, key, own["prefix_value"])
-        cos, sin = (table[n_before:] for table in position_tables(self._config, n_before + x.size(1), x.device))
-        if (kinds := self._config.rope_indices) is not None:
-            cos, sin = cos[..., kinds[index]], sin[..., kinds[index]]
-        found: torch.Tensor = block(x, cos[None], sin[None])
-        return found
+            if not isinstance(block.attn, Heads) or block.attn.of.window:
+                raise UsageError(
+                    "a prefix cannot stand before attention in windows, or latent attention", code=Code.KERNELS
+                )
+            prefix = [key, own["prefix_value"]]
+        n_texts, n_tokens, _ = x.shape
+        positions = Positions(n_tokens + (len(prefix[0]) if prefix else 0), x.device)
+        found: torch.Tensor = block(x.flatten(0, 1), Texts(n_texts, n_tokens, positions, prefix))
+        return found.view_as(x)
 
     def _add_adapters(self, block: Block, prefix: str, own: Mapping[str, torch.Tensor]) -> None:
         """Have the block's linear layers add what adapters add to them."""
@@ -163,35 +158,12 @@ class PlainBlocks:
                 continue
             layer, _, first, _ = name.rsplit(".", 3)
             a, b = own[name], own[f"{name[:-1]}b"]
-            norm = (norm_before(f"{prefix}{layer}.weight", self._all) or "").removeprefix(prefix)
+            norm = (norm_before(f"{prefix}{layer}.weight", self._config) or "").removeprefix(prefix)
             gain, here = own.get(f"{norm.removesuffix('weight')}gain"), norms.get(norm)
             if gain is not None and here is not None:
-                factor = gain_factor(prefix + norm, gain.numpy(), here.numpy(), self._all)
+                factor = gain_factor(prefix + norm, gain.numpy(), here.numpy(), self._config)
                 a = a if factor is None else a * torch.tensor(factor)
             block.get_submodule(layer).register_forward_hook(partial(_added, a=a, b=b, first=int(first)))
-
-    def _add_prefix(self, attention: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Have all rows see these keys and values, too, as if they stood before the first one."""
-        if attention.apply_sliding_window_attention or self._all.latent_attention:
-            raise UsageError(
-                "a prefix cannot stand before attention in windows, or latent attention", code=Code.KERNELS
-            )
-        attend, size = type(attention).scaled_dot_product_attention, self._config.head_size
-        own = weakref.proxy(attention)  # if it held itself, the block's plain weights would stay for a while
-
-        def heads(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            found = rows.view(len(rows), -1, size).transpose(0, 1)
-            found = found.repeat_interleave(like.size(1) // len(found), dim=0)
-            return torch.cat([found.expand(len(like), -1, -1, -1), like], dim=2)
-
-        def with_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            n = q.size(2)
-            hidden = torch.full((n, n), float("-inf")).triu(1)
-            mask = torch.cat([torch.zeros(n, len(key)), hidden], dim=1)
-            found: torch.Tensor = attend(own, q, heads(key, k), heads(value, v), mask)
-            return found
-
-        attention.scaled_dot_product_attention = with_prefix
 
 
 def _hash_of_pass(x: np.ndarray, start: int, stop: int, trained: Trained) -> bytes:

@@ -89,7 +89,7 @@ class SideShape:
 
 
 class SideNetwork:
-    """See the module.
+    """Computes a text's rows at the starter, from the taps of its blocks.
 
     Args:
         tensors: of the shape's names and shapes.

@@ -10,7 +10,6 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.shapes import packed_bytes
-from mdi.errors import Code, UsageError
 from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
@@ -18,12 +17,13 @@ from mdi.kernels.weight_formats import held_bytes
 from mdi.model.plain import spec_of
 from mdi.model.spec import ModelSpec
 from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.combinations import GRADIENTS, TOGETHER, TORCH, WINDOW, refuse
 from mdi.spec.extent import Extent
 from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats, ModelId
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import run_bytes
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.window_budget import WindowOptions
 from mdi.tensor.group import Group
 
 
@@ -69,7 +69,7 @@ class StageSpec:
         share = None if self.group is None else (self.group.rank, self.group.shares, self.group.packing)
         return (
             self.model.config_hash, self.blocks, self.parts, self.computing.threads or n_threads(),
-            replace(self.computing, threads=None), self.extent.kv_dtype, self.model.formats, share, self.window,
+            self.computing.key, self.extent.kv_dtype, self.model.formats, share, self.window,
             None if self.window is None else (
                 self.extent.max_length, self.extent.n_sequences, self.kv_memory, self.n_rows, self.beside
             ),
@@ -141,30 +141,24 @@ class StageSpec:
         return f"embedding, head and {block_span(*self.blocks)}" if self.has_ends else block_span(*self.blocks)
 
 
+def _facts(spec: StageSpec) -> dict[str, str]:
+    """What combinations of options depend on, with the words for it."""
+    where = f"{spec.name} computes"
+    facts = {
+        TORCH: f"{where} {spec.computing.why_torch or 'in torch'}" if spec.is_torch else "",
+        WINDOW: f"{where} with its weights in a window (--window, --memory)" if spec.window is not None else "",
+        TOGETHER: f"{where} in a group that shares blocks" if spec.group is not None else "",
+        "--adapter": "--adapter" if spec.adapter_parts else "",
+    }
+    return {fact: words for fact, words in facts.items() if words}
+
+
 def check_spec(spec: StageSpec) -> None:
     """Raises UsageError for what only the kernels can do."""
-    if spec.is_torch and spec.window is not None:
-        raise UsageError(f"--window and --memory are for the kernels, which do not compute {spec.computing.why_torch}")
-    if spec.adapter_parts and (spec.is_torch or spec.group is not None):
-        why = spec.computing.why_torch or "in torch" if spec.is_torch else "in a group that shares blocks"
-        raise UsageError(
-            f"--adapter: {spec.name} computes {why}, and adapters are for nodes with whole blocks in the kernels"
-        )
-    if spec.is_torch and spec.group is not None:
-        raise UsageError("shares of blocks are computed in the kernels, on a CPU: take this node out of the group")
-
-
-NO_GRADIENTS = "gradients go through whole blocks in the kernels' form only: no windows, groups or GPUs"
+    refuse(_facts(spec))
 
 
 def check_gradients(spec: StageSpec) -> None:
     """Raises UsageError if no gradients go through the blocks of this stage, or torch, which computes them, is not here."""
-    if spec.is_torch:
-        where = spec.computing.why_torch or "in torch"
-    elif spec.window is not None:
-        where = "with its weights in a window (--window, --memory)"
-    elif spec.group is not None:
-        where = "in a group that shares blocks"
-    else:
-        return load_torch(f"{spec.name}: computing gradients")
-    raise UsageError(f"{spec.name} computes {where}: {NO_GRADIENTS}", code=Code.KERNELS)
+    refuse({**_facts(spec), GRADIENTS: GRADIENTS}, GRADIENTS)
+    load_torch(f"{spec.name}: computing gradients")

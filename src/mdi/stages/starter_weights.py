@@ -28,7 +28,7 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
-from mdi.tensor.group import EXTENSION, Group
+from mdi.tensor.group import Group
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share
 
@@ -256,11 +256,6 @@ class StarterWeights:
         """A node's share of its blocks: rank and shares of its group; None for one that has them whole."""
         group = self.group_of(node)
         return None if group is None else (group.rank, group.shares.heads, group.shares.columns)
-
-    def extensions_of(self, node: int) -> dict[str, Any]:
-        """The facts that only one node of the ring must know."""
-        group = self.group_of(node)
-        return {} if group is None else {EXTENSION: group.to_json()}
 
     # Parts
 

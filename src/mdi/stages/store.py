@@ -23,16 +23,17 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.memory import NodeCaches
 from mdi.engine.replay import SentRows
 from mdi.engine.worker import Backend
-from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
 from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
+from mdi.spec.combinations import GRADIENTS, TORCH, refuse
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.stages.building import build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
-from mdi.stages.spec import NO_GRADIENTS, StageSpec
+from mdi.stages.spec import StageSpec
 from mdi.units import size
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _KEPT_INPUTS: WeakKeyDictionary[Backend, KeptInputs] = WeakKeyDictionary()
 MARGIN_SHARE = 0.15
 MARGIN_BYTES = 64 << 20
 N_CLASSES_LIMIT = 1000
-_SHARE = "cache_share"
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class CacheReport:
     @classmethod
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
-        told = decode(_Told, data, f"{where}, of its caches", ControlError)
+        told = decode(_Reported, data, f"{where}, of its caches", ControlError)
         return cls(told.limit_bytes, told.is_by_hand, tuple(PageClass(*one) for one in told.classes), told.device)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reported:
     """A report as it travels; a class is (window, page_bytes)."""
 
     limit_bytes: Bytes
@@ -105,20 +105,10 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
     from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
 
     if not isinstance(stage, KernelStage) or stage.group is not None or stage.weights.ready is not None:
-        raise UsageError(NO_GRADIENTS, code=Code.KERNELS)
+        refuse({GRADIENTS: GRADIENTS, TORCH: "these blocks are not whole in the kernels' form"})
+    assert isinstance(stage, KernelStage)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
     return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
-
-
-def share_extensions(share: float) -> dict[str, Any]:
-    """The extension of `/init` with the share of free memory for a run's caches; empty if that is all of it."""
-    return {} if share == 1.0 else {_SHARE: share}
-
-
-def share_in(extensions: Mapping[str, Any]) -> float:
-    """The share in such an extension; anything invalid means all."""
-    share = extensions.get(_SHARE)
-    return share if isinstance(share, float) and 0 < share < 1 else 1.0
 
 
 def check_capacity(name: str, stage: Backend, max_length: int, device: str, promised: int = 0) -> None:
@@ -272,14 +262,6 @@ class HeldStage:
         return self.spec.computing.device
 
     @property
-    def model(self) -> str:
-        return self.spec.model.name
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        return self.spec.blocks
-
-    @property
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
 
@@ -299,7 +281,7 @@ class HeldStage:
 
 
 class StageStore:
-    """See the module. All methods may be called from any thread.
+    """All methods may be called from any thread.
 
     Args:
         available: memory of a device that is free, or would be if stages that are not in use were dropped; None asks the
@@ -632,7 +614,7 @@ class StageStore:
         while unused and free - (_bytes_of([*used, *unused]) - _bytes_of(used)) < needed:
             dropped = unused.pop(0)
             self.remove(dropped)
-            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.model or "a model")
+            logger.info("%s drops %s of %s from memory", spec.name, dropped.spec, dropped.spec.model.name or "a model")
 
 
 def _is_ready(held: HeldStage | None, spec: StageSpec) -> bool:

@@ -1,33 +1,23 @@
-"""Attention of one block over a ragged batch in torch; each sequence has its own cache.
+"""Attention in torch: over the rows of a frame, each sequence with its own cache, or over whole texts, with gradients.
 
-litgpt's own attention knows one position for a whole batch and copies the cache on every grouped-query step. These
-modules take over its projections and norms (so the parameter names stay litgpt's) and replace what is between them.
-litgpt's `Block` calls them with the Batch in the place of its mask: the rows of one frame, their sequences and positions.
+Both are the `rows` of the blocks in `mdi.stages.torch_block`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from litgpt.config import Config
-from litgpt.model import (
-    CausalSelfAttention,
-    LLaMAMoE,
-    MultiheadLatentAttention,
-    do_softcapping,
-)
 
 from mdi.kernels.pages import PageTable
+from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices
 from mdi.model.caches import PAGE
+from mdi.model.spec import Alibi, LatentAttention, Mixer, Rotary
 from mdi.stages.torch_cache import Memory, Selection, TorchCaches
 
 # Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and
@@ -35,8 +25,36 @@ from mdi.stages.torch_cache import Memory, Selection, TorchCaches
 LARGEST_TOGETHER = 8
 
 
+class Positions:
+    """What blocks compute from positions: tables for all positions of a run, made when they are first asked for."""
+
+    def __init__(self, max_length: int, device: torch.device) -> None:
+        self.max_length, self.device = max_length, device
+        self._rotary: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._terms: dict[tuple[Alibi, int, int], torch.Tensor] = {}
+
+    def rotary(self, of: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines (max_length, n_elem); of the sines the first half is negated, see `torch_block.rotate_`."""
+        if of not in self._rotary:
+            cos, sin = rope_tables(of, self.max_length)
+            sin[:, : of.n_elem - of.n_elem // 2] *= -1
+            self._rotary[of] = torch.from_numpy(cos).to(self.device), torch.from_numpy(sin).to(self.device)
+        return self._rotary[of]
+
+    def terms(self, of: Mixer) -> torch.Tensor | None:
+        """Of the scores of the key at each position: (n_head, max_length or more); None for nothing."""
+        if isinstance(of, LatentAttention) or not isinstance(of.positions, Alibi):
+            return None
+        key = of.positions, of.n_head, of.head_size
+        if key not in self._terms:
+            bias = score_bias(of, self.max_length)
+            assert bias is not None
+            self._terms[key] = torch.from_numpy(bias).to(self.device)
+        return self._terms[key]
+
+
 @dataclass(frozen=True)
-class Rows:
+class Span:
     """Rows [first_row, first_row + n_rows) of a batch: positions from `start` on of one sequence.
 
     Attributes:
@@ -66,7 +84,7 @@ class Alone:
         pages: pages of these keys.
     """
 
-    rows: Rows
+    rows: Span
     first: int
     pages: Selection
 
@@ -85,65 +103,86 @@ class Together:
     Attributes:
         index: the rows' places in the batch; None if they are the whole batch.
         pages: of all of them, those of the first sequence before those of the next.
+        starts: the rows' positions.
     """
 
     def __init__(
         self, starts: Sequence[int], index: torch.Tensor | None, pages: Selection, device: torch.device
     ) -> None:
         self.index, self.pages = index, pages
-        self._n = len(starts)
-        self._starts = torch.tensor(starts, device=device)
-        self._masks: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        self.n = len(starts)
+        self.starts = torch.tensor(starts, device=device)
+        self.keys = torch.arange(pages.n // self.n * PAGE, device=device)
 
     def seen(self, gathered: torch.Tensor) -> torch.Tensor:
         """(positions of all, G, size) -> (n, G, positions of each, size)"""
-        return gathered.view(self._n, -1, *gathered.shape[1:]).transpose(1, 2)
-
-    def mask(self, dtype: torch.dtype, n_groups: int, n_repeat: int) -> torch.Tensor:
-        """Numbers to add to the scores: nothing up to a sequence's own position, minus infinity beyond.
-
-        Returns:
-            (n, G, n_repeat, positions of each), the same object for every block.
-        """
-        key = dtype, n_groups, n_repeat
-        if key not in self._masks:
-            device, length = self._starts.device, self.pages.n // self._n * PAGE
-            beyond = torch.arange(length, device=device) > self._starts[:, None]
-            zeros = torch.zeros(self._n, length, dtype=dtype, device=device)
-            mask = zeros.masked_fill_(beyond, float("-inf"))[:, None, None]
-            self._masks[key] = mask.expand(-1, n_groups, n_repeat, -1)
-        return self._masks[key]
+        return gathered.view(self.n, -1, *gathered.shape[1:]).transpose(1, 2)
 
 
 class Batch:
     """A ragged batch; the caches have pages for all of its rows.
 
     Args:
-        caches: the stage's.
+        caches, positions: the stage's.
 
     Raises:
         EngineError: a slice that does not fit its sequence's cache, or memory that has run out.
     """
 
-    def __init__(self, slices: Slices, caches: TorchCaches) -> None:
-        self.caches = caches
+    def __init__(self, slices: Slices, caches: TorchCaches, positions: Positions) -> None:
+        self.caches, self._positions = caches, positions
         self.memory = Memory(caches.device)
-        self.rows: list[Rows] = []
+        self.rows: list[Span] = []
         n = 0
         for seq_id, start, n_rows, *_ in slices:
-            self.rows.append(Rows(n, n_rows, start, caches.extend(seq_id, start, n_rows)))
+            self.rows.append(Span(n, n_rows, start, caches.extend(seq_id, start, n_rows)))
             n += n_rows
         ranges = [np.arange(rows.start, rows.end) for rows in self.rows]
         self._numbers = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
         self._places: dict[int, Selection] = {}
         self._alone: dict[tuple[int, int], Alone] = {}
         self._parts: dict[int, tuple[list[Together], list[Alone]]] = {}
-        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._tables: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masks: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
         """(N,)"""
         return torch.from_numpy(self._numbers).to(self.caches.device)
+
+    def tables(self, of: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        if of not in self._tables:
+            cos, sin = self._positions.rotary(of)
+            self._tables[of] = cos[self.positions, None], sin[self.positions, None]
+        return self._tables[of]
+
+    def attend(
+        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `torch_block.Rows`; keys and values go to the caches."""
+        cache = self.caches.blocks[layer]
+        cache.write(self.places(cache.cache_class), *((k,) if v is None else (k, v)))
+        together, alone = self.parts(cache.cache_class)
+        if not alone and len(together) == 1 and together[0].index is None:
+            return self._attend(together[0], of, layer, q, sinks)
+        found = q.new_empty(*q.shape[:2], value_size(of))
+        for group in together:
+            found[group.index] = self._attend(group, of, layer, q[group.index], sinks)
+        for part in alone:
+            found[part.rows.span] = self._attend(part, of, layer, q[part.rows.span], sinks)
+        return found
+
+    def _attend(
+        self, part: Alone | Together, of: Mixer, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(n, n_head, k_size) of some sequences -> (n, n_head, v_size)"""
+        keys = self.seen(part, layer, 0, q.dtype)
+        is_latent = isinstance(of, LatentAttention)
+        values = keys[..., : value_size(of)] if is_latent else self.seen(part, layer, 1, q.dtype)
+        n, n_texts = len(q), len(keys)
+        mask = self._mask(part, of, q.dtype, keys.size(1))
+        return unfolded(attend(folded(q, n_texts, keys.size(1)), keys, values, mask, of, sinks), n)
 
     def places(self, cache_class: int) -> Selection:
         """Where the keys and values of all rows are written."""
@@ -162,7 +201,7 @@ class Batch:
         """
         if cache_class not in self._parts:
             window = self.caches.classes[cache_class].window
-            together: dict[int, list[Rows]] = {}
+            together: dict[int, list[Span]] = {}
             alone: list[Alone] = []
             for rows in self.rows:
                 n_pages = -(-rows.end // PAGE)
@@ -173,7 +212,7 @@ class Batch:
             self._parts[cache_class] = [self._together(each, cache_class) for each in together.values()], alone
         return self._parts[cache_class]
 
-    def alone(self, rows: Rows, cache_class: int) -> Alone:
+    def alone(self, rows: Span, cache_class: int) -> Alone:
         """The keys that these rows see."""
         key = rows.first_row, cache_class
         if key not in self._alone:
@@ -183,7 +222,7 @@ class Batch:
             self._alone[key] = Alone(rows, first, self.caches.select(cache_class, ids))
         return self._alone[key]
 
-    def _together(self, members: list[Rows], cache_class: int) -> Together:
+    def _together(self, members: list[Span], cache_class: int) -> Together:
         pages = np.concatenate([rows.tables[cache_class].ids for rows in members])
         device = self.caches.device
         is_all = len(members) == len(self._numbers)
@@ -197,246 +236,157 @@ class Batch:
             return found
         return self.memory.of(f"half {half} as {dtype}", found.shape, dtype).copy_(found)
 
-    def mask(self, part: Alone, window: int | None, n_repeat: int) -> torch.Tensor | None:
-        """The keys that each row may see; None if all may see all.
-
-        Args:
-            window: how many positions back a row sees, itself included; None is all of them.
-            n_repeat: how often the rows are repeated (the query heads of a group).
-
-        Returns:
-            (n_repeat * n_rows, n_keys) boolean, the same object for every block that asks the same.
-        """
-        rows = part.rows
-        if rows.n_rows == 1:  # a single row may see every key
-            return None
-        key = (rows.first_row, part.first, n_repeat, window)
+    def _mask(self, part: Alone | Together, of: Mixer, dtype: torch.dtype, n_groups: int) -> torch.Tensor | None:
+        """What `attend` takes, the same object for every block that asks the same; None if all rows may see all keys."""
+        terms, n_repeat = self._positions.terms(of), of.n_head // n_groups
+        key = id(part), of.window, n_groups, n_repeat, dtype, None if terms is None else id(terms)
         if key not in self._masks:
-            queries = torch.arange(rows.start, rows.end, device=self.caches.device)[:, None]
-            keys = torch.arange(part.first, rows.end, device=self.caches.device)[None, :]
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-            self._masks[key] = mask.repeat(n_repeat, 1)
+            self._masks[key] = self._new_mask(part, of, dtype, n_groups, n_repeat, terms)
         return self._masks[key]
+
+    def _new_mask(
+        self, part: Alone | Together, of: Mixer, dtype: torch.dtype, n_groups: int, n_repeat: int,
+        terms: torch.Tensor | None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        if isinstance(part, Together):
+            found = added(part.starts, part.keys, terms, None, dtype).expand(of.n_head, -1, -1)
+            return found.transpose(0, 1).unflatten(1, (n_groups, n_repeat))
+        rows = part.rows
+        keys = torch.arange(part.first, rows.end, device=self.caches.device)
+        if terms is None and rows.n_rows == 1:  # a single row may see every key
+            return None
+        return mask_of(self.positions[rows.span], keys, of, terms, n_groups, dtype)
+
+
+class Texts:
+    """Whole texts of as many tokens each, one after the other, and no caches: the rows of a block with gradients.
+
+    Args:
+        positions: for all of their rows, and those before them.
+        prefix: keys and values (n, G * size) that all rows see, as if they stood before the first one.
+    """
+
+    def __init__(self, n_texts: int, n_tokens: int, positions: Positions, prefix: Sequence[torch.Tensor] = ()) -> None:
+        self._n_texts, self._positions, self._prefix = n_texts, positions, prefix
+        self._n_before = len(prefix[0]) if prefix else 0
+        self._numbers = torch.arange(self._n_before, self._n_before + n_tokens, device=positions.device)
+
+    def tables(self, of: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (table[self._numbers].repeat(self._n_texts, 1)[:, None] for table in self._positions.rotary(of))
+        return cos, sin
+
+    def attend(
+        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `torch_block.Rows`."""
+        n_groups, n_keys = k.size(1), self._n_before + len(self._numbers)
+        keys, *values = (self._with_prefix(i, rows) for i, rows in enumerate((k,) if v is None else (k, v)))
+        mask = mask_of(
+            self._numbers, torch.arange(n_keys, device=q.device), of, self._positions.terms(of), n_groups, q.dtype
+        )
+        value = values[0] if values else keys[..., : value_size(of)]
+        found = attend(folded(q, self._n_texts, n_groups), keys, value, mask, of, sinks)
+        return unfolded(found, len(q))
+
+    def _with_prefix(self, which: int, rows: torch.Tensor) -> torch.Tensor:
+        """(N, G, size) -> (texts, G, keys, size)"""
+        own = rows.view(self._n_texts, -1, *rows.shape[1:]).transpose(1, 2)
+        if not self._prefix:
+            return own
+        before = self._prefix[which].view(self._n_before, *rows.shape[1:]).transpose(0, 1)
+        return torch.cat([before.expand(self._n_texts, -1, -1, -1), own], dim=2)
+
+
+def value_size(of: Mixer) -> int:
+    """Numbers of a head's value, as they come from `attend`."""
+    return of.kv_rank if isinstance(of, LatentAttention) else of.head_size
+
+
+def folded(q: torch.Tensor, n_texts: int, n_groups: int) -> torch.Tensor:
+    """(N, n_head, size) -> (texts, G, R, size), R = query heads of a group times rows of a text."""
+    return q.view(n_texts, -1, *q.shape[1:]).transpose(1, 2).reshape(n_texts, n_groups, -1, q.size(2))
+
+
+def unfolded(y: torch.Tensor, n: int) -> torch.Tensor:
+    """(texts, G, R, size) -> (N, n_head, size)"""
+    n_texts, size = y.size(0), y.size(3)
+    return y.reshape(n_texts, -1, n // n_texts, size).transpose(1, 2).reshape(n, -1, size)
+
+
+def mask_of(
+    queries: torch.Tensor, keys: torch.Tensor, of: Mixer, terms: torch.Tensor | None, n_groups: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What rows at these positions see of keys at those: (R, L) boolean; with terms (G, R, L), to be added."""
+    n_repeat = of.n_head // n_groups
+    if terms is not None:
+        return added(queries, keys, terms, of.window, dtype).view(n_groups, -1, len(keys))
+    return ~_hidden(queries, keys, of.window).repeat(n_repeat, 1)
+
+
+def added(
+    queries: torch.Tensor, keys: torch.Tensor, terms: torch.Tensor | None, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Numbers to add to the scores of rows at these positions: minus infinity for keys that they do not see.
+
+    Terms of ALiBi are counted from the row's own, which makes no difference to a softmax: near keys get small numbers, of which
+    a type of few bits loses little.
+
+    Returns:
+        (n_head, n, L); of one head, if there are no terms.
+    """
+    hidden = _hidden(queries, keys, window)
+    if terms is None:
+        scores = torch.zeros(1, *hidden.shape, device=hidden.device)
+    else:
+        scores = terms[:, None, keys] - terms[:, queries, None]
+    return scores.masked_fill_(hidden, float("-inf")).to(dtype)
+
+
+def _hidden(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """(n, L)"""
+    found = keys > queries[:, None]
+    return found if window is None else found | (keys <= queries[:, None] - window)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, of: Mixer,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of query rows folded into their groups, so that keys and values are read once per group, in place.
 
     Args:
         q: (B, G, R, k_size), R = query heads of the group times rows.
         k: (B, G, L, k_size). v: (B, G, L, v_size).
         mask: (R, L) boolean, or (B, G, R, L) that is added to the scores. None lets all see all.
+        sinks: (n_head)
 
     Returns:
         (B, G, R, v_size)
     """
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = do_softcapping((q @ k.mT) * scale, softcap)
+    size = v.size(-1)
+    if sinks is not None:
+        q, k, v = with_sinks(q, k, v, sinks / of.scale)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=mask.dtype == torch.bool)
+    if of.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=of.scale)[..., :size]
+    scores = of.softcap * torch.tanh((q @ k.mT) * of.scale / of.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    return (F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v)[..., :size]
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
-    """Rotary positions, in place.
-
-    Args:
-        x: (N, heads, size), memory of the caller's own.
-        cos, sin: (N, 1, size) for the positions of the rows; of the sine, the first half is negated (litgpt negates that half
-            of x instead; with an odd size, it is the larger one).
-        interleaved: whether the two numbers of a pair lie beside each other, and not half a head apart; they are then brought
-            into the order that is half a head apart, as litgpt does.
-    """
-    if not interleaved and x.dtype == cos.dtype:
-        turned = x.roll(-(x.size(-1) // 2), -1)
-        x.mul_(cos).addcmul_(turned, sin)
-        return
-    apart = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
-    x.copy_(apart * cos + apart.roll(-(x.size(-1) // 2), -1) * sin)  # rounded once, at the end
+SINK_NUMBERS = 8  # more in a row, so that its size still suits vectors
 
 
-class CachedAttention(nn.Module):
-    """Multi-head, grouped-query or multi-query attention with per-sequence caches.
-
-    Args:
-        attn: litgpt's module, whose parameters are taken over.
-        layer: place of the block in its stage.
-    """
-
-    def __init__(self, attn: CausalSelfAttention, layer: int) -> None:
-        super().__init__()
-        self.qkv, self.proj = attn.qkv, attn.proj
-        self.norm_q, self.norm_k = attn.norm_q, attn.norm_k
-        config: Config = attn.config
-        self.config = config
-        self.layer = layer
-        self.window = config.sliding_window_size if attn.apply_sliding_window_attention else None
-        self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.head_size)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
-        """(1, N, C) -> (1, N, C); cos and sin (N, 1, rope_n_elem) are those of the rows' positions."""
-        c = self.config
-        heads = self._project(x[0], cos, sin)
-        cache = batch.caches.blocks[self.layer]
-        cache.write(batch.places(cache.cache_class), *heads[:, c.n_head :].split(c.n_query_groups, dim=1))
-        q = heads[:, : c.n_head]
-        groups, alone = batch.parts(cache.cache_class)
-        if not alone and len(groups) == 1:
-            return self.proj(self._attend_together(q, groups[0], batch))[None]
-        y = heads.new_empty(heads.size(0), c.n_head * c.head_size)
-        for group in groups:
-            y[group.index] = self._attend_together(q[group.index], group, batch)
-        for part in alone:
-            y[part.rows.span] = self._attend(q[part.rows.span], part, batch)
-        return self.proj(y)[None]
-
-    def _project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """(N, C) -> (N, n_head + 2 * G, head_size): queries, keys and values, with positions and norms applied."""
-        c = self.config
-        heads = self.qkv(x).view(x.size(0), -1, c.head_size)
-        if c.norm_qk:
-            heads = self._normed(heads)
-        turned = heads[:, : -c.n_query_groups]  # queries and keys are adjacent, and are rotated together
-        if c.rope_n_elem != c.head_size:
-            turned = turned[..., : c.rope_n_elem]
-        rotate_(turned, cos, sin, c.rope_interleave)
-        return heads
-
-    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
-        """(N, n_head + 2 * G, head_size), with the norms of queries and keys."""
-        c = self.config
-        q, k, v = heads.split([c.n_head, c.n_query_groups, c.n_query_groups], dim=1)
-        if c.norm_qk_type == "olmo2":  # one norm over all heads
-            q, k = self.norm_q(q.flatten(1)).view_as(q), self.norm_k(k.flatten(1)).view_as(k)
-        else:
-            q, k = self.norm_q(q), self.norm_k(k)
-        return torch.cat((q, k, v), dim=1)
-
-    def _attend_together(self, q: torch.Tensor, group: Together, batch: Batch) -> torch.Tensor:
-        """(n, n_head, head_size) of sequences that decode one row each -> (n, n_head * head_size)"""
-        c = self.config
-        n, n_groups = q.size(0), c.n_query_groups
-        keys, values = (batch.seen(group, self.layer, half, q.dtype) for half in (0, 1))
-        mask = group.mask(q.dtype, n_groups, c.n_head // n_groups)
-        folded = q.reshape(n, n_groups, -1, c.head_size)  # (n, G, R, head_size)
-        y = attend(folded, keys, values, mask, self.scale, c.attention_logit_softcapping)
-        return y.reshape(n, c.n_head * c.head_size)
-
-    def _attend(self, q: torch.Tensor, part: Alone, batch: Batch) -> torch.Tensor:
-        """(n, n_head, head_size) of one sequence -> (n, n_head * head_size)"""
-        c = self.config
-        n, n_repeat = q.size(0), c.n_head // c.n_query_groups
-        keys, values = (batch.seen(part, self.layer, half, q.dtype) for half in (0, 1))
-        mask = batch.mask(part, self.window, n_repeat)
-        folded = q.transpose(0, 1).reshape(1, c.n_query_groups, n_repeat * n, c.head_size)
-        y = attend(folded, keys, values, mask, self.scale, c.attention_logit_softcapping)
-        return y.view(c.n_head, n, c.head_size).transpose(0, 1).reshape(n, c.n_head * c.head_size)
-
-
-class CachedLatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek V2/V3) that caches the latent, not the heads.
-
-    The up-projections of keys and values are absorbed into the query and the output (DeepSeek-V2 paper, section 2.1.2):
-    per position the cache holds kv_lora_rank + qk_rope_head_dim values, shared by all heads, as if there were one group.
-    A key bias would add the same to all scores of a query and drops out of the softmax; a value bias is added at the end.
-    """
-
-    def __init__(self, attn: MultiheadLatentAttention, layer: int) -> None:
-        super().__init__()
-        self.q_a_proj, self.q_a_norm, self.q_b_proj = attn.q_a_proj, attn.q_a_norm, attn.q_b_proj
-        self.kv_a_proj_with_mqa, self.kv_a_norm = attn.kv_a_proj_with_mqa, attn.kv_a_norm
-        self.kv_b_proj, self.proj = attn.kv_b_proj, attn.proj
-        config: Config = attn.config
-        self.config = config
-        self.layer = layer
-        self.scale = attn.mscale**2 / math.sqrt(config.attention_scores_scalar or config.qk_head_dim)
-        self.multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.bmm  # or tiled_bmm: keep_rows_apart
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, *_: Any) -> torch.Tensor:
-        """(1, N, C) -> (1, N, C); cos and sin (N, 1, qk_rope_head_dim) are those of the rows' positions."""
-        c = self.config
-        n = x.size(1)
-        up = self.kv_b_proj.weight.view(c.n_head, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
-        up_k, up_v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
-        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x[0]))).view(n, c.n_head, c.qk_head_dim)
-        q_pass, q_rot = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        latent, k_rot = self.kv_a_proj_with_mqa(x[0]).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        rotate_(q_rot, cos, sin, c.rope_interleave)
-        rotate_(k_rot[:, None], cos, sin, c.rope_interleave)
-        # (n_head, N, kv_lora_rank + qk_rope_head_dim): queries that look at latents
-        q = torch.cat((self.multiply(q_pass.transpose(0, 1), up_k), q_rot.transpose(0, 1)), dim=-1)
-        cache = batch.caches.blocks[self.layer]
-        cache.write(batch.places(cache.cache_class), torch.cat((self.kv_a_norm(latent), k_rot), dim=-1)[:, None])
-        y = q.new_empty(c.n_head, n, c.kv_lora_rank)
-        for rows in batch.rows:
-            y[:, rows.span] = self._attend(q[:, rows.span], batch.alone(rows, cache.cache_class), batch)
-        heads = self.multiply(y, up_v.mT)  # (n_head, N, v_head_dim)
-        if self.kv_b_proj.bias is not None:
-            heads = heads + self.kv_b_proj.bias.view(c.n_head, 1, -1)[..., c.qk_nope_head_dim :]
-        return self.proj(heads.transpose(0, 1).reshape(1, n, c.n_head * c.v_head_dim))
-
-    def _attend(self, q: torch.Tensor, part: Alone, batch: Batch) -> torch.Tensor:
-        """(n_head, n, d) of one sequence -> (n_head, n, kv_lora_rank)"""
-        n_head, n, size = q.shape
-        keys = batch.seen(part, self.layer, 0, q.dtype)  # (1, 1, L, d)
-        mask = batch.mask(part, None, n_head)
-        values = keys[..., : self.config.kv_lora_rank]
-        y = attend(
-            q.reshape(1, 1, n_head * n, size), keys, values, mask, self.scale, self.config.attention_logit_softcapping
-        )
-        return y.view(n_head, n, self.config.kv_lora_rank)
-
-
-def cached(attn: nn.Module, layer: int) -> CachedAttention | CachedLatentAttention:
-    """The cached attention that stands in for litgpt's `attn`."""
-    if isinstance(attn, MultiheadLatentAttention):
-        return CachedLatentAttention(attn, layer)
-    return CachedAttention(attn, layer)
-
-
-# One row costs little more in a tile of eight, and 64 rows of a prompt read the weights eight times, not sixteen.
-TILE = 8
-
-Results = tuple[torch.Tensor, ...]
-
-
-def keep_rows_apart(root: nn.Module) -> None:
-    """Let routers and latent attention below `root` compute in tiles; harmless if repeated."""
-    for module in root.modules():
-        if isinstance(module, LLaMAMoE):
-            _tile_router(module.gate)
-        elif isinstance(module, CachedLatentAttention):
-            module.multiply = tiled_bmm
-
-
-def tiled_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.bmm: (B, N, K) and (B, K, M) -> (B, N, M)"""
-    return torch.cat([torch.bmm(tile, b) for tile in _tiles(a, 1)], dim=1)[:, : a.size(1)]
-
-
-def _tile_router(gate: nn.Module) -> None:
-    """In place, because the names of its weights must stay."""
-    if "forward" in vars(gate):
-        return
-    whole: Callable[[torch.Tensor], torch.Tensor | Results] = gate.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor | Results:
-        """(N, n_embd) -> the router's results for N rows"""
-        results = [whole(tile) for tile in _tiles(x, 0)]
-        if isinstance(results[0], torch.Tensor):
-            return torch.cat(results)[: x.size(0)]  # type: ignore[arg-type]
-        return tuple(torch.cat(parts)[: x.size(0)] for parts in zip(*results, strict=True))
-
-    gate.forward = forward
-
-
-def _tiles(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """`x` in pieces of TILE along `dim`, each in memory of its own, because some kernels depend on the alignment."""
-    after = x.dim() - dim - 1
-    padded = F.pad(x, (*(0, 0) * after, 0, -x.size(dim) % TILE))
-    return [tile.clone(memory_format=torch.contiguous_format) for tile in padded.split(TILE, dim)]
+def with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with one more key, whose products with the queries are the sinks, and whose value is zero."""
+    n_texts, n_groups, n_rows, size = q.shape
+    own = sinks.to(q.dtype).view(1, n_groups, -1, 1, 1)
+    own = own.expand(n_texts, -1, -1, n_groups * n_rows // sinks.numel(), -1).reshape(n_texts, n_groups, n_rows, 1)
+    q = F.pad(torch.cat((q, own), dim=-1), (0, SINK_NUMBERS - 1))
+    k, v = (F.pad(x, (0, SINK_NUMBERS, 0, 1)) for x in (k, v))
+    k[:, :, -1, size] = 1
+    return q, k, v

@@ -245,8 +245,8 @@ class TorchCaches(CachePages):
         kinds = list(counts)
         sizes = [kind.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize for kind in kinds]  # in numbers
         self.blocks = [BlockCache(pools[c], c, number * sizes[c], kinds[c]) for c, number in places]
-        for c, store in enumerate(self.stores):
-            store.layout = BlockRows(self, c)
+        for i, store in enumerate(self.stores):
+            store.layout = BlockRows(self, i)
 
     def select(self, cache_class: int, pages: np.ndarray, positions: np.ndarray | None = None) -> Selection:
         """Pages by their numbers; with `positions`, one position in each."""

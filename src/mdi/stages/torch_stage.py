@@ -1,34 +1,30 @@
 """A stage in torch: one node's part of the model, run over the rows of a frame.
 
-Blocks, norms and MLPs are litgpt's own, built with their global numbers (which decide about sliding windows, dual RoPE and
-dense layers) and named as in the full model, so that a chunk is a selection of its tensors. `TorchStage` is such a stage for a
-whole run, with device and types decided. Nothing else of a secondary needs torch.
+Its blocks (`mdi.stages.torch_block`) are named as in the full model, so that a chunk is a selection of its tensors.
+`TorchStage` is such a stage for a whole run, with device and types decided. Nothing else of a secondary needs torch.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import cast
 
 import torch
 import torch.nn as nn
-from litgpt.config import Config
-from litgpt.model import GPT, Block, RMSNorm, do_softcapping
 
 from mdi.cancel import Cancel
 from mdi.engine.rows import TensorRows, logit_rows
 from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
-from mdi.kernels.positions import rope_tables
+from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import cache_classes
 from mdi.model.plain import spec_of
-from mdi.model.spec import Rotary
 from mdi.spec.model import ModelConfig
-from mdi.stages.torch_attention import Batch, cached, keep_rows_apart
+from mdi.stages.torch_attention import Batch, Positions
+from mdi.stages.torch_block import Block, keep_rows_apart, norm_of
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
 from mdi.stages.torch_packed import Weights, install, is_packed, layers_for
 
@@ -48,13 +44,12 @@ class Stage(nn.Module):
 
     transformer: nn.ModuleDict
     max_length: int  # this and what follows: from `prepare` on
-    cos: torch.Tensor
-    sin: torch.Tensor
     caches: TorchCaches
+    _positions: Positions
 
-    def __init__(self, config: Config, start: int, stop: int, cancel: Cancel | None = None) -> None:
+    def __init__(self, config: ModelConfig, start: int, stop: int, cancel: Cancel | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.spec = config, spec_of(config)
         self.n_embd = config.n_embd
         self.start, self.stop = start, stop
         self.n_finished = 0  # blocks, so far
@@ -63,19 +58,9 @@ class Stage(nn.Module):
             for i in range(start, stop):
                 if cancel is not None:
                     cancel.check()
-                blocks[str(i)] = self.make_block(config, i, i - start)
+                blocks[str(i)] = Block(self.spec.blocks[i], config.n_embd, i - start)
         self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
         self.eval().requires_grad_(False)
-
-    @staticmethod
-    def make_block(config: Config, index: int, layer: int) -> Block:
-        """Block `index` of the model, which is number `layer` of this stage."""
-        block = Block(config, index)
-        block.attn = cached(block.attn, layer)
-        for name, norm in list(block.named_children()):
-            if type(norm) is RMSNorm and not norm.add_unit_offset:  # torch's does the same in fewer steps
-                setattr(block, name, nn.RMSNorm(norm.weight.shape, eps=norm.eps))
-        return block
 
     def load(
         self,
@@ -136,11 +121,8 @@ class Stage(nn.Module):
             cache_limit: bytes that all caches together will take at most; None is not known.
         """
         self.max_length = max_length
-        self.cos, self.sin = position_tables(self.config, max_length, device)
-        size = self.sin.size(1)
-        self.sin[:, : size - size // 2].neg_()  # as `rotate` needs it
-        spec = spec_of(ModelConfig.from_litgpt(self.config))
-        self.caches = TorchCaches(spec, self.start, self.stop, max_length, device, dtype, cache_limit)
+        self._positions = Positions(max_length, device)
+        self.caches = TorchCaches(self.spec, self.start, self.stop, max_length, device, dtype, cache_limit)
 
     @property
     def gathered_share(self) -> float:
@@ -149,8 +131,7 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        blocks: list[Block] = list(self.transformer["h"].children())
-        return blocks
+        return [cast(Block, block) for block in self.transformer["h"].children()]
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Slices, taps: Sequence[int] = ()) -> torch.Tensor:
@@ -171,20 +152,14 @@ class Stage(nn.Module):
                 raise EngineError(
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
-        batch = Batch(slices, self.caches)
-        cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]  # (N, 1, rope_n_elem[, 2])
-        rope_indices = self.config.rope_indices
-        x = x[None]  # litgpt's blocks want a batch dimension
+        batch = Batch(slices, self.caches, self._positions)
         seen: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks, self.start):
-            if rope_indices is None:
-                x = block(x, cos, sin, batch)
-            else:
-                x = block(x, cos[..., rope_indices[i]], sin[..., rope_indices[i]], batch)
+            x = block(x, batch)
             self.n_finished += 1
             if i in taps:
-                seen.append(x[0] if (wanted := logit_rows(slices)) is None else x[0, wanted])
-        return torch.cat([x[0], *seen]) if seen else x[0]
+                seen.append(x if (wanted := logit_rows(slices)) is None else x[wanted])
+        return torch.cat([x, *seen]) if seen else x
 
     @torch.inference_mode()
     def compile(self, *args: object, **kwargs: object) -> None:
@@ -200,33 +175,22 @@ class Stage(nn.Module):
                 block.mlp.compile(dynamic=True)
                 weight = next(block.parameters())
                 for n_rows in (1, 3):
-                    block.mlp(torch.zeros(1, n_rows, self.config.n_embd, device=weight.device, dtype=weight.dtype))
+                    block.mlp(torch.zeros(n_rows, self.n_embd, device=weight.device, dtype=weight.dtype))
         except Exception as e:  # of many kinds, from a missing compiler to a bug of one
             raise EngineError(f"--compile: torch cannot compile here: {(str(e).splitlines() or [''])[0]}") from e
 
 
-def position_tables(config: Config, max_length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines (max_length, rope_n_elem[, 2 kinds of layers]): litgpt's, or scaled in ways that it lacks."""
-    if "rope_type" in (config.rope_adjustments or {}):
-        rotary = spec_of(ModelConfig.from_litgpt(config)).blocks[0].mixer.positions
-        assert isinstance(rotary, Rotary)
-        cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(rotary, max_length))
-        return cos, sin
-    # litgpt's table builder is a method that reads just these two attributes.
-    found: tuple[torch.Tensor, torch.Tensor] = GPT.rope_cache(
-        SimpleNamespace(config=config, max_seq_length=max_length), device=device
-    )
-    return found
-
-
-def run_bytes(config: Config, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
+def run_bytes(config: ModelConfig, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
-    tables = 2 * 4 * max_length * config.rope_n_elem * (2 if config.rope_local_base_freq else 1)
-    classes, _ = cache_classes(spec_of(ModelConfig.from_litgpt(config)), start, stop, CACHE_TYPE_OF[dtype])
+    spec = spec_of(config)
+    tables, classes = (
+        table_bytes(spec.blocks[start:stop], max_length),
+        cache_classes(spec, start, stop, CACHE_TYPE_OF[dtype])[0],
+    )
     return int(tables + sum(c.n_bytes(max_length) for c in classes))
 
 
-def module_bytes(config: Config, start: int, stop: int) -> int:
+def module_bytes(config: ModelConfig, start: int, stop: int) -> int:
     """Memory of the blocks as Python objects, without one weight: nothing, but where a config asks for many experts."""
     return (stop - start) * (BLOCK_BYTES + config.n_expert * EXPERT_BYTES)
 
@@ -236,34 +200,43 @@ class StarterStage(Stage):
 
     is_head_shared = False
 
-    def __init__(self, config: Config, stop: int) -> None:
+    def __init__(self, config: ModelConfig, stop: int) -> None:
         super().__init__(config, 0, stop)
+        spec, ends = self.spec, self.spec.ends
         with torch.device("meta"):
-            self.transformer["wte"] = nn.Embedding(config.padded_vocab_size, config.n_embd)
-            self.transformer["ln_f"] = config.norm_class(config.n_embd, eps=config.norm_eps)
-            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+            self.transformer["wte"] = nn.Embedding(spec.n_rows, spec.width)
+            if ends.n_positions:
+                self.transformer["wpe"] = nn.Embedding(ends.n_positions, spec.width)
+            self.transformer["wte_norm"] = norm_of(ends.embedding_norm, spec.width)
+            self.transformer["ln_f"] = norm_of(ends.final_norm, spec.width)
+            self.lm_head = nn.Linear(spec.width, spec.n_rows, bias=ends.head_bias)
         self.eval().requires_grad_(False)
 
     @property
     def returned_width(self) -> int:
         """Columns of the rows that come back to `head`."""
-        return self.config.n_embd
+        return self.n_embd
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor, slices: Slices = NO_SLICES) -> torch.Tensor:
-        """(N,) token ids -> (N, n_embd)"""
-        x = self.transformer["wte"](ids)
-        if self.config.scale_embeddings:
-            x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
-        return x
+        """(N,) token ids -> (N, n_embd), with the positions of the slices where the model has learned some."""
+        x: torch.Tensor = self.transformer["wte"](ids)
+        if (factor := self.spec.ends.embedding_factor) is not None:
+            x = x * torch.tensor(factor, dtype=x.dtype)
+        if n := self.spec.ends.n_positions:
+            positions = [i for _, start, n_rows, *_ in slices for i in range(start, start + n_rows)]
+            if len(positions) != len(ids) or (positions and max(positions) >= n):
+                raise EngineError(f"{len(ids)} rows at positions that the model does not have")
+            x = x + self.transformer["wpe"](torch.tensor(positions, device=ids.device))
+        found: torch.Tensor = self.transformer["wte_norm"](x)
+        return found
 
     @torch.inference_mode()
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """(M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits"""
-        logits = self.lm_head(self.transformer["ln_f"](x))
-        if self.config.final_logit_softcapping is not None:
-            logits = do_softcapping(logits, self.config.final_logit_softcapping)
-        return logits
+        logits: torch.Tensor = self.lm_head(self.transformer["ln_f"](x))
+        cap = self.spec.ends.softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _and_more(names: list[str]) -> str:
@@ -289,11 +262,9 @@ class TorchStage:
 
     @property
     def at_starter(self) -> StarterFrameStage:
-        """See mdi.engine.worker.Backend."""
         return cast(StarterFrameStage, self.inner)
 
     def load(self, parts: Sequence[str], weights: Callable[[str], Weights]) -> None:
-        """See Stage.load."""
         self.inner.load(parts, weights, self._device, self._dtype)
 
     @property
@@ -334,7 +305,6 @@ class TorchStage:
 
     @property
     def gathered_share(self) -> float:
-        """See Stage.gathered_share."""
         return self.inner.gathered_share
 
     @property

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 Trained = Mapping[str, np.ndarray]  # float32, by name
 Shapes = dict[str, tuple[int, ...]]
-_Told = dict[str, Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(min_length=1, max_length=2)]]
+_ShapesForm = dict[str, Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(min_length=1, max_length=2)]]
 
 N_KEPT = 2  # sets of tensors, of a run at a node: those of a step, and of the one before
 NONE: Trained = {}
@@ -118,7 +118,7 @@ def read_shapes(data: bytes | bytearray, config: ModelConfig, start: int, stop: 
     def refused(message: str) -> ControlError:
         return ControlError(message, 400)
 
-    shapes: Shapes = dict(decode_text(_Told, bytes(data), "the tensors", refused)) if data else {}
+    shapes: Shapes = dict(decode_text(_ShapesForm, bytes(data), "the tensors", refused)) if data else {}
     adapters: dict[int, dict[str, TensorSpec]] = {}
     n_virtual = set[tuple[str, int]]()
     width = row_widths(config)

@@ -34,8 +34,9 @@ from mdi.kernels.weight_formats import weight_format
 from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.spec.model import ModelConfig
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
-from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowOptions, WindowPlan, choose_window, taken_bytes
+from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
 from mdi.units import megabytes, size
 
@@ -43,12 +44,12 @@ logger = logging.getLogger("mdi")
 
 
 PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
-TOLD_S = 10.0  # a wait for the disk that is worth a word
+LOG_WAIT_S = 10.0  # a wait for the disk that is longer is logged
 GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
 
 
 class Reader:
-    """See the module.
+    """Reads the units of all passes in a thread of its own.
 
     Args:
         units: of one pass; None is a position without one.
@@ -93,7 +94,7 @@ class Reader:
             self._is_closed = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join(TOLD_S)
+            self._thread.join(LOG_WAIT_S)
 
     @property
     def is_full(self) -> bool:
@@ -105,7 +106,7 @@ class Reader:
         begin = time.monotonic()
         if position != self._let_go:
             self._move_to(position)
-        next_word = begin + TOLD_S
+        next_word = begin + LOG_WAIT_S
         with self._changed:
             if self._error is not None:  # met ahead of time, or raised before
                 self._error = None  # many errors of disks pass, so it is read again
@@ -122,7 +123,7 @@ class Reader:
                         f"the disk has given nothing of {self._file_of(position)} for {GIVEN_UP_S:.0f} s: check the disk"
                     )
                 if now > next_word:
-                    next_word = now + TOLD_S
+                    next_word = now + LOG_WAIT_S
                     logger.warning("waiting for the disk: %s (%.0f s)", self._file_of(position), now - begin)
         self.wait_s += time.monotonic() - begin
 
@@ -413,7 +414,7 @@ class _Spill:
 
 
 class Window:
-    """See the module. What stays is read now, and the first units that do not, in the background.
+    """What stays is read now, and the first units that do not, in the background.
 
     Raises:
         CheckpointError: a unit cannot be read.
@@ -501,7 +502,7 @@ _HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
 
 class Windowed:
-    """See the module, and mdi.stages.kernel_stage.StageWeights.
+    """The `StageWeights` (mdi.stages.kernel_stage) of a window.
 
     Args:
         stored: the parts of the stage, by name.

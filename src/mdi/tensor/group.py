@@ -1,8 +1,7 @@
 """Groups: nodes of a ring that compute the blocks of one stage together.
 
 The nodes of a group are neighbours in the ring. A `Group` is all that a node must know about its own: its rank, the others'
-addresses, the shares, and how to sum. It travels in the extensions of `POST /init`, and is checked field by field: it came from
-another node.
+addresses, the shares, and how to sum. It travels in `POST /init` (control.messages.ToldGroup).
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
 
 from mdi.block_ranges import default_split, ranges, split_layers
 from mdi.checkpoint.packing import Packing
-from mdi.errors import ControlError, SplitError, UsageError
-from mdi.kernels.weight_formats import LAYOUTS
-from mdi.spec.cluster import N_NODES_LIMIT, ClusterConfig, PortOrAny
-from mdi.spec.decode import Meta, Text, Whole, decode, one_of
+from mdi.control.messages import ToldGroup, refused
+from mdi.errors import SplitError, UsageError
+from mdi.spec.cluster import ClusterConfig
 from mdi.spec.model import ModelConfig
-from mdi.spec.options import SUM_CHOICES, ParallelOptions
+from mdi.spec.options import ParallelOptions
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
-from mdi.tensor.sums import REDUCE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,6 @@ def counts_after(before: Mapping[str, int], stages: Sequence[RingStage]) -> tupl
 logger = logging.getLogger("mdi")
 
 Range = tuple[int, int]
-EXTENSION = "tensor"
-N_RANKS_LIMIT = 256
 
 
 @dataclass(frozen=True)
@@ -136,54 +130,25 @@ class Group:
         """`config` is that of the whole model."""
         return Share(self.shares, self.rank, config)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "members": [[m.name, m.addr, m.port] for m in self.members],
-            "heads": list(self.shares.heads),
-            "columns": list(self.shares.columns),
-            "vocabulary": None if self.shares.vocabulary is None else list(self.shares.vocabulary),
-            "packing": [self.packing.blocks, self.packing.head],
-            "algorithm": self.algorithm,
-            "reduce_dtype": self.reduce_dtype,
-            "n_here": list(self.n_here),
-            "name": self.name,
-            "is_last": self.is_last,
-        }
+    @property
+    def told(self) -> ToldGroup:
+        """As a node is told of it."""
+        members = tuple((m.name, m.addr, m.port) for m in self.members)
+        shares, packing = self.shares, (self.packing.blocks, self.packing.head)
+        return ToldGroup(
+            self.rank, members, shares.heads, shares.columns, shares.vocabulary, packing, self.algorithm, self.reduce_dtype,
+            self.n_here, self.name, self.is_last,
+        )  # fmt: skip
 
 
-Bounds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], Meta(min_length=2, max_length=N_RANKS_LIMIT + 1)]
-Layout = Annotated[str, one_of(LAYOUTS)]
-
-
-@dataclass(frozen=True)
-class _Told:
-    """A group as it travels; see Group.to_json. Earlier versions do not say `is_last`."""
-
-    rank: Whole
-    members: Annotated[tuple[tuple[Text, Text, PortOrAny], ...], Meta(max_length=N_RANKS_LIMIT)]
-    heads: Bounds
-    columns: Bounds
-    vocabulary: Bounds | None
-    packing: tuple[Layout, Layout]
-    algorithm: Annotated[str, one_of(SUM_CHOICES)]
-    reduce_dtype: Annotated[str, one_of(REDUCE_DTYPES)]
-    n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]
-    name: Text
-    is_last: bool | None = None
-
-
-def group_of(extensions: Mapping[str, Any], config: ModelConfig) -> Group | None:
+def group_of(told: ToldGroup | None, config: ModelConfig) -> Group | None:
     """The group that an /init tells of; None if the node computes its blocks alone.
 
     Raises:
-        ControlError: it cannot be read, or does not fit the model.
+        ControlError: it contradicts itself, or does not fit the model.
     """
-    data = extensions.get(EXTENSION)
-    if data is None:
+    if told is None:
         return None
-    where = f"extensions.{EXTENSION}"
-    told = decode(_Told, data, where, _refused)
     size = len(told.members)
     try:
         shares = Shares(told.heads, told.columns, told.vocabulary)
@@ -193,15 +158,11 @@ def group_of(extensions: Mapping[str, Any], config: ModelConfig) -> Group | None
             raise ValueError(f"a model with {reason}")
         shares.check(config)
     except (KeyError, TypeError, ValueError, AttributeError) as e:  # of the config, which is another's as well
-        raise _refused(f"{where}: {str(e)[:200]}") from None
+        raise refused(f"request.group: {str(e)[:200]}") from None
     return Group(
         told.rank, tuple(Member(*member) for member in told.members), shares, Packing(*told.packing), told.algorithm,
-        told.reduce_dtype, told.n_here, told.name, told.rank == size - 1 if told.is_last is None else told.is_last,
+        told.reduce_dtype, told.n_here, told.name, told.is_last,
     )  # fmt: skip
-
-
-def _refused(message: str) -> ControlError:
-    return ControlError(message, 400)
 
 
 # Shares of the nodes of a ring

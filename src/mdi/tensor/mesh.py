@@ -29,7 +29,7 @@ from mdi.cancel import Cancel
 from mdi.errors import EngineError, MdiError, NodeLostError, WireError
 from mdi.kernels.exchange import MdiLine, MdiMesh
 from mdi.net.keys import TAG_BYTES, SealedSession
-from mdi.net.link import JOIN_S, Connection, NotBackError, Reconnect
+from mdi.net.link import JOIN_S, Connection, NodeStillAbsentError, Reconnect
 from mdi.net.reconnect import CALL_S
 
 HEAD = struct.Struct("<II")  # number of the message between these two nodes, bytes that follow
@@ -483,7 +483,6 @@ class Mesh:
                 raise EngineError(f"nothing came from {', '.join(peer.name for peer in arriving)} for {STALL_S:.0f} s")
 
     def next_sum(self) -> None:
-        """See Peer."""
         for peer in self.others:
             peer.next_sum()
         self._next_copies()
@@ -640,7 +639,7 @@ class Reconnects:
         self._called.discard(peer)
         try:
             if peer.is_hopeless:
-                raise NotBackError("new connections break as well")
+                raise NodeStillAbsentError("new connections break as well")
             connection = again.connect(peer.received, now + (self._silence_s if peer.is_caller else CALL_S))
             try:
                 self._adopt(connection.sock)
@@ -651,7 +650,7 @@ class Reconnects:
                 return
             peer.replace(connection)
             del self._since[peer]
-        except (NotBackError, WireError) as e:
+        except (NodeStillAbsentError, WireError) as e:
             if peer.is_caller or isinstance(e, WireError) or peer.is_hopeless:
                 self._lose(peer, str(e))
 

@@ -23,6 +23,7 @@ from mdi.errors import CheckpointError, Code, UsageError
 from mdi.files import module_environment
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, parse_json, read_limited
 from mdi.text import limited
+from mdi.text.answers.calls import parsed_arguments
 from mdi.text.limited import Renderer
 
 FIRST_ANSWER_S = 60.0  # the process must begin before, which takes long on a busy board
@@ -113,19 +114,15 @@ class ChatTemplate:
         with_tools: the model's other template, for chats that have tools; None: it has one for all chats.
 
     Attributes:
-        is_plain: whether the model has no template of its own.
+        source: None: the model has no template of its own.
         knows_tools: whether it writes the tools into the text itself.
-        is_in_channels: whether the model is to answer in channels, see mdi.text.harmony.
-        is_marked: whether it writes reasoning and calls as GLM or MiniMax, see mdi.text.marked.
     """
 
     def __init__(self, source: str | None, specials: Mapping[str, str], with_tools: ChatTemplate | None = None) -> None:
         self._with_tools = with_tools
-        self.is_plain = source is None
+        self.source = source
         self.knows_tools = source is not None and "tools" in source
         self._knows_developers = source is None or "developer" in source
-        self.is_in_channels = source is not None and "<|channel|>" in source
-        self.is_marked = source is not None and ("<arg_key>" in source or "<minimax:tool_call>" in source)
         self._knows_null = source is not None and _ASKS_FOR_NULL.search(source) is not None
         self._wants_short_ids = source is not None and _SHORT_IDS.search(source) is not None
         self._plain = Renderer(PLAIN, specials) if source is None else None
@@ -262,15 +259,6 @@ def _short_id(given: str) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def parsed_arguments(arguments: str) -> Any:
-    """The object that they are, without any an empty one; the text itself if they are none."""
-    try:
-        found = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
-
-
 class TemplateStyle:
     """A model's own template in the place of a prompt style, for code without an event loop. Close it."""
 
@@ -278,7 +266,7 @@ class TemplateStyle:
     knows_conversations = is_complete = True
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+        self._template, self.source = template, template.source
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def apply(self, prompt: str | Sequence[Mapping[str, str]]) -> str:

@@ -20,6 +20,7 @@ from mdi.errors import CheckpointError, Code, UsageError
 from mdi.spec.limits import LIMITS
 from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
+from mdi.text.answers.forms import ENDS, SPOKEN, Form, form_of, special_marks
 from mdi.text.drawing import OWN, drawing_of
 from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
 from mdi.text.tokenizer import id_list, read_tokenizer
@@ -48,7 +49,7 @@ class TextCodec:
         vocab_size: one more than the tokenizer's largest id (the model's own vocabulary may be padded beyond).
         eos_ids: every id that ends a text, by the tokenizer or by generation_config.json.
         stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
-        channel_marks: of models that answer in channels (mdi.text.harmony), the marks by their ids; else {}.
+        special_marks: special tokens that are marks of answers (mdi.text.answers.forms), by their ids.
         prompt_style: how prompts are written, by a style that is known or by the model's own template; None for the raw text.
         drawing: how tokens are drawn where nobody says it, see `mdi.text.drawing`.
     """
@@ -62,8 +63,8 @@ class TextCodec:
         self._processor = tokenizer.processor
         self.vocab_size, self._silent_ids, self.byte_ids = _special_ids(tokenizer)
         own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-        self.channel_marks = _channel_marks(tokenizer)
-        ends = (i for i, mark in self.channel_marks.items() if mark in ("<|return|>", "<|call|>"))
+        self.special_marks = _special_marks(tokenizer)
+        ends = (i for i, mark in self.special_marks.items() if mark in ENDS)
         self.eos_ids = frozenset(own) | frozenset(eos_ids) | frozenset(ends)
         self.prompt_style = prompt_style
         self.drawing = drawing
@@ -93,9 +94,10 @@ class TextCodec:
         return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name), drawing_of(generation))
 
     @property
-    def answers_in_channels(self) -> bool:
-        """Whether the model's own template is in use, and has the model write its answers in channels."""
-        return bool(self.channel_marks) and self.prompt_style is not None and self.prompt_style.is_complete
+    def form(self) -> Form:
+        """Of answers to prompts in the prompt style."""
+        source = getattr(self.prompt_style, "source", "")  # of the model's own template
+        return form_of(source, self.special_marks.values())
 
     @property
     def tokens(self) -> list[str]:
@@ -280,7 +282,7 @@ def _own_template(folder: Path) -> TemplateStyle | None:
     if os.name != "posix":  # a process cannot be limited
         return None
     template = read_template(folder)
-    return None if template.is_plain else TemplateStyle(template)
+    return None if template.source is None else TemplateStyle(template)
 
 
 def _style_names() -> str:
@@ -307,17 +309,6 @@ def _style_from_file(path: Path) -> PromptStyle | None:
     return style
 
 
-# Marks of reasoning and calls (mdi.text.marked and calls), which some tokenizers call special.
-_SPOKEN = frozenset(
-    [
-        f"<{end}{mark}>"
-        for mark in ("think", "tool_call", "arg_key", "arg_value", "minimax:tool_call")
-        for end in ("", "/")
-    ]
-    + ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"]
-)
-
-
 def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
     """One more than the largest id; the ids that are no text; the `<0x..>` ids, which are a byte each."""
     processor = tokenizer.processor
@@ -328,7 +319,7 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
                 f"the tokenizer has the token id {size - 1}; at most {LIMITS['vocab_size']} are supported"
             )
         added = processor.get_added_tokens_decoder().items()
-        silent = {i for i, token in added if token.special and token.content not in _SPOKEN}
+        silent = {i for i, token in added if token.special and token.content not in SPOKEN}
         of_bytes = {processor.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
         return size, frozenset(silent), frozenset(of_bytes)
     ids = range(processor.vocab_size())
@@ -336,14 +327,8 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
     return len(ids), frozenset(silent), frozenset(i for i in ids if processor.is_byte(i))
 
 
-_CHANNEL_MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
-
-
-def _channel_marks(tokenizer: Any) -> dict[int, str]:
-    if tokenizer.backend != "huggingface":
-        return {}
-    ids = {tokenizer.processor.token_to_id(mark): mark for mark in _CHANNEL_MARKS}
-    return {} if None in ids else ids
+def _special_marks(tokenizer: Any) -> dict[int, str]:
+    return special_marks(tokenizer.processor.token_to_id) if tokenizer.backend == "huggingface" else {}
 
 
 def _stop_sequences(
@@ -518,10 +503,6 @@ class TextStream:
         """The rest, because no more ids come."""
         text = self._match(self._detokenizer.flush())
         return text if self.is_stopped else text + self._matcher.flush()
-
-    def others(self) -> tuple[str, list[tuple[str, str]]]:
-        """Reasoning and calls of tools (name, arguments) that an answer has besides its text, since this was asked last."""
-        return "", []
 
     def _match(self, text: str) -> str:
         shown, self.is_stopped = self._matcher.push(text)

@@ -1,7 +1,7 @@
-"""Calls of tools in what a model writes, of the families that have no stream of their own (mdi.text.marked, harmony).
+"""Calls of tools in what a model writes.
 
 Hermes, Qwen 2.5 and 3: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>
-Qwen 3 Coder: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>, VALUE as in mdi.text.marked
+Qwen 3 Coder: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>, VALUE as in `marked`
 Mistral: [TOOL_CALLS][{"name": NAME, "arguments": {...}}], newer [TOOL_CALLS]NAME[ARGS]{...}, for each call
 Llama 3: {"name": NAME, "parameters": {...}}, maybe behind <|python_tag|>; several have "; " between them
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from mdi.text.marked import END_OF_THINK, THINK, Tools, typed_value
+from mdi.text.answers.events import Call, Event, Text, Tools, n_begun
+from mdi.text.answers.think import END_OF_THINK, THINK
 
 _ENDS = {f"<{name}>": f"</{name}>" for name in ("tool_call", "function_call", "minimax:tool_call")}
 _MISTRAL = "[TOOL_CALLS]"
@@ -37,91 +38,95 @@ _HEADS = {
 }
 _LONGEST_HEAD = 256  # characters
 _BEGUN = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"]*)')
-_FUNCTION = re.compile(r"\s*<function=([^<>]+)>")
+_FUNCTION = re.compile(r"<\w+>\s*<function=([^<>]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>")
 _END_OF_PARAMETER = "</parameter>"
 _BEHIND_PARAMETER = re.compile(r"\s*(?:<parameter=|</function>)")
-_END_OF_FUNCTION = re.compile(r"\s*</function>\s*")
+_END_OF_FUNCTION = re.compile(r"\s*</function>\s*(</\w+>)?")
+LONGEST_CALL = 1 << 17  # characters of one that is no JSON; a longer one is text
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
+
+# The calls that the text from a mark to its end means, with the parameters of the tools by name; [] if there is another one.
+ReadCalls = Callable[[str, Mapping[str, Any]], list[Call]]
 
 
-class ToolCall(NamedTuple):
-    """A call: the name of a tool, and its arguments as JSON, or as the model wrote them if they are none."""
+def coder_calls(text: str, schemas: Mapping[str, Any]) -> list[Call]:
+    """As Qwen 3 Coder writes a call; the last mark may be missing."""
+    function = _FUNCTION.match(text)
+    if function is None or function[1] not in schemas:
+        return []
+    arguments, at = [], function.end()
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        end = text.find(_END_OF_PARAMETER, parameter.end())
+        while end >= 0 and not _BEHIND_PARAMETER.match(text, end + len(_END_OF_PARAMETER)):
+            end = text.find(_END_OF_PARAMETER, end + 1)  # that one is a part of the value
+        if end < 0:
+            return []
+        value = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
+        arguments.append((parameter[1], value))
+        at = end + len(_END_OF_PARAMETER)
+    is_whole = _END_OF_FUNCTION.fullmatch(text, at) is not None
+    return [Call(function[1], json.dumps(typed_arguments(arguments, schemas[function[1]])))] if is_whole else []
 
-    name: str
-    arguments: str
 
-
-Part = str | ToolCall  # of an answer
-
-
-class CallParser:
-    """Takes an answer apart as it comes. Each character is looked at a bounded number of times.
+class Calls:
+    """Tells calls from the text of an answer.
 
     Args:
         tools: those that may be called.
-        begins_in_reasoning: whether the prompt ends with <think>.
+        read: reads what stands between marks and is no JSON.
+        is_call: whether the answer is nothing but calls: of one that is cut off, nothing is text.
     """
 
-    def __init__(self, tools: Tools, begins_in_reasoning: bool = False) -> None:
-        self._parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        self._step = self._in_reasoning if begins_in_reasoning else self._in_words
+    def __init__(self, tools: Tools, read: ReadCalls = coder_calls, is_call: bool = False) -> None:
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        self._read, self._is_call = read, is_call
+        self._step = self._in_words
         self._text, self._at = "", 0  # what came last, and how far it has been taken
-        self._parts: list[Part] = []
+        self._events: list[Event] = []
         self._blanks: list[str] = []  # behind what was said: they are left out where a call follows
         self._has_said = False
         self._is_first = True  # nothing but blanks stands before, or reasoning
         self._mark, self._name = _NO_MARK, ""  # of the call that is under way
         self._written: list[str] = []  # of it: its mark, what stands behind that, and the rest in pieces
+        self._n_written = 0  # characters
         self._value = _JsonValue()
 
-    def feed(self, text: str) -> list[Part]:
-        """Take the next text; returns what is decided now."""
+    def feed(self, text: str) -> list[Event]:
         self._text, self._at = self._text[self._at :] + text, 0
         while self._step():
             pass
         return self._taken()
 
-    def end(self, is_cut: bool) -> list[Part]:
-        """The rest, because no more text comes.
-
-        Args:
-            is_cut: the model has not ended it: a call that is not complete is left out, because nobody can use it.
-        """
+    def close(self, is_cut: bool) -> list[Event]:
         rest = self._text[self._at :]
         self._text, self._at = "", 0
         if self._step == self._behind_call:
             self._blanks = []
         elif self._step in (self._in_head, self._in_json, self._in_marks):
             self._written.append(rest)
-            if self._step == self._in_marks and (call := self._call_of_function()) is not None:
-                self._add([call])
+            if self._step == self._in_marks and (calls := self._read("".join(self._written), self._schemas)):
+                self._add(calls)
             elif is_cut and self._is_begun():
                 self._blanks = []
             else:
                 self._say("".join(self._written))
         else:
             self._say(rest)
-        self._parts += self._blanks
-        return self._taken()
+        self._events += map(Text, self._blanks)
+        found = self._taken()
+        return [one for one in found if isinstance(one, Call)] if is_cut and self._is_call else found
 
-    def _taken(self) -> list[Part]:
-        parts: list[Part] = []
-        words: list[str] = []
-        for part in self._parts:
-            if isinstance(part, str):
-                words.append(part)
-                continue
-            parts += ["".join(words), part] if words else [part]
-            words = []
-        self._parts = []
-        return [*parts, "".join(words)] if words else parts
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
     # Each step takes a part of the text, and says whether it is worth going on: else it waits for more.
 
     def _in_reasoning(self) -> bool:
         at = self._text.find(END_OF_THINK, self._at)
         if at < 0:
-            self._say_until(len(self._text) - self._n_begun((END_OF_THINK,)))
+            self._say_until(len(self._text) - n_begun(self._text, (END_OF_THINK,), self._at))
             return False
         self._say_until(at + len(END_OF_THINK))
         self._is_first, self._step = True, self._in_words
@@ -134,19 +139,20 @@ class CallParser:
                 self._say_until(self._at + len(THINK))
                 self._step = self._in_reasoning
                 return True
-            if self._n_begun((THINK, *_MARKS)) == len(self._text) - self._at:  # or there is nothing yet
+            if n_begun(self._text, (THINK, *_MARKS), self._at) == len(self._text) - self._at:  # or there is nothing yet
                 return False
             if self._text[self._at] in "{[" and not _MARK.match(self._text, self._at):
                 return self._open(_NO_MARK)
         found = _MARK.search(self._text, self._at)
         if found is None:
-            self._say_until(len(self._text) - self._n_begun(_MARKS))
+            self._say_until(len(self._text) - n_begun(self._text, _MARKS, self._at))
             return False
         self._say_until(found.start())
         return self._open(found[0])
 
     def _open(self, mark: str) -> bool:
         self._mark, self._name, self._written, self._value = mark, "", [mark], _JsonValue()
+        self._n_written = len(mark)
         self._at += len(mark)
         self._step = self._in_head
         return True
@@ -178,12 +184,17 @@ class CallParser:
     def _in_marks(self) -> bool:
         """Between two marks, but no JSON."""
         end = _ENDS[self._mark]
-        at = self._text.find(end, self._at)
-        self._take(at if at >= 0 else len(self._text) - self._n_begun((end,)))
-        if at < 0:
-            return False
-        call = self._call_of_function()
-        return self._is_no_call() if call is None else self._add([call])
+        longest = self._at + LONGEST_CALL - self._n_written
+        at = self._text.find(end, self._at, longest)
+        if at >= 0:
+            self._take(at + len(end))
+            calls = self._read("".join(self._written), self._schemas)
+            return self._add(calls) if calls else self._is_no_call()
+        if len(self._text) >= longest:
+            self._take(longest)
+            return self._is_no_call()
+        self._take(len(self._text) - n_begun(self._text, (end,), self._at))
+        return False
 
     def _behind_call(self) -> bool:
         self._take_blanks()
@@ -192,7 +203,7 @@ class CallParser:
                 self._at += len(end)
                 self._blanks = []
                 return True
-        if self._n_begun(tuple(_ENDS.values())) == len(self._text) - self._at:
+        if n_begun(self._text, tuple(_ENDS.values()), self._at) == len(self._text) - self._at:
             return False
         if self._text[self._at] in ";,":
             self._blanks.append(self._text[self._at])
@@ -201,8 +212,8 @@ class CallParser:
         self._step = self._in_words
         return self._open(_NO_MARK) if self._is_at("{") else True
 
-    def _add(self, calls: list[ToolCall]) -> bool:
-        self._parts += calls
+    def _add(self, calls: list[Call]) -> bool:
+        self._events += calls
         self._blanks, self._step, self._is_first = [], self._behind_call, False
         return True
 
@@ -214,7 +225,7 @@ class CallParser:
     def _say(self, text: str) -> None:
         said = text.rstrip()
         if said:
-            self._parts += [*self._blanks, said]
+            self._events.append(Text("".join([*self._blanks, said])))
             self._blanks, self._is_first, self._has_said = [], False, True
         if len(said) < len(text):
             self._blanks.append(text[len(said) :])
@@ -225,6 +236,7 @@ class CallParser:
 
     def _take(self, at: int) -> None:
         self._written.append(self._text[self._at : at])
+        self._n_written += at - self._at
         self._at = at
 
     def _take_blanks(self) -> None:
@@ -237,18 +249,12 @@ class CallParser:
     def _is_at(self, mark: str) -> bool:
         return self._text.startswith(mark, self._at)
 
-    def _n_begun(self, marks: tuple[str, ...]) -> int:
-        """Characters at the end that are the beginning of a mark."""
-        longest = min(max(map(len, marks)) - 1, len(self._text) - self._at)
-        ends = (self._text[len(self._text) - n :] for n in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(mark.startswith(end) for mark in marks)), 0)
-
     def _is_begun(self) -> bool:
         """Whether what is under way would have become a call."""
         begun = _BEGUN.match("".join(self._written))
-        return bool(self._mark) or (begun is not None and any(name.startswith(begun[1]) for name in self._parameters))
+        return bool(self._mark) or (begun is not None and any(name.startswith(begun[1]) for name in self._schemas))
 
-    def _calls_of(self, value: Any) -> list[ToolCall]:
+    def _calls_of(self, value: Any) -> list[Call]:
         """The calls that a value of JSON means; [] if it is not all calls of tools."""
         if self._name:
             value = {"name": self._name, "arguments": value}
@@ -256,31 +262,10 @@ class CallParser:
         for one in value if isinstance(value, list) else [value]:
             name = one.get("name") if isinstance(one, dict) else None
             arguments = one.get("arguments", one.get("parameters", {})) if isinstance(one, dict) else None
-            if not isinstance(name, str) or name not in self._parameters or not isinstance(arguments, dict | str):
+            if not isinstance(name, str) or name not in self._schemas or not isinstance(arguments, dict | str):
                 return []
-            calls.append(ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
+            calls.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
         return calls
-
-    def _call_of_function(self) -> ToolCall | None:
-        """What stands between the marks as Qwen 3 Coder writes a call."""
-        text = "".join(self._written[1:])
-        function = _FUNCTION.match(text)
-        if function is None or function[1] not in self._parameters:
-            return None
-        schema = self._parameters[function[1]]
-        kinds = schema.get("properties") if isinstance(schema, Mapping) else None
-        found, arguments, at = kinds if isinstance(kinds, Mapping) else {}, {}, function.end()
-        while (parameter := _PARAMETER.match(text, at)) is not None:
-            end = text.find(_END_OF_PARAMETER, parameter.end())
-            while end >= 0 and not _BEHIND_PARAMETER.match(text, end + len(_END_OF_PARAMETER)):
-                end = text.find(_END_OF_PARAMETER, end + 1)  # that one is a part of the value
-            if end < 0:
-                return None
-            value = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-            arguments[parameter[1]] = typed_value(value, found.get(parameter[1]))
-            at = end + len(_END_OF_PARAMETER)
-        is_whole = _END_OF_FUNCTION.fullmatch(text, at) is not None
-        return ToolCall(function[1], json.dumps(arguments)) if is_whole else None
 
 
 class _JsonValue:
@@ -316,3 +301,30 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def written_call(name: str, arguments: str) -> str:
+    """As most families write a call, JSON."""
+    return json.dumps({"name": name, "arguments": parsed_arguments(arguments)})
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """The object that they are, without any an empty one; the text itself if they are none."""
+    found = _parsed(arguments) if arguments.strip() else {}
+    return found if isinstance(found, dict) else arguments
+
+
+def typed_arguments(given: Iterable[tuple[str, str]], schema: Any) -> dict[str, Any]:
+    """The values that a tool's schema means by what was written for each argument."""
+    kinds = schema.get("properties") if isinstance(schema, Mapping) else None
+    known = kinds if isinstance(kinds, Mapping) else {}
+    return {key: _typed(value, known.get(key)) for key, value in given}
+
+
+def _typed(text: str, schema: Any) -> Any:
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,190 @@
+"""Names of a family's tensors in Hugging Face's files, by ours (mdi.model.tensors). Each table is read in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.model.plain import spec_of
+from mdi.model.spec import Attention
+from mdi.model.tensors import BLOCKS, HEAD
+from mdi.spec.model import ModelConfig
+
+# Where the language part of a model begins that also sees or hears.
+LANGUAGE = ("model.language_model.", "language_model.model.")
+_MODEL = ("model.", *LANGUAGE)
+_HEAD = HEAD.removesuffix(".weight")
+_IN_BLOCK = re.compile(re.escape(BLOCKS) + r"(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?<=^mlp\.experts\.)\d+")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a tensor of the family, which are rows of one of ours.
+
+    Attributes:
+        tensor: its name in the files.
+        shape: of the whole tensor there.
+        rows: (start, stop, step), or None for all.
+        expert: which of the matrices (or rows) that are stacked in the tensor; None if there is one.
+        is_interleaved: whether they are query, key and value group by group, and not all queries first.
+        is_transposed: whether the tensor has the outputs in its columns.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int, int] | None = None
+    expert: int | None = None
+    is_interleaved: bool = False
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """Modules of a family's block that hold one of ours.
+
+    Attributes:
+        modules: their names, "{i}" for the number of an expert. Three hold query, key and value, one below the other.
+        half: which half of the rows ours are (0 or 1); None: all.
+        is_in_turn: whether the rows of both halves come in turn.
+        n_before: rows before ours, which mean nothing here.
+        is_stacked: whether the module has those of all experts, one behind the other.
+        is_interleaved, is_transposed: see Piece.
+        otherwise: what holds it in files of another kind. What is written is never that.
+    """
+
+    modules: tuple[str, ...]
+    half: int | None = None
+    is_in_turn: bool = False
+    n_before: int = 0
+    is_stacked: bool = False
+    is_interleaved: bool = False
+    is_transposed: bool = False
+    otherwise: Held | None = None
+
+
+Where = str | tuple[str, ...] | Held
+
+
+def held(where: Where) -> Held:
+    return where if isinstance(where, Held) else Held((where,) if isinstance(where, str) else where)
+
+
+def row_counts(config: ModelConfig, block: int) -> tuple[int, int, int]:
+    """Rows of query, key and value."""
+    mixer = spec_of(config).blocks[block].mixer
+    assert isinstance(mixer, Attention)  # the only one with such a layer
+    n_keys = mixer.n_groups * mixer.head_size
+    return mixer.n_head * mixer.head_size, n_keys, n_keys
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of one family.
+
+    Attributes:
+        block: theirs by ours within a block. A name of ours may have its ending ("mlp.gate.bias"); then theirs has it, too.
+        ends: the same of embedding, positions and last norm, behind the prefix.
+        head: the head's, without a prefix.
+        prefixes: what is before all names but the head's; the first one is written.
+        blocks: what is between prefix and number of a block.
+    """
+
+    block: Mapping[str, Where]
+    ends: Mapping[str, Where]
+    head: str = _HEAD
+    prefixes: tuple[str, ...] = _MODEL
+    blocks: str = "layers"
+
+    def prefix(self, tensors: Collection[str]) -> str:
+        """The one that these tensors have."""
+        starts = {prefix: f"{prefix}{self.blocks}." for prefix in self.prefixes}
+        return next(
+            (p for p, start in starts.items() if any(name.startswith(start) for name in tensors)), self.prefixes[0]
+        )
+
+    def modules(self, ours: str) -> tuple[str, ...]:
+        """Theirs that hold one of ours, within a block; none if the family has no such module."""
+        return held(self.block[ours]).modules if ours in self.block else ()
+
+    def places(
+        self, name: str, shape: tuple[int, ...], config: ModelConfig, prefix: str | None = None
+    ) -> list[tuple[Piece, ...]]:
+        """Of what a tensor of ours is made: the first form is written, and any of them is read.
+
+        Args:
+            name, shape: of ours.
+            prefix: None is the one that is written.
+        """
+        return list(self._places(name, shape, config, self.prefixes[0] if prefix is None else prefix))
+
+    def _places(
+        self, name: str, shape: tuple[int, ...], config: ModelConfig, prefix: str
+    ) -> Iterator[tuple[Piece, ...]]:
+        module, _, ending = name.rpartition(".")
+        match = _IN_BLOCK.fullmatch(name)
+        if module == _HEAD:
+            for start in dict.fromkeys(("", prefix, "language_model.")):
+                yield (Piece(f"{start}{self.head}.{ending}", shape),)
+            return
+        table, path, key, expert = self.ends, prefix, name, None
+        if match is not None:
+            numbers = _EXPERT.search(match[2])
+            expert = int(numbers[0]) if numbers else None
+            table, path, key = self.block, f"{prefix}{self.blocks}.{match[1]}.", _EXPERT.sub("{i}", match[2])
+        stem, _, ending = key.rpartition(".")
+        where, ending = (table[key], "") if key in table else (table.get(stem), f".{ending}")
+        of = None if where is None else held(where)
+        while of is not None:
+            tensors = [f"{path}{module}{ending}".format(i=expert) for module in of.modules]
+            counts = (shape[0],) if match is None or len(tensors) == 1 else row_counts(config, int(match[1]))
+            pairs = zip(tensors, counts, strict=True)
+            yield tuple(_piece(of, tensor, (n, *shape[1:]), expert, config.n_expert) for tensor, n in pairs)
+            of = of.otherwise
+
+
+def _piece(of: Held, tensor: str, shape: tuple[int, ...], expert: int | None, n_experts: int) -> Piece:
+    n, rows = shape[0], None
+    if of.half is not None:
+        rows, n = ((of.half, 2 * n, 2) if of.is_in_turn else (of.half * n, (of.half + 1) * n, 1)), 2 * n
+    if of.n_before:
+        rows, n = (of.n_before, of.n_before + n, 1), of.n_before + n
+    shape = (n, *shape[1:])
+    is_transposed = of.is_transposed and len(shape) == 2
+    whole = ((n_experts,) if of.is_stacked else ()) + (shape[::-1] if is_transposed else shape)
+    return Piece(tensor, whole, rows, expert if of.is_stacked else None, of.is_interleaved, is_transposed)
+
+
+# Of Llama, which most families follow.
+LLAMA_ENDS: dict[str, Any] = {"transformer.wte": "embed_tokens", "transformer.ln_f": "norm"}
+ATTENTION: dict[str, Any] = {
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.proj": "self_attn.o_proj",
+}
+QK_NORMS = {"attn.norm_q": "self_attn.q_norm", "attn.norm_k": "self_attn.k_norm"}
+GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
+GATED_MLP = {f"mlp.{ours}": f"mlp.{theirs}" for ours, theirs in GATED.items()}
+NORMS_BEFORE = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
+LLAMA_BLOCK: dict[str, Any] = {**NORMS_BEFORE, **ATTENTION, **GATED_MLP}
+LLAMA = Names(LLAMA_BLOCK, LLAMA_ENDS)
+# Where norms are behind attention and MLP, the one before the MLP has a name of its own.
+NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+EXPERTS = {"mlp.gate": "mlp.gate"} | {f"mlp.experts.{{i}}.{one}": f"mlp.experts.{{i}}.{GATED[one]}" for one in GATED}
+MIXTRAL_EXPERTS = {
+    "mlp.gate": "block_sparse_moe.gate",
+    "mlp.experts.{i}.fc_1": "block_sparse_moe.experts.{i}.w1",
+    "mlp.experts.{i}.fc_2": "block_sparse_moe.experts.{i}.w3",
+    "mlp.experts.{i}.proj": "block_sparse_moe.experts.{i}.w2",
+}
+
+
+def fused_qkv(module: str) -> dict[str, Any]:
+    """Of families whose query, key and value are in one matrix, group by group, and whose MLPs have two layers."""
+    return {
+        "attn.qkv": Held((f"{module}.query_key_value",), is_interleaved=True),
+        "attn.proj": f"{module}.dense",
+        "mlp.fc": "mlp.dense_h_to_4h",
+        "mlp.proj": "mlp.dense_4h_to_h",
+    }

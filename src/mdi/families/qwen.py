@@ -1,0 +1,48 @@
+"""Qwen 2 and 2.5, Qwen 3, and Qwen 3 with experts."""
+
+from __future__ import annotations
+
+from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
+from mdi.families.family import Family
+from mdi.families.names import EXPERTS, LLAMA, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
+from mdi.spec.model import ModelConfig
+
+
+def _read(hf: Json) -> Json:
+    refuse(hf, attention_bias=(False,), mlp_bias=(False,), hidden_act=SILU, use_sliding_window=(False,))
+    return {**LLAMA_LIKE, "norm_eps": hf["rms_norm_eps"]}
+
+
+def _read_qwen2(hf: Json) -> Json:
+    return {**_read(hf), "attn_bias": True}
+
+
+def _read_qwen3(hf: Json) -> Json:
+    return {**_read(hf), "norm_qk": True}
+
+
+def _read_moe(hf: Json) -> Json:
+    # litgpt's router weighs the chosen experts only, which is norm_topk_prob; transformers' default is without
+    if hf.get("norm_topk_prob") is not True:
+        raise ValueError("norm_topk_prob is not true, which is not supported")
+    refuse(hf, decoder_sparse_step=(1,), mlp_only_layers=([],))
+    if "num_local_experts" in hf:  # as transformers 5 calls it
+        hf = {"num_experts": hf["num_local_experts"], **hf}
+    return {**_read_qwen3(hf), "mlp_class_name": "LLaMAMoE", **said(hf, _EXPERTS)}
+
+
+def _write_moe(config: ModelConfig) -> Json:
+    return {**words(config, _EXPERTS), "norm_topk_prob": True}
+
+
+_EXPERTS = {
+    "num_experts_per_tok": "n_expert_per_token", "num_experts": "n_expert", "moe_intermediate_size": "moe_intermediate_size",
+}  # fmt: skip
+_QWEN3 = Names({**LLAMA_BLOCK, **QK_NORMS}, LLAMA_ENDS)
+_MOE = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS}, LLAMA_ENDS)
+
+FAMILIES = (
+    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, words, lambda _: LLAMA),
+    Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, words, lambda _: _QWEN3),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_moe, _write_moe, lambda _: _MOE),
+)

@@ -1,0 +1,91 @@
+"""The envelope of OpenAI's API: ids, choices and usage, in one object or in chunks that are server-sent events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mdi.serve.api_errors import ApiError
+from mdi.serve.endpoint import Answers, Asked, Exchange, Surface
+from mdi.serve.request import TextPiece, Usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Choices(ABC):
+    """The choices of one answer, as they grow.
+
+    Attributes:
+        ID: beginning of the answer's id.
+        OBJECT: type of the whole answer.
+        CHUNK: type of a streamed part.
+    """
+
+    ID: str
+    OBJECT: str
+    CHUNK: str
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """First ones of a stream, before any token."""
+
+    @abstractmethod
+    def piece(self, piece: TextPiece) -> dict[str, Any] | None:
+        """Record a piece of a text; the choice that shows it, None if nothing can be shown yet."""
+
+    @abstractmethod
+    def choices(self) -> list[dict[str, Any]]:
+        """All of them, complete."""
+
+
+def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], Choices]) -> Surface:
+    async def write(asked: Asked, answers: Answers, exchange: Exchange) -> None:
+        fields, choices = asked.fields, open_choices(asked, answers)
+        made = {"id": f"{choices.ID}-{secrets.token_hex(12)}", "created": int(time.time())}
+        made["model"] = answers.model.asked_name
+
+        async def push(*shown: dict[str, Any], **others: Any) -> None:
+            await exchange.push(stream_event({**made, "object": choices.CHUNK, "choices": list(shown), **others}))
+
+        begun = choices.begin()
+        if fields.is_streamed:
+            for choice in begun:
+                await push(choice)
+        async for piece in answers.pieces():
+            new = choices.piece(piece)
+            if fields.is_streamed and new is not None:
+                await push(new)
+        usage = usage_of(answers.usage)
+        if not fields.is_streamed:
+            await exchange.answer({**made, "object": choices.OBJECT, "choices": choices.choices(), "usage": usage})
+            return
+        if fields.with_usage:
+            await push(usage=usage)
+        await exchange.end(DONE)
+
+    return Surface(read, write, lambda error: error.body, _failure)
+
+
+def stream_event(data: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _failure(error: ApiError) -> bytes:
+    return stream_event(error.body) + DONE
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    total = usage.n_prompt + usage.n_completion
+    counts = {
+        "prompt_tokens": usage.n_prompt,
+        "completion_tokens": usage.n_completion,
+        "total_tokens": total,
+    }
+    predicted = {"accepted_prediction_tokens": usage.n_accepted, "rejected_prediction_tokens": usage.n_rejected}
+    cached = {"cached_tokens": sum(usage.cached.values())}
+    return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": predicted}
