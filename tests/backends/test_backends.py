@@ -103,6 +103,30 @@ def test_caches_may_hold_smaller_numbers(name: str, cache_type: str, family: str
 
 
 @backends
+@pytest.mark.parametrize("cache_type", TORCH_TYPES)
+@pytest.mark.parametrize("family", ["Llama-3.1-8B", "Gemma-2-9b", "deepseek-v3-shape"])
+def test_a_text_goes_on_in_another_stage_that_was_filled_with_its_caches(
+    name: str, cache_type: str, family: str
+) -> None:
+    """To the same bits in a stage of the same kind, and with its windows, whose first pages are gone."""
+    gpt, text = model_of(family), prompt(CONTEXT, 7)
+    n = CONTEXT - 20
+    first, second, other = (MAKERS[one](gpt, cache_type) for one in (name, name, "torch"))
+    for start in range(0, n, 28):
+        first(embedded(gpt, text[start : start + 28]), [Slice(0, start, min(28, n - start))])
+    run = first.caches.export(0, 0, n)
+    rest = embedded(gpt, text[n:])
+    for stage in (second, other):
+        stage.caches.fill(5, run)
+        assert stage.caches.end(5) == n and stage.caches.n_bytes == first.caches.n_bytes
+    expected = first(rest, [Slice(0, n, 20)])
+    assert torch.equal(second(rest, [Slice(5, n, 20)]), expected)
+    assert_alike(
+        logits(gpt, other(rest, [Slice(5, n, 20)])), logits(gpt, expected), gpt.config, TORCH_TYPES[cache_type]
+    )
+
+
+@backends
 @pytest.mark.parametrize("family", [*WINDOWED, "Llama-3.1-8B", "Mixtral-8x7B-v0.1"])
 def test_greedy_tokens_are_those_of_the_model(name: str, family: str) -> None:
     gpt = model_of(family)
