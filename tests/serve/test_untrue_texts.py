@@ -190,6 +190,6 @@ def test_an_answer_has_the_right_tokens_alone() -> None:
 def test_a_stream_whose_wrong_tokens_were_sent_ends_with_an_error() -> None:
     with pytest.raises(ApiError) as told:
         answered(events(*WRONG), True)
-    assert (told.value.status, told.value.code) == (500, "engine_untrue")
+    assert (told.value.status, told.value.body["error"]["code"]) == (500, "engine_untrue")
     _, sent = answered(events(*WRONG[:2]), True)
     assert "".join(itertools.chain(sent)) == "abcd"
