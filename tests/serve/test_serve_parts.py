@@ -247,7 +247,7 @@ def test_the_least_top_p_is_the_best_token_alone() -> None:
 def test_a_name_that_is_half_a_character_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         read_fields(RequestFields, body)
-    assert (caught.value.status, caught.value.code) == (400, "invalid_body")
+    assert (caught.value.status, caught.value.body["error"]["code"]) == (400, "invalid_body")
     json.dumps(caught.value.body, ensure_ascii=False).encode()
 
 
@@ -283,7 +283,7 @@ def test_what_openais_clients_send_in_chats_is_read() -> None:
 def refused(call: Callable[[], Any]) -> tuple[str | None, str]:
     with pytest.raises(ApiError) as caught:
         call()
-    return caught.value.param, caught.value.code
+    return caught.value.param, caught.value.body["error"]["code"]
 
 
 def test_what_is_too_much_is_refused_by_its_name() -> None:
@@ -487,7 +487,7 @@ def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(source
                 await chat.opened(cast(LoadedModel, model))
             finally:
                 template.close()
-        assert (caught.value.status, caught.value.code) == (status, code)
+        assert (caught.value.status, caught.value.body["error"]["code"]) == (status, code)
 
     asyncio.run(scenario())
 
