@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -275,11 +275,11 @@ def lit_folder(folder: Path, config: ModelConfig) -> Path:
     return folder
 
 
-def packed(config: ModelConfig, folder: Path) -> dict[str, Json]:
-    """Hashes of the last block in each format, and of the head or embedding in some."""
+def packed(config: ModelConfig, folder: Path, forms: Iterable[str]) -> dict[str, Json]:
+    """Hashes of the last block in these formats, and of the head and the embedding."""
     source = open_source(lit_folder(folder, config))
     block = f"block.{config.n_layer - 1}"
-    found = {f"packed {form}": PackedSource(source, Packing(form, form)).info(block).sha256 for form in LAYOUTS}
+    found = {f"packed {form}": PackedSource(source, Packing(form, form)).info(block).sha256 for form in forms}
     for part in ("embedding", "head"):
         found[f"packed {part}"] = PackedSource(source, Packing("int4", "int8")).info(part).sha256
     found["plain parts"] = _parts(source)
@@ -348,7 +348,10 @@ def of_config(make: Callable[[], ModelConfig], known: dict[str, dict[str, str]])
 def of_small(folder: Path) -> dict[str, dict[str, str]]:
     found = {}
     for i, (name, make) in enumerate(small_models(folder)):
-        found[name] = {**of_config(make, {}), **packed(make(), folder / str(i))}
+        forms = (
+            LAYOUTS if name.startswith("tiny/") else ("int8", "mxfp4")
+        )  # of a matrix they are the same in any family
+        found[name] = {**of_config(make, {}), **packed(make(), folder / str(i), forms)}
     return found
 
 
