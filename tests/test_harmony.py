@@ -285,10 +285,8 @@ def test_effort_is_said_and_a_demanded_form_begins_behind_the_reasoning(tmp_path
     assert prompt_of(other, messages=[USER], response_format={"type": "json_object"}) == "Where?"
 
 
-def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The whole answer of the server, and the pieces of a stream, if the engine gives these tokens."""
-    model = model_of(folder)
-    sent: list[bytes] = []
+def engine_that_says(written: str, reason: str) -> Any:
+    """The engine of a server, as far as it writes texts: this one, however often it is asked."""
 
     class Texts:
         def __init__(self, inner: Any) -> None:
@@ -309,6 +307,14 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
 
         yield Texts(texts())
 
+    return SimpleNamespace(generate=generate)
+
+
+def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The whole answer of the server, and the pieces of a stream, if the engine gives these tokens."""
+    model = model_of(folder)
+    sent: list[bytes] = []
+
     async def push(data: bytes) -> None:
         sent.append(data)
 
@@ -319,7 +325,7 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
     async def answer(found: dict[str, Any]) -> None:
         answers.append(found)
 
-    api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[])
+    api = SimpleNamespace(engine=engine_that_says(written, reason), observe=[])
     exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
 
     async def both() -> None:

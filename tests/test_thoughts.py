@@ -123,6 +123,20 @@ def test_the_server_says_thoughts_beside_the_text(kind: str, tmp_path: Path) -> 
     assert test_harmony.prompt_of(folder, **demanded) == ("Where?" if kind == "qwen" else "Where?<think>\n</think>")
 
 
+def test_a_stop_string_in_the_last_token_ends_the_answer(tmp_path: Path) -> None:
+    folder = test_harmony.write_texts(tmp_path / "texts", TEMPLATES["r1"])
+    choice, _ = test_harmony.answered(folder, "Hm.</think>Yes. N", "length", stop=["N"])
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Yes. ", "stop")
+
+
+def test_a_blank_before_an_answer_is_left_out_where_the_template_is_the_plain_one(tmp_path: Path) -> None:
+    for template, said in (("", "Yes."), ("{{ messages[0].content }}", " Yes.")):
+        folder = test_harmony.write_texts(tmp_path / said.strip() / str(len(template)), template)
+        if not template:
+            (folder / "chat_template.jinja").unlink()
+        assert test_harmony.answered(folder, " Yes.", "eos")[0]["message"]["content"] == said
+
+
 def test_reasoning_goes_back_under_the_name_that_the_template_has(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     for name in ("reasoning_content", "reasoning"):

@@ -1,0 +1,115 @@
+"""Another API is two functions, a body in and events out; its streams and errors have its own form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mdi.serve.api_errors import ApiError
+from mdi.serve.chat import CHATS, Chat
+from mdi.serve.conversation import Conversation, Turn
+from mdi.serve.endpoint import Answers, Endpoint, Exchange, Surface
+from mdi.serve.models import LoadedModel
+from mdi.serve.request import Opened, RequestFields, common_fields
+from test_harmony import ANALYSIS, CALL, FINAL, NEXT, engine_that_says, model_of, write_texts
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+class Question:
+    def __init__(self, body: Any) -> None:
+        if "ask" not in body:
+            raise ApiError(400, "nothing is asked", "no_question")
+        self.fields, self.n_texts = common_fields(RequestFields(stream=True), None, None), 1
+        self.conversation = Conversation([Turn("user", body["ask"])])
+
+    async def opened(self, model: LoadedModel) -> Opened:
+        return await self.conversation.opened(model, self.fields)
+
+
+async def write(asked: Question, answers: Answers, exchange: Exchange) -> None:
+    async for piece in answers.pieces():
+        for event in piece.events:
+            await exchange.push(json.dumps([type(event).__name__, *event]).encode() + b"\n")
+    await exchange.end(json.dumps(answers.usage.n_completion).encode())
+
+
+LINES = Surface(Question, write, lambda e: {"wrong": str(e)}, lambda e: f"wrong: {e}".encode(), "text/lines")
+
+
+def asked(folder: Path, surface: Surface, body: Any, written: str, reason: str) -> tuple[list[Any], bytes]:
+    """The beginnings of an endpoint's answer, and what it consists of."""
+    model, sent = model_of(folder), list[MutableMapping[str, Any]]()
+
+    @asynccontextmanager
+    async def using(name: str) -> AsyncIterator[LoadedModel]:
+        yield model
+
+    async def receive() -> MutableMapping[str, Any]:
+        if not sent and not receiving:
+            receiving.append(True)
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    receiving: list[bool] = []
+    engine = engine_that_says(written, reason)
+    queue = SimpleNamespace(entered=lambda *given: using(""))
+    api = SimpleNamespace(engine=engine, observe=[], models=SimpleNamespace(using=using), queue=lambda name: queue)
+
+    async def scenario() -> None:
+        try:
+            await Endpoint(cast(Any, api), surface)({"type": "http"}, receive, send)
+        finally:
+            model.template.close()
+
+    asyncio.run(scenario())
+    begins = [(one["status"], dict(one["headers"])[b"content-type"]) for one in sent if "status" in one]
+    return begins, b"".join(one.get("body", b"") for one in sent)
+
+
+def test_events_come_in_their_order(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    begins, data = asked(folder, LINES, {"ask": "Where?"}, f"{ANALYSIS}Hm{NEXT}{FINAL}Yes<|return|>", "eos")
+    assert begins == [(200, b"text/lines")]
+    *lines, usage = data.splitlines()
+    events = [json.loads(line) for line in lines]
+    kinds = [kind for kind, *_ in events]
+    assert list(dict.fromkeys(kinds)) == ["Reasoning", "Text", "End"] and events[-1] == ["End", "stop"]
+    assert "".join(text for kind, text in events if kind == "Text") == "Yes" and int(usage) > 5
+
+
+def test_errors_are_in_its_form(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    begins, data = asked(folder, LINES, {}, FINAL, "eos")
+    assert (begins, json.loads(data)) == ([(400, b"application/json")], {"wrong": "nothing is asked"})
+    begins, data = asked(folder, LINES, {"ask": "Where?"}, f"{FINAL}Yes", "memory")
+    assert [status for status, _ in begins] == [200] and data.endswith(
+        b"wrong: the nodes could not go on with this text"
+    )
+
+
+def test_openais_stream_says_an_error_and_ends(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
+    begins, data = asked(write_texts(tmp_path / "texts"), CHATS, body, f"{FINAL}Yes", "memory")
+    assert begins == [(200, b"text/event-stream; charset=utf-8")]
+    *_, error, done, rest = data.split(b"\n\n")
+    assert json.loads(error[6:])["error"]["code"] == "engine_memory" and (done, rest) == (b"data: [DONE]", b"")
+
+
+@pytest.mark.parametrize("reason", ["eos", "length"])
+def test_a_call_ends_a_chat_as_a_call_only_if_it_was_not_cut_off(reason: str, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Where?"}], "tools": [TOOL]}
+    _, data = asked(write_texts(tmp_path / "texts"), CHATS, body, f"{CALL}<|start|>assistant{CALL}", reason)
+    (choice,) = json.loads(data)["choices"]
+    assert choice["finish_reason"] == ("tool_calls" if reason == "eos" else "length")
+    assert Chat(body).n_texts == 1 and choice["message"]["tool_calls"]
