@@ -517,7 +517,7 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_by_name_everywhere(n_nodes:
 
 def test_a_stage_that_fails_is_named_with_its_reason() -> None:
     with ring_of(model_of(LLAMA), 3) as ring:
-        ring.stages[1].prepare(20, ring.stages[1].cos.device, ring.stages[1].cos.dtype)
+        ring.stages[1].prepare(20, torch.device("cpu"), torch.float32)
         ring.submit(prompt(15, 0), SamplingParams(n_tokens=30, temperature=0))
         with pytest.raises(NodeLostError, match="sequences of this run end at 20") as caught:
             ring.run()

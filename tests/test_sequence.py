@@ -18,7 +18,7 @@ def feed(one: Sequence, tokens: list[int]) -> list[tuple[int, ...]]:
     """What append gave out at each token, up to the end of the sequence."""
     said = []
     for token in tokens:
-        said.append(one.append(token))
+        said.append(one.accept(token))
         if one.finish_reason:
             break
     return said

@@ -12,6 +12,7 @@ from mdi.checkpoint.source import open_source
 from mdi.errors import EngineError, LimitError
 from mdi.kernels import library
 from mdi.kernels.layout import matrix_bytes
+from mdi.model.plain import spec_of
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage
 from mdi.stages.window import StoredParts, Window, Windowed
@@ -181,10 +182,10 @@ def test_a_part_of_the_limit_is_left_for_what_grows(tmp_path: Path) -> None:
 
 
 def test_logits_of_all_rows_count(tmp_path: Path) -> None:
-    config = chunks(tmp_path)[0].config
-    row = 4 * config.padded_vocab_size
-    assert work_bytes(config, 20, 12) - work_bytes(config, 20, 4) >= 8 * row
-    assert work_bytes(config, 20, 4) > work_bytes(config, 12, 4)
+    spec = spec_of(chunks(tmp_path)[0].config)
+    row = 4 * spec.n_rows
+    assert work_bytes(spec, 20, 12) - work_bytes(spec, 20, 4) >= 8 * row
+    assert work_bytes(spec, 20, 4) > work_bytes(spec, 12, 4)
 
 
 def test_what_is_set_by_hand_is_kept_or_refused(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_process_that_outgrows_its_limit_ends_with_a_word(tmp_path: Path) -> N
     MemoryLimit(1 << 50).check()
     # Chosen for a process that has nothing yet, so that what this one has is too much.
     limit = taken_bytes() + 512 * MB
-    memory = RunMemory(0, 1, work_bytes(chunk.config, 1, 1))
+    memory = RunMemory(0, 1, work_bytes(spec_of(chunk.config), 1, 1))
     stage = windowed(chunk, 0, N_BLOCKS, WindowOptions(memory=limit), run=memory)
     try:
         stage.check = MemoryLimit(1 * MB).check
