@@ -21,7 +21,7 @@ NANO = Path(__file__).resolve().parents[1] / "assets" / "nano-llama"
 
 
 def stored(dtype: str, quantize: str | None = None, native: str | None = None) -> Any:
-    return SimpleNamespace(dtype=dtype, quantize=quantize, native=native)
+    return SimpleNamespace(model=SimpleNamespace(dtype=dtype), quantize=quantize, native=native)
 
 
 def test_formats_from_large_to_small() -> None:

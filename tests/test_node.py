@@ -200,7 +200,7 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32")
-    stage = TorchStage(Stage(tiny_config(), 1, 3), computing, "float32", "float32")
+    stage = TorchStage(Stage(ModelConfig.from_litgpt(tiny_config()), 1, 3), computing, "float32", "float32")
     with pytest.raises(UsageError) as e:
         check_capacity("secondary4", stage, 64, "cpu")
     assert "blocks 1-2 on secondary4" in str(e.value) and e.value.code == "memory"

@@ -101,7 +101,7 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
     positions: Rotary | Alibi | None = None
     if config.alibi:
         positions = Alibi(config.n_head, is_rounded=config.alibi == "falcon")
-    elif not config.learned_positions:
+    elif config.rope_n_elem:
         positions = _rotary(config, index)
     return Attention(
         n_head=config.n_head,
