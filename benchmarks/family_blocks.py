@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +89,7 @@ class Block:
         config = replace(config, n_layer=stop, sliding_window_indices=windows and (1,) * stop)
         parts = [f"block.{i}" for i in range(index, stop)]
         weights = Resident(parts, lambda part: _weights(_shapes(config, part), form))
-        self._stage = KernelStage(config, index, stop, weights, n_threads)
+        self._stage = KernelStage(spec_of(config), index, stop, weights, n_threads)
         self._stage.prepare(LENGTH)
         self._random = np.random.default_rng(1)
         self._clock = clock

@@ -43,6 +43,8 @@ from typing import Any
 
 import numpy as np
 
+from mdi.model.plain import spec_of
+
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT = ROOT / "assets" / "nano-llama-draft"
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
@@ -193,7 +195,7 @@ class Model:
         self.config = weights.config
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, Cancel()))
-        self.stage = KernelStage(weights.config, 0, weights.n_layer, held, 1, "float32")
+        self.stage = KernelStage(spec_of(weights.config), 0, weights.n_layer, held, 1, "float32")
         self.length = weights.config.block_size
         self.stage.prepare(self.length)
         self.codec = family.open_codec(folder, "none")
@@ -452,7 +454,7 @@ def measured_prices(form: str, most_rows: int, n_blocks: int = 4) -> list[float]
         f"block.{i}": random_weights({n: s for n, s in shapes.items() if part_of(n) == f"block.{i}"}, Packing(form, form))
         for i in range(n_blocks)
     }  # fmt: skip
-    stage = KernelStage(config, 0, n_blocks, Resident(parts, parts.__getitem__), n_threads())
+    stage = KernelStage(spec_of(config), 0, n_blocks, Resident(parts, parts.__getitem__), n_threads())
     stage.prepare(4096)
     x = np.random.default_rng(1).standard_normal((most_rows, config.n_embd), dtype=np.float32)
     times: dict[int, list[float]] = {n: [] for n in range(1, most_rows + 1)}

@@ -73,7 +73,7 @@ class Profiled:
             return made
 
         resident = Resident([f"block.{i}" for i in range(n_blocks)], weights)
-        self.stage = KernelStage(self.config, 0, n_blocks, resident, n_threads, cache_type)
+        self.stage = KernelStage(spec_of(self.config), 0, n_blocks, resident, n_threads, cache_type)
         self._context = Context(n_threads)
 
     def fill(self, n_sequences: int, position: int) -> None:

@@ -25,6 +25,7 @@ from mdi.engine.sequence import SamplingParams, wait_for_event
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, adapter_of
+from mdi.model.plain import spec_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
@@ -457,7 +458,7 @@ def test_blocks_that_only_the_kernels_compute_are_a_base(family: str, tmp_path: 
 def base_stage(source: LitCheckpoint, n_blocks: int) -> KernelStage:
     """The first blocks of a model, with embedding and head."""
     weights = Resident(stage_parts(0, n_blocks, starter=True), source.weights)
-    stage = KernelStage(source.config, 0, n_blocks, weights)
+    stage = KernelStage(spec_of(source.config), 0, n_blocks, weights)
     stage.prepare(64)
     return stage
 

@@ -10,6 +10,7 @@ import torch
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
 from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
+from mdi.model.plain import spec_of
 from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import Stage, StarterStage
 from tolerance import assert_alike
@@ -163,12 +164,12 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
     of_block = {k: v for k, v in weights.items() if k.startswith("transformer.h.2.")}
     with pytest.raises(CheckpointError) as e:
         lacking = {k: v for k, v in of_block.items() if not k.endswith("mlp.proj.weight")}
-        Stage(config, 2, 3).load(["block.2"], lambda _: lacking, CPU, torch.float32)
+        Stage(spec_of(config), 2, 3).load(["block.2"], lambda _: lacking, CPU, torch.float32)
     assert "mlp.proj.weight" in str(e.value)
     with pytest.raises(CheckpointError) as e:
-        Stage(config, 2, 3).load(["block.2"], lambda _: weights, CPU, torch.float32)
+        Stage(spec_of(config), 2, 3).load(["block.2"], lambda _: weights, CPU, torch.float32)
     assert "lm_head.weight" in str(e.value)
     with pytest.raises(CheckpointError) as e:
         wrong = {**of_block, "transformer.h.2.attn.proj.weight": torch.zeros(3, VOCAB)}
-        Stage(config, 2, 3).load(["block.2"], lambda _: wrong, CPU, torch.float32)
+        Stage(spec_of(config), 2, 3).load(["block.2"], lambda _: wrong, CPU, torch.float32)
     assert "attn.proj.weight" in str(e.value)

@@ -26,6 +26,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.model.plain import spec_of
 from mdi.spec.cluster import nearest_existing, read_json
 from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_yaml
@@ -254,7 +255,7 @@ class GPTWeights(StarterWeights):
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:
             counts = parse_layers(layers, self.n_layer, n_nodes)
-        self.blocks = ranges(counts or default_split(self.config, n_nodes))
+        self.blocks = ranges(counts or default_split(spec_of(self.config), n_nodes))
 
 
 def nano_config_file(config: GPTConfig) -> bytes:

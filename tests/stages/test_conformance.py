@@ -118,7 +118,7 @@ def inputs(n_embd: int) -> list[tuple[np.ndarray, list[Slice]]]:
 
 def whole(chunk: ChunkFile) -> KernelStage:
     names = stage_parts(0, chunk.config.n_layer, starter=True)
-    stage = KernelStage(chunk.config, 0, chunk.config.n_layer, Resident(names, lambda name: chunk.weights(name)))
+    stage = KernelStage(chunk.spec, 0, chunk.config.n_layer, Resident(names, lambda name: chunk.weights(name)))
     stage.prepare(LENGTH)
     return stage
 

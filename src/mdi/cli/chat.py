@@ -236,7 +236,7 @@ def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: 
         if len(ids) <= room or (not history and len(ids) <= most):
             return ids
         if not history:
-            longest = session.model.config.block_size
+            longest = session.model.spec.max_length
             more = "shorten it" if most >= longest else f"--sequence-length N allows more, up to the model's {longest}"
             raise Refused(
                 f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code=Code.LENGTH

@@ -236,6 +236,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.block_ranges import parse_layers
     from mdi.engine.speculation import most_rows_of
+    from mdi.model.plain import spec_of
     from mdi.placement.model import Workload, model_shape, with_paths
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
@@ -270,7 +271,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     )
     if options.draft_rate is None:
         return found
-    return found.with_draft(options.draft_rate, most_rows_of(bool(config.n_expert), has_window=False))
+    return found.with_draft(options.draft_rate, most_rows_of(spec_of(config).has_experts, has_window=False))
 
 
 def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:

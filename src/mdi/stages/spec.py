@@ -14,7 +14,6 @@ from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import held_bytes
-from mdi.model.plain import spec_of
 from mdi.model.spec import ModelSpec
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.combinations import GRADIENTS, TOGETHER, TORCH, WINDOW, refuse
@@ -111,7 +110,7 @@ class StageSpec:
     @property
     def own_spec(self) -> ModelSpec:
         """The model with its blocks as this node has them."""
-        return spec_of(self.config) if self.group is None else self.group.share(self.config).spec
+        return self.model.spec if self.group is None else self.group.share(self.config).spec
 
     def run_bytes(self, family: ModelFamily) -> int:
         """Memory besides the weights, with the caches of one sequence of full length."""
