@@ -129,12 +129,11 @@ def test_a_copied_cache_goes_its_own_way() -> None:
 def test_caches_grow_with_the_tokens_and_are_freed() -> None:
     stage = stages_of(model_of("Gemma-2-9b"), ())[0]
     assert isinstance(stage, StarterStage)
-    config = stage.config
     text = prompt(CONTEXT, 15)
     for start in range(0, CONTEXT, 8):
         stage(stage.embed(torch.tensor(text[start : start + 8])), [(3, start, 8)])
     full, windowed = sorted(stage.caches.classes, key=lambda c: c.window or 0)
-    assert full.window is None and windowed.window == config.sliding_window_size
+    assert full.window is None and windowed.window == stage.spec.blocks[0].mixer.window
     assert stage.caches.n_bytes <= full.n_bytes(CONTEXT) + windowed.n_bytes(CONTEXT, 8)
     stage.caches.free(3)
     stage.caches.free(99)

@@ -60,7 +60,7 @@ class FileSupply:
 
     @contextlib.contextmanager
     def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
-        shards = None if spec.group is None else ShardSource(self.chunk, spec.group.share(spec.config), PACKING)
+        shards = None if spec.group is None else ShardSource(self.chunk, spec.group.share(spec.model.config), PACKING)
 
         def source(part: str) -> WeightSource:
             self.asked.append(part)

@@ -27,7 +27,6 @@ from mdi.checkpoint.virtual_rows import (
 )
 from mdi.errors import CheckpointError, Code
 from mdi.model.plain import spec_of
-from mdi.model.spec import ModelSpec
 from mdi.spec.model import ModelConfig
 
 EMBEDDINGS = "prompt_embeddings"
@@ -50,15 +49,11 @@ def open_adapter(named: AdapterName, number: int, config: ModelConfig, base: Cal
 class VirtualAdapter(Adapter):
     """A prompt, deep prompts or a prefix."""
 
-    @property
-    def _spec(self) -> ModelSpec:
-        return spec_of(self._config)
-
     def _checked(self) -> list[Any]:
         told, path = self._told, self._settings_path
         self._kind, n = told["peft_type"], told.get("num_virtual_tokens")
         self._is_prefix = self._kind == PREFIX_TYPE
-        spec = self._spec
+        self._spec = spec = spec_of(self._config)
         if (why_not := why_no_rows(self._is_prefix, spec)) is not None:
             raise self._refused(f"peft_type {self._kind}, and {spec.name} {why_not}")
         if type(n) is not int or not 1 <= n <= MOST_VIRTUAL:

@@ -224,13 +224,6 @@ class ModelConfig:
         mark = "Gemma-" if self.norm_unit_offset else "" if self.norm_has_weight else "OLMo-"
         return {**found, "name": mark + self.name.replace("Gemma", "gemma").replace("OLMo", "olmo")}
 
-    def with_sizes(self, **sizes: int) -> ModelConfig:
-        """A copy with other sizes, which need not fit each other: those of a node's share of every block do not."""
-        copy: ModelConfig = object.__new__(type(self))
-        for entry in dataclasses.fields(self):
-            object.__setattr__(copy, entry.name, sizes.get(entry.name, getattr(self, entry.name)))
-        return copy
-
     def _per_block(self, key: str) -> tuple[int, ...]:
         given: Sequence[int] | None = getattr(self, key)
         found = (1,) * self.n_layer if given is None else tuple(given)[: self.n_layer]

@@ -74,7 +74,7 @@ def build_stage(
     if spec.is_torch:
         from mdi.stages.torch_stage import TorchStage
 
-        inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
+        inner = family.stage(spec.model.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
         stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.model.formats else spec.model.dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
@@ -97,7 +97,7 @@ def build_stage(
         )
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
-        group = None if spec.group is None else GroupSum(spec.group.share(spec.config))
+        group = None if spec.group is None else GroupSum(spec.group.share(spec.model.config))
         return KernelStage(spec.model.spec, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
     except BaseException:
         weights.close()
