@@ -119,7 +119,7 @@ CONTROL_FILL = "#fbe3d0"
 
 def layers() -> Any:
     from mdi.block_ranges import block_span, default_split, ranges
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     figure, ax = canvas(9.2, 5.6)
     ax.text(4.6, 5.3, "TinyLlama (1.1 B parameters, 22 blocks) on three nodes", ha="center", size=12, color=INK)

@@ -39,8 +39,8 @@ from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import full_config, model_shapes  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS, weight_format  # noqa: E402
+from mdi.model.plain import ModelConfig  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
-from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402

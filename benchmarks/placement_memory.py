@@ -31,7 +31,7 @@ SEQUENCES, LENGTH = 4, 512
 
 
 def config_of(width: int) -> Any:
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     return ModelConfig(
         name=f"llama-{width}", n_layer=16, n_embd=width, n_head=width // 64, n_query_groups=4,

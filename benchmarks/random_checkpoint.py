@@ -106,7 +106,7 @@ def _write_rest(folder: Path, shape: str, config: Any) -> None:
 
 
 def _own(config: Any) -> Any:
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     return ModelConfig.from_litgpt(config)
 

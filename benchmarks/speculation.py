@@ -62,6 +62,7 @@ from mdi.engine.speculation import Speculation, most_frames, tokens_per_s  # noq
 from mdi.engine.starter import StarterEngine  # noqa: E402
 from mdi.host.threads import n_threads  # noqa: E402
 from mdi.kernels.slices import Slice, SliceTable  # noqa: E402
+from mdi.model.plain import ModelConfig  # noqa: E402
 from mdi.net.ring import LoopbackRing  # noqa: E402
 from mdi.net.wire import Frame  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
@@ -69,7 +70,6 @@ from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402
-from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.spec.options import StarterOptions  # noqa: E402
 from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402

@@ -41,7 +41,7 @@ def decode(shape: str, n_threads: int) -> None:
     """The child: a line on stdin begins a measurement, a line on stdout is its tokens/s."""
     import torch
 
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
     from mdi.stages.torch_stage import StarterStage
 
     torch.set_num_threads(n_threads)

@@ -26,11 +26,11 @@ import psutil
 import torch
 from torch.nn import functional
 
+from mdi.model.plain import ModelConfig
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import LORA, METHODS, StarterOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum

@@ -21,14 +21,13 @@ from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
 from mdi.engine.sequence import Event, Request, SamplingParams, TokenLogprobs
 from mdi.engine.starter import StarterEngine
 from mdi.engine.worker import SecondaryLoop
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Limits
-from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import Stage, StarterStage
 
 CPU = torch.device("cpu")

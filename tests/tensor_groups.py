@@ -15,9 +15,8 @@ from families import CONTEXT
 from mdi.checkpoint.packing import PartWeights, is_packable
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.layout import cut, pack
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.keys import KEY_BYTES, SealedSession
-from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.shard_blocks import GroupSum

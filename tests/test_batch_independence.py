@@ -12,8 +12,7 @@ from litgpt.config import Config
 from families import config_of, random_gpt
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.weight_formats import is_packable
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages.torch_block import Latents
 from mdi.stages.torch_stage import Stage
 

@@ -33,7 +33,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
 from mdi.files import replacing
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 @pytest.mark.parametrize(

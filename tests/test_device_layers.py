@@ -16,8 +16,7 @@ from mdi.host import resources
 from mdi.host.computing import choose_computing
 from mdi.kernels.layout import codes_of, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.options import Requested
 from mdi.stages import torch_stage as stage_module
 from mdi.stages.torch_packed import DeviceLayers, DeviceLinear, unpacked

@@ -11,8 +11,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import pack, unpack
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 
 
 def plain_tensors(family: str) -> dict[str, np.ndarray]:

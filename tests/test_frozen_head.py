@@ -14,8 +14,7 @@ from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import FOLDED_FORMATS, Packing
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.errors import CheckpointError
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi_training import frozen_head
 from mdi_training.frozen_head import FrozenHead
 from tiny_checkpoint import write_checkpoint

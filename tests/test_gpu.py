@@ -21,10 +21,9 @@ from mdi.host.device import choose_device, choose_dtype, devices
 from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
 from mdi.kernels.slices import Slice
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject, reader
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 from mdi.stages.torch_packed import DeviceLinear
 from mdi.stages.torch_stage import Stage, StarterStage

@@ -22,11 +22,10 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.model.caches import kind_of
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import BlockSpec
 from mdi.spec.extent import Extent
 from mdi.spec.limits import LIMITS, excess
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_stage import Stage, module_bytes, run_bytes

@@ -28,7 +28,7 @@ from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.threads import fair_threads
 from mdi.kernels import library
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.wire import SILENCE_S
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
@@ -37,7 +37,6 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights

@@ -46,10 +46,9 @@ from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Alibi, Attention, Rotary
 from mdi.net.ring import LoopbackRing
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident

@@ -13,8 +13,8 @@ from mdi.checkpoint.torch_tensors import as_array, spec_of
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING
-from mdi.spec.model import ModelConfig
 from mdi.stages import torch_packed as packed_linear
 from mdi.stages.torch_packed import PackedLinear, Weights, kernel_context
 from mdi.stages.torch_stage import StarterStage

@@ -22,12 +22,11 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import KeptInputs, PlainBlocks

@@ -35,14 +35,13 @@ from mdi.control.messages import BlocksRequest, TensorsRequest
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import format_within
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.message import Message
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.passes import Bytes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import PlainBlocks

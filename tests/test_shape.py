@@ -14,9 +14,8 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
 from mdi.model.caches import CACHE_TYPES, cache_classes
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.model import model_shape
-from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import StarterStage
 from tiny_checkpoint import tiny_config
 

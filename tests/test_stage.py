@@ -10,8 +10,7 @@ import torch
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
 from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages.torch_stage import Stage, StarterStage
 from tolerance import assert_alike
 
@@ -111,7 +110,7 @@ def test_finished_blocks_are_counted() -> None:
     for n_frames in (1, 2):
         assert isinstance(first, StarterStage)
         second(first(first.embed(torch.tensor([1, 2])), [(n_frames, 0, 2)]), [(n_frames, 0, 2)])
-        assert (first.n_finished, second.n_finished) == (2 * n_frames, (first.config.n_layer - 2) * n_frames)
+        assert (first.n_finished, second.n_finished) == (2 * n_frames, (first.spec.n_layer - 2) * n_frames)
 
 
 def test_a_copied_cache_goes_its_own_way() -> None:

@@ -11,8 +11,7 @@ from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 from tensor_groups import meshes, on_all, shard_weights, stages_of, sums

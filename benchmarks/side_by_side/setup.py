@@ -9,8 +9,7 @@ from typing import Any
 from mdi.block_ranges import default_split
 from mdi.kernels.library import FORCED
 from mdi.kernels.weight_formats import LAYOUTS, OWN_FORMAT
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from peers.protocol import Case
 from random_checkpoint import DEEP, DTYPE, SHAPES, config_of, n_weights
 from side_by_side.files import Checkpoint, Chunks, Gguf, Need

@@ -26,9 +26,8 @@ from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import nearest_existing, read_json
-from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_yaml
 from mdi.stages.starter_weights import StarterWeights
 

@@ -30,10 +30,9 @@ from mdi.families.names import Names
 from mdi.families.registry import family_of
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention
 from mdi.spec.decode import Meta, decode_text
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ADAPTED, DEEP_PROMPT, LORA, PREFIX, PROMPT
 from mdi.stages.side import MOST_LABELS
 

@@ -16,9 +16,8 @@ from mdi.host.computing import Computing
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.wire import Frame, FrameType
-from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.torch_stage import Stage, TorchStage
 

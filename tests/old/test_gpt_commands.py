@@ -32,8 +32,7 @@ from gpt.weights import open_nano
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.errors import CheckpointError, UsageError
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi_training.data import load_data_set
 
 OLD = Path(__file__).resolve().parents[2] / "old"

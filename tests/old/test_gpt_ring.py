@@ -20,12 +20,11 @@ from gpt.stage import WholeTextStage
 from gpt.weights import open_gpt2
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, UsageError
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 
 DEADLINE_S = 60.0

@@ -31,8 +31,8 @@ from mdi.errors import CheckpointError
 from mdi.files import replacing
 from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import nearest_existing
-from mdi.spec.model import ModelConfig
 
 
 class FileSource(WeightSource):

@@ -15,9 +15,8 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.families.names import Names
 from mdi.families.registry import written
 from mdi.files import replacing
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.tensors import EMBEDDING, HEAD
-from mdi.spec.model import ModelConfig
 
 if TYPE_CHECKING:
     import torch

@@ -35,8 +35,8 @@ from mdi.families.registry import family_of, stated_family
 from mdi.files import default_cache_dir
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
-from mdi.spec.model import ModelConfig
 
 # Parts of a model that also sees or hears, beside its language part.
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision)\.")

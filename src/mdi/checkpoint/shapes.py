@@ -15,10 +15,9 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels.weight_formats import weight_format
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, ModelSpec
 from mdi.model.tensors import BLOCKS, Shape, Shapes, block_tensors, end_tensors
-from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import read_yaml
 
 

@@ -34,8 +34,8 @@ from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels.lazy_rows import LazyRows, Rows
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
-from mdi.spec.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 

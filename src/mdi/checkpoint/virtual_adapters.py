@@ -26,8 +26,7 @@ from mdi.checkpoint.virtual_rows import (
     why_no_rows,
 )
 from mdi.errors import CheckpointError, Code
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 
 EMBEDDINGS = "prompt_embeddings"
 PROMPT_TYPE, DEEP_TYPE, PREFIX_TYPE = "PROMPT_TUNING", "MDI_DEEP_PROMPT", "PREFIX_TUNING"  # as a folder says peft_type

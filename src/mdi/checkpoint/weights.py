@@ -23,9 +23,8 @@ from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
 from mdi.kernels.lazy_rows import Rows
 from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import ModelSpec
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats, ModelId
 
 if TYPE_CHECKING:

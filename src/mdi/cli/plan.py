@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.errors import MdiError, PlacementError, UsageError
+from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import DTYPES
 from mdi.spec.combinations import MODEL, facts_of, refuse
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited

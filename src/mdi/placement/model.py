@@ -19,11 +19,10 @@ from mdi.host.device import why_not_kernels
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.weight_formats import WeightFormat, weight_format
 from mdi.model.caches import PAGE, CacheClass, kind_of
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import BlockSpec, Experts, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-from mdi.spec.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.slices import Slice
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.units import size
 
 WIDTH = 1024  # numbers in a row

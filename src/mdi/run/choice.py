@@ -22,6 +22,7 @@ from mdi.host.device import check_format, choose_device, choose_dtype, load_torc
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
+from mdi.model.plain import ModelConfig
 from mdi.model.spec import ModelSpec
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload, model_shape
@@ -36,7 +37,6 @@ from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.combinations import NAMED_GROUPS, STAGES, TORCH, facts_of, refuse
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily

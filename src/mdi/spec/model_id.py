@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from mdi.errors import MdiError
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, decode_with_config, spec_of
 from mdi.model.spec import ModelSpec
 from mdi.spec.decode import Meta, ShortName, Text, Whole, decode
-from mdi.spec.model import ModelConfig, decode_with_config
 
 T = TypeVar("T")
 

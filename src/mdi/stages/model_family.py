@@ -17,10 +17,9 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import Code, ControlError
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import ModelSpec
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.stages.starter_weights import StarterWeights
 from mdi.tensor.group import group_of
 

@@ -26,7 +26,7 @@ from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels.weight_formats import OWN_FORMAT
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.tensor.group import Group
 from mdi.tensor.shard_source import ShardSource

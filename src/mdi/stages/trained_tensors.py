@@ -26,9 +26,8 @@ from mdi.checkpoint.adapters import check_stored
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, row_widths
 from mdi.errors import CheckpointError, ControlError
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.decode import Meta, decode_text
-from mdi.spec.model import ModelConfig
 
 T = TypeVar("T")
 

@@ -14,9 +14,8 @@ from mdi.block_ranges import default_split, ranges, split_layers
 from mdi.checkpoint.packing import Packing
 from mdi.control.messages import ToldGroup, refused
 from mdi.errors import SplitError, UsageError
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import ClusterConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 
