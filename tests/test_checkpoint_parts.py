@@ -33,7 +33,7 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
 from mdi.errors import CheckpointError, SplitError
 from mdi.files import replacing
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -344,8 +344,8 @@ def test_the_cost_of_the_head_is_that_of_its_weights(family: str) -> None:
         if name.startswith(f"transformer.h.{last}.") and "gate.w" not in name
     )
     head = config.n_embd * config.padded_vocab_size
-    assert head_cost_blocks(config) == pytest.approx(head / block)
-    assert sum(default_split(config, 3)) == config.n_layer
+    assert head_cost_blocks(spec_of(config)) == pytest.approx(head / block)
+    assert sum(default_split(spec_of(config), 3)) == config.n_layer
 
 
 def _matrices(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:

@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 
 from mdi.errors import SplitError
-from mdi.model.plain import spec_of
-from mdi.model.spec import Experts
+from mdi.model.spec import Experts, ModelSpec
 from mdi.model.tensors import block_tensors
-from mdi.spec.model import ModelConfig
 
 ADAPTER_PREFIX = "adapter."  # of a part with what adapters add to a block, before its number (checkpoint.adapters)
 
@@ -56,9 +54,9 @@ def split_layers(n_layer: int, n_nodes: int, cost_embedding_blocks: float = 0.0)
     return min((counts(own) for own in range(n_layer - n_secondaries + 1)), key=unevenness)
 
 
-def default_split(config: ModelConfig, n_nodes: int) -> tuple[int, ...]:
+def default_split(spec: ModelSpec, n_nodes: int) -> tuple[int, ...]:
     """The most even split of a model. Raises SplitError."""
-    return split_layers(config.n_layer, n_nodes, head_cost_blocks(config))
+    return split_layers(spec.n_layer, n_nodes, head_cost_blocks(spec))
 
 
 def check_n_nodes(n_layer: int, n_nodes: int) -> None:
@@ -102,18 +100,16 @@ def ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
     return result
 
 
-def head_cost_blocks(config: ModelConfig) -> float:
+def head_cost_blocks(spec: ModelSpec) -> float:
     """Work of the head for one token, in units of one block: the ratio of the weights that each reads.
 
     The embedding counts as nothing, because a token reads one row of it. Norms and attention over the cache are left out.
     """
-    head: int = config.n_embd * config.padded_vocab_size
-    return head / _block_weights(config)
+    return spec.width * spec.n_rows / _block_weights(spec)
 
 
-def _block_weights(config: ModelConfig) -> int:
+def _block_weights(spec: ModelSpec) -> int:
     """Weights that one token meets in the last block; of experts, those that it is sent to. The router is left out."""
-    spec = spec_of(config)
     block, found = spec.blocks[-1], 0.0
     used = block.mlp.n_used / block.mlp.n if isinstance(block.mlp, Experts) else 1.0
     for name, shape in block_tensors(block, spec.width).items():

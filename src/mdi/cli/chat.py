@@ -335,7 +335,7 @@ def _fit(session: Run, chat: Chat, question: str, n_tokens: int) -> list[int]:
         if len(ids) <= room or (not chat.turns and len(ids) <= most):
             return ids
         if not chat.turns:
-            longest = session.model.config.block_size
+            longest = session.model.spec.max_length
             more = "shorten it" if most >= longest else f"--sequence-length N allows more, up to the model's {longest}"
             raise Refused(
                 f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code=Code.LENGTH

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mdi.families.config_json import Json, rope, sizes
 from mdi.families.names import Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, said, words
 from mdi.families.family import Family
 from mdi.families.names import EXPERTS, GATED, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 _WORDS = {
     "num_experts_per_tok": "n_expert_per_token", "first_k_dense_replace": "first_k_dense_replace",

@@ -19,11 +19,10 @@ from mdi.host.device import why_not_kernels
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.weight_formats import WeightFormat, weight_format
 from mdi.model.caches import PAGE, CacheClass, kind_of
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import BlockSpec, Experts, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-from mdi.spec.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         head_macs=math.prod(tensors["lm_head.weight"]),
         n_head=max(block.mixer.n_head for block in spec.kinds),
         vocab_size=spec.n_rows,
-        work_row_bytes=_widest(config, tensors) * form.value_bytes,
+        work_row_bytes=_widest(spec.width, tensors) * form.value_bytes,
         table_bytes=table_bytes(spec.blocks, PAGE) // PAGE,
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
@@ -215,10 +214,10 @@ def _used(mlp: Mlp, name: str) -> float:
     return mlp.n_used / mlp.n if isinstance(mlp, Experts) and ".experts." in name else 1.0
 
 
-def _widest(config: ModelConfig, tensors: _Shapes) -> int:
+def _widest(width: int, tensors: _Shapes) -> int:
     """Values that a row has at the same time in a block: in, normed, out, and two of the widest layer."""
     outputs = [shape[0] for name, shape in tensors.items() if name.startswith("transformer.h.") and len(shape) == 2]
-    return int(3 * config.n_embd + 2 * max(outputs))
+    return int(3 * width + 2 * max(outputs))
 
 
 def with_paths(profile: ClusterProfile, config: ModelConfig, config_hash: str, form: str) -> ClusterProfile:

@@ -14,8 +14,8 @@ from mdi.block_ranges import default_split, ranges, split_layers
 from mdi.checkpoint.packing import Packing
 from mdi.control.messages import ToldGroup, refused
 from mdi.errors import SplitError, UsageError
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import ClusterConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 
@@ -202,7 +202,7 @@ def division_by_hand(
         raise UsageError(f"--shares names {len(options.parts)} nodes, but there are {len(names)}")
     counts = tuple(stop - start for start, stop in blocks)
     if len(counts) != len(stages):
-        counts = default_split(config, len(stages))
+        counts = default_split(spec_of(config), len(stages))
     return Division(stages, counts, dict(zip(names, options.parts or [1.0] * len(names), strict=True)))
 
 
