@@ -9,11 +9,11 @@ import torch
 from families import FAMILIES, config_of, random_gpt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import part_of, stage_parts
-from mdi.checkpoint.torch_tensors import as_array, spec_of
+from mdi.checkpoint.torch_tensors import as_array, tensor_spec
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.model.plain import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.stages import torch_packed as packed_linear
 from mdi.stages.torch_packed import PackedLinear, Weights, kernel_context
@@ -59,7 +59,7 @@ def weights_of(gpt: torch.nn.Module, packing: Packing, part: str) -> Weights:
     weights: dict[str, Matrix | np.ndarray | torch.Tensor] = {}
     for name, tensor in gpt.state_dict().items():
         if part_of(name) == part:
-            weights.update(packing.pack(name, as_array(tensor), spec_of(tensor)))
+            weights.update(packing.pack(name, as_array(tensor), tensor_spec(tensor)))
     return weights
 
 

@@ -253,7 +253,11 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         raise UsageError(
             f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
         )
-    layers = None if options.layers is None else parse_layers(options.layers, shape.n_layer, len(stage_places(profile)))
+    layers = (
+        None
+        if options.layers is None
+        else parse_layers(options.layers, shape.n_layer, len(stage_places(profile)), shape.cuts)
+    )
     draft_bytes = 0
     if options.draft not in ("none", "auto"):
         small = _config_of(options.draft)

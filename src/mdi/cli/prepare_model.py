@@ -231,7 +231,7 @@ def _cut(source: WeightSource, directory: Path, options: Options) -> None:
     assert options.n_nodes is not None
     n_layer = source.spec.n_layer
     if options.layers is not None:
-        counts = parse_layers(options.layers, n_layer, options.n_nodes)
+        counts = parse_layers(options.layers, n_layer, options.n_nodes, source.spec.allowed_cuts())
     else:
         counts = default_split(source.spec, options.n_nodes)
     with progress_bar("cutting") as progress:

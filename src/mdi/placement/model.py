@@ -67,6 +67,7 @@ class ModelShape:
         table_bytes: position tables, per position.
         kv_dtype: what caches hold, a name in model.caches.CACHE_TYPES.
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
+        cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelShape:
     table_bytes: int
     runtime_bytes: int = 0
     kv_dtype: str = "float32"
+    cuts: tuple[int, ...] | None = None
 
     @property
     def n_layer(self) -> int:
@@ -97,7 +99,13 @@ class ModelShape:
 
     @property
     def is_uniform(self) -> bool:
-        return all(block == self.blocks[0] for block in self.blocks)
+        """Whether a stage is told by how many blocks it has: all are alike, and the model may be cut everywhere."""
+        return self.cuts is None and all(block == self.blocks[0] for block in self.blocks)
+
+    @property
+    def most_nodes(self) -> int:
+        """Each secondary has a block at least."""
+        return self.n_layer + 1 if self.cuts is None else len(self.cuts)
 
     @property
     def weight_bytes(self) -> int:
@@ -193,6 +201,7 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         table_bytes=table_bytes(spec.blocks, PAGE) // PAGE,
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
+        cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
     )
 
 

@@ -219,7 +219,9 @@ class Choice:
         last = weights.spec(f"block.{weights.n_layer - 1}").sha256
         identity = weights_id(weights.model, last)
         arithmetic = self.computing.arithmetic("auto")
-        self.held = part = swarm.choose(identity, arithmetic, weights.n_layer, weights.model.name, cancel)
+        self.held = part = swarm.choose(
+            identity, arithmetic, weights.model.spec.allowed_cuts(), weights.model.name, cancel
+        )
         weights.cut_anew((0, *(one.stop - one.start for one in part.chain)))
         self.cluster = cluster = with_chain(self.cluster, part)
         self.left_out = [node for node in part.nodes if node not in cluster.secondaries]

@@ -214,7 +214,7 @@ class StarterWeights:
     def _cut(self, n_nodes: int, layers: str | None) -> list[tuple[int, int]]:
         n_layer = self.n_layer
         if layers is not None:
-            return ranges(parse_layers(layers, n_layer, n_nodes))
+            return ranges(parse_layers(layers, n_layer, n_nodes, self.model.spec.allowed_cuts()))
         names = ["starter"] + [f"secondary{i}" for i in range(n_nodes - 1)]
         if all(name in self._chunks for name in names):
             blocks = [self._chunks[name].manifest.blocks for name in names]
