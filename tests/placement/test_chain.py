@@ -57,6 +57,19 @@ def test_chains_come_near_the_best_of_all() -> None:
     assert max(ratios) <= 1.35 and sum(ratios) / len(ratios) <= 1.03
 
 
+def test_a_chain_is_cut_where_the_model_may_be() -> None:
+    rng, n_parts = random.Random(6), []
+    for _ in range(100):
+        cuts = sorted({0, 9, *rng.sample(range(1, 9), 3)})
+        nodes = [Holder(f"h{i}", rng.choice([0, 0, 2]), rng.choice([7, 9, 9]), rng.uniform(1, 3)) for i in range(4)]
+        chain = choose_chain(nodes, 9, cuts)
+        if chain is not None:
+            assert [i for part in chain for i in range(part.start, part.stop)] == list(range(9))
+            assert all(part.stop in cuts for part in chain), "blocks that belong to each other stay on one node"
+            n_parts.append(len(chain))
+    assert len(n_parts) > 80 and max(n_parts) > 2
+
+
 def _all_chains(nodes: Sequence[Holder], n_layer: int, at: int, chain):  # type: ignore[no-untyped-def]
     if at == n_layer:
         yield chain
