@@ -26,8 +26,9 @@ from mdi.control.messages import PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import Code, ControlError, EngineError, NodeLostError, RingError
 from mdi.net.hello import Fault
+from mdi.net.ring import TcpRing
 from mdi.node.secondary import SecondaryNode
-from mdi.node.worker import Waits
+from mdi.node.worker import RingWorker, Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.run.texts import SampleReader
@@ -281,6 +282,32 @@ def test_a_stage_that_was_prepared_beside_the_present_one_is_ready_for_the_next_
         starter.form(**longer)
         starter.compute(0, data, 0)
         assert following.stage is stage and (following.use, present.use) == ("USED", "UNUSED")
+
+
+def test_a_ring_that_the_starter_has_closed_is_not_ended_for_the_next_one(
+    node: SecondaryNode, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this node knows it last: the request for the next ring may be there before."""
+    may_begin, begin, begins = threading.Event(), RingWorker.begin, RingWorker.begins_within
+
+    def late(worker: RingWorker, ring: TcpRing) -> None:
+        assert may_begin.wait(DEADLINE_S)
+        begin(worker, ring)
+
+    def asked(worker: RingWorker, timeout_s: float) -> bool:
+        may_begin.set()
+        return begins(worker, timeout_s)
+
+    monkeypatch.setattr(RingWorker, "begin", late)
+    monkeypatch.setattr(RingWorker, "begins_within", asked)
+    with frame_starter(node, checkpoints[0]) as starter:
+        wait = starter.wait
+        monkeypatch.setattr(starter, "wait", lambda state: {} if state == "RUNNING" else wait(state))
+        starter.form()
+        starter.init(extent=Extent(300), is_ahead=True)
+        starter.wait("READY")
+        starter.compute(0, rows(3, starter.n_embd), 0)
+        assert [one.state for one in node.runs.active] == ["RUNNING", "READY"]
 
 
 def test_the_same_request_twice_is_one_ring(node: SecondaryNode, checkpoints: list[Path]) -> None:

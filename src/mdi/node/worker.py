@@ -157,6 +157,12 @@ class RingWorker:
         """Whether the ring is closed: from then on the ring itself shows whether the starter is alive."""
         return self.ring is not None
 
+    def begins_within(self, timeout_s: float) -> bool:
+        """Wait until its ring is closed, or will not be; whether it is."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_running or self.is_abandoned or self.has_ended.is_set(), timeout_s)
+            return self.is_running
+
     @property
     def is_abandoned(self) -> bool:
         return self.is_stopped or self.cancel.is_silent
@@ -382,6 +388,7 @@ class RingWorker:
             self.ring, self.state = ring, "RUNNING"
             self.has_begun = True
             was_stopped, fault = self.is_stopped, self._fault
+            self._note_change()
         if fault is not None:
             ring.fail(fault)
         elif was_stopped:
