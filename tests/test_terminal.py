@@ -61,7 +61,7 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(text=HOSTILE)
 
     codec = SimpleNamespace(
-        encode_chat=lambda history, question: [1], form=WORDS, prompt_style=object()
+        encode_chat=lambda history, question, system: [1], form=WORDS, prompt_style=object()
     )  # fmt: skip
     model = SimpleNamespace(codec=codec, check_prompt=lambda ids: None, weights=SimpleNamespace(adapters=()))
     session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None, adapters=())

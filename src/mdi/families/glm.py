@@ -56,7 +56,7 @@ _PUBLISHED: dict[str, Json] = {
     "zai-org/GLM-4.6": _LONG,
     "zai-org/GLM-4.7": _LONG,
 }
-_ALL: dict[str, Any] = {"names": lambda _: _NAMES, "answers": "glm"}
+_ALL: dict[str, Any] = {"names": lambda _: _NAMES}
 
 FAMILIES = (
     Family("glm4_moe", "Glm4MoeForCausalLM", _read, _write, published=_PUBLISHED, **_ALL),

@@ -68,6 +68,6 @@ _PUBLISHED = {
 FAMILIES = (
     Family(
         "gpt_oss", "GptOssForCausalLM", _read, _write, lambda _: _NAMES, defaults={"swiglu_limit": 7.0},
-        published=_PUBLISHED, answers="harmony",
+        published=_PUBLISHED,
     ),
 )  # fmt: skip

@@ -44,8 +44,4 @@ _PUBLISHED: dict[str, Json] = {
     },
 }  # fmt: skip
 
-FAMILIES = (
-    Family(
-        "minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, lambda _: _NAMES, published=_PUBLISHED, answers="minimax"
-    ),
-)
+FAMILIES = (Family("minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, lambda _: _NAMES, published=_PUBLISHED),)
