@@ -19,7 +19,6 @@ from mdi.cli.serve_settings import read_key
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, UsageError, WireError
 from mdi.files import module_environment
-from mdi.model.plain import spec_of
 from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
@@ -308,11 +307,11 @@ def test_an_unknown_model_is_told_by_the_beginning_of_its_name() -> None:
 
 def test_a_prompt_has_known_tokens_and_leaves_place_for_one() -> None:
     model = cast(LoadedModel, SimpleNamespace(context=4, n_vocabulary=9))
-    check_prompt(model, spec_of([0, 8, 1]), "prompt")
-    assert refused(lambda: check_prompt(model, spec_of([9]), "prompt")) == ("prompt", "invalid_value")
-    assert refused(lambda: check_prompt(model, spec_of([-1]), "prompt")) == ("prompt", "invalid_value")
-    assert refused(lambda: check_prompt(model, spec_of([]), "prompt")) == ("prompt", "invalid_value")
-    assert refused(lambda: check_prompt(model, spec_of([0] * 4), "prompt")) == ("prompt", "context_length_exceeded")
+    check_prompt(model, [0, 8, 1], "prompt")
+    assert refused(lambda: check_prompt(model, [9], "prompt")) == ("prompt", "invalid_value")
+    assert refused(lambda: check_prompt(model, [-1], "prompt")) == ("prompt", "invalid_value")
+    assert refused(lambda: check_prompt(model, [], "prompt")) == ("prompt", "invalid_value")
+    assert refused(lambda: check_prompt(model, [0] * 4, "prompt")) == ("prompt", "context_length_exceeded")
 
 
 def test_a_text_that_is_too_long_is_not_tokenized() -> None:
