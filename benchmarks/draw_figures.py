@@ -19,6 +19,8 @@ from typing import Any
 
 import matplotlib
 
+from mdi.model.plain import spec_of
+
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
@@ -117,11 +119,11 @@ CONTROL_FILL = "#fbe3d0"
 
 def layers() -> Any:
     from mdi.block_ranges import block_span, default_split, ranges
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     figure, ax = canvas(9.2, 5.6)
     ax.text(4.6, 5.3, "TinyLlama (1.1 B parameters, 22 blocks) on three nodes", ha="center", size=12, color=INK)
-    cut = ranges(default_split(ModelConfig(**TINY_LLAMA), 3))
+    cut = ranges(default_split(spec_of(ModelConfig(**TINY_LLAMA)), 3))
     names = ("starter", "secondary 0", "secondary 1")
     for i, ((start, stop), name) in enumerate(zip(cut, names, strict=True)):
         x = 0.4 + i * 3.0

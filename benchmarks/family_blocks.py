@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,8 +39,8 @@ from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.checkpoint.shapes import full_config, model_shapes  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS, weight_format  # noqa: E402
+from mdi.model.plain import ModelConfig  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
-from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
@@ -88,7 +89,7 @@ class Block:
         config = replace(config, n_layer=stop, sliding_window_indices=windows and (1,) * stop)
         parts = [f"block.{i}" for i in range(index, stop)]
         weights = Resident(parts, lambda part: _weights(_shapes(config, part), form))
-        self._stage = KernelStage(config, index, stop, weights, n_threads)
+        self._stage = KernelStage(spec_of(config), index, stop, weights, n_threads)
         self._stage.prepare(LENGTH)
         self._random = np.random.default_rng(1)
         self._clock = clock

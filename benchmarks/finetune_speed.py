@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mdi.model.plain import spec_of
 from random_checkpoint import SHAPES, VOCABULARY, make_checkpoint
 from records import RESULTS, rounded, save
 from side_by_side.tables import markdown
@@ -76,7 +77,7 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
         with opened(args, n_nodes, max(args.rows) + args.tokens, 1) as run:
             weights = run.model.weights
             head = plain(weights.source_of("head").weights("head", Packing(args.quantize, args.quantize)))
-            frozen = FrozenHead(weights.config, head)
+            frozen = FrozenHead(spec_of(weights.config), head)
             for method in args.method:
                 one_pass(run, frozen, method, 1, min(args.rows), 2, 1)  # weights and threads are there from now on
                 for n_texts in args.texts:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
@@ -30,7 +31,7 @@ SEQUENCES, LENGTH = 4, 512
 
 
 def config_of(width: int) -> Any:
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     return ModelConfig(
         name=f"llama-{width}", n_layer=16, n_embd=width, n_head=width // 64, n_query_groups=4,
@@ -54,7 +55,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
     torch.set_num_threads(1)
     time.perf_counter = time.process_time  # CPU time, ours and the node's: other programs must not count
     before = peak_rss_bytes()
-    plain = Stage(config_of(width), 0, n_blocks)
+    plain = Stage(spec_of(config_of(width)), 0, n_blocks)
     stage: Stage | KernelStage = plain
     shapes = {name: t.shape for name, t in plain.state_dict().items()}
 
@@ -69,7 +70,7 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
             for part in parts
         }
         weights = Resident(parts, lambda part: random_weights(own[part], Packing("int8", "int8")))
-        stage = KernelStage(config_of(width), 0, n_blocks, weights)
+        stage = KernelStage(spec_of(config_of(width)), 0, n_blocks, weights)
         stage.prepare(LENGTH)
     else:
         plain.load(parts, tensors, torch.device("cpu"), torch.float32)

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mdi.model.plain import spec_of
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
@@ -93,7 +95,7 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
 def stage_of(source: WeightSource, form: str) -> KernelStage:
     """The whole model in one format, head and embedding too."""
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
-    stage = KernelStage(source.config, 0, source.config.n_layer, weights)
+    stage = KernelStage(spec_of(source.config), 0, source.config.n_layer, weights)
     stage.prepare(source.config.block_size)
     return stage
 

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mdi.model.plain import spec_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 LLAMA = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "parallel_residual": False, "bias": False}
@@ -91,7 +93,7 @@ def make_chunks(folder: Path, shape: str, form: str, n_nodes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(shape)
     source = RandomPacked(_own(config), form)
-    write_chunks(source, folder, default_split(source.config, n_nodes))
+    write_chunks(source, folder, default_split(spec_of(source.config), n_nodes))
     _write_rest(folder, shape, config)
 
 
@@ -104,7 +106,7 @@ def _write_rest(folder: Path, shape: str, config: Any) -> None:
 
 
 def _own(config: Any) -> Any:
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     return ModelConfig.from_litgpt(config)
 

@@ -18,9 +18,9 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.layout import bf16_from_float32
 from mdi.kernels.weight_formats import ROUNDED
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING
 from mdi.placement.kernel_bench import random_weights
-from mdi.spec.model import ModelConfig
 
 SCALE = np.float32(0.02)  # of a weight
 

@@ -43,6 +43,8 @@ from typing import Any
 
 import numpy as np
 
+from mdi.model.plain import spec_of
+
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT = ROOT / "assets" / "nano-llama-draft"
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
@@ -60,6 +62,7 @@ from mdi.engine.speculation import Speculation, most_frames, tokens_per_s  # noq
 from mdi.engine.starter import StarterEngine  # noqa: E402
 from mdi.host.threads import n_threads  # noqa: E402
 from mdi.kernels.slices import Slice, SliceTable  # noqa: E402
+from mdi.model.plain import ModelConfig  # noqa: E402
 from mdi.net.ring import LoopbackRing  # noqa: E402
 from mdi.net.wire import Frame  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
@@ -67,7 +70,6 @@ from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
 from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402
-from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.spec.options import StarterOptions  # noqa: E402
 from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
@@ -193,7 +195,7 @@ class Model:
         self.config = weights.config
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, Cancel()))
-        self.stage = KernelStage(weights.config, 0, weights.n_layer, held, 1, "float32")
+        self.stage = KernelStage(spec_of(weights.config), 0, weights.n_layer, held, 1, "float32")
         self.length = weights.config.block_size
         self.stage.prepare(self.length)
         self.codec = family.open_codec(folder, "none")
@@ -452,7 +454,7 @@ def measured_prices(form: str, most_rows: int, n_blocks: int = 4) -> list[float]
         f"block.{i}": random_weights({n: s for n, s in shapes.items() if part_of(n) == f"block.{i}"}, Packing(form, form))
         for i in range(n_blocks)
     }  # fmt: skip
-    stage = KernelStage(config, 0, n_blocks, Resident(parts, parts.__getitem__), n_threads())
+    stage = KernelStage(spec_of(config), 0, n_blocks, Resident(parts, parts.__getitem__), n_threads())
     stage.prepare(4096)
     x = np.random.default_rng(1).standard_normal((most_rows, config.n_embd), dtype=np.float32)
     times: dict[int, list[float]] = {n: [] for n in range(1, most_rows + 1)}

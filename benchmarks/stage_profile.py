@@ -46,9 +46,8 @@ from mdi.kernels.pages import Pool  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
 from mdi.model.caches import CACHE_TYPES, PAGE, kind_of  # noqa: E402
-from mdi.model.plain import spec_of  # noqa: E402
+from mdi.model.plain import ModelConfig, spec_of  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
-from mdi.spec.model import ModelConfig  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from packed_reading import read_packed  # noqa: E402
 from peers.protocol import Case  # noqa: E402
@@ -73,7 +72,7 @@ class Profiled:
             return made
 
         resident = Resident([f"block.{i}" for i in range(n_blocks)], weights)
-        self.stage = KernelStage(self.config, 0, n_blocks, resident, n_threads, cache_type)
+        self.stage = KernelStage(spec_of(self.config), 0, n_blocks, resident, n_threads, cache_type)
         self._context = Context(n_threads)
 
     def fill(self, n_sequences: int, position: int) -> None:

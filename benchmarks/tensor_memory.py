@@ -20,7 +20,7 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import model_shapes
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.tensor.shard_source import shard_shapes
 from mdi.tensor.shares import Share, share_out
 

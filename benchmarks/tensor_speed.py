@@ -44,6 +44,7 @@ from mdi.checkpoint.packing import PartWeights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.library import instruction_set
 from mdi.kernels.slices import Slice
+from mdi.model.plain import spec_of
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.profile import ClusterProfile, LinkProfile, boards
@@ -140,7 +141,7 @@ class Node:
         else:
             weights = WaitingHalves([*blocks, *ends], of_part, halves_s(self.share, len(blocks), args.wait_ms / 1e3))
         self._n_threads = way.threads
-        self.stage = KernelStage(self.config, 0, len(blocks), weights, way.threads, group=place)
+        self.stage = KernelStage(spec_of(self.config), 0, len(blocks), weights, way.threads, group=place)
         is_busy = args.quota is None and n + (hosts is not None) <= args.cores
         self.mesh: Mesh = connected(rank, meeting, is_busy, way.is_sealed)
         self.speed = agree_on_speed(self.mesh)

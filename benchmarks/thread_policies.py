@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,7 @@ def decode(shape: str, n_threads: int) -> None:
     """The child: a line on stdin begins a measurement, a line on stdout is its tokens/s."""
     import torch
 
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
     from mdi.stages.torch_stage import StarterStage
 
     torch.set_num_threads(n_threads)
@@ -48,7 +49,7 @@ def decode(shape: str, n_threads: int) -> None:
         name=shape, block_size=512, rotary_percentage=1.0, parallel_residual=False, bias=False,
         norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", vocab_size=1024, **SHAPES[shape],
     )  # fmt: skip
-    stage = StarterStage(config, config.n_layer)
+    stage = StarterStage(spec_of(config), config.n_layer)
     stage.load_state_dict({n: torch.randn(t.shape) * 0.02 for n, t in stage.state_dict().items()}, assign=True)
     stage.requires_grad_(False)
     stage.prepare(512, torch.device("cpu"), torch.float32)

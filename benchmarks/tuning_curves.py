@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mdi.model.plain import spec_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -24,11 +26,11 @@ import psutil
 import torch
 from torch.nn import functional
 
+from mdi.model.plain import ModelConfig
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import LORA, METHODS, StarterOptions
 from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead, Sum
@@ -107,7 +109,8 @@ def curve(checkpoint: Path, cache: Path, method: str, n_nodes: int, n_steps: int
         tuned = new_tensors(kind, weights.config, 3, weights.source_of, embedding_of(run))
         state = tiny_gpt().state_dict()
         head = FrozenHead(
-            weights.config, {name: state[name].numpy() for name in ("lm_head.weight", "transformer.ln_f.weight")}
+            spec_of(weights.config),
+            {name: state[name].numpy() for name in ("lm_head.weight", "transformer.ln_f.weight")},
         )
         training = RingTraining(TunedModel(run, tuned, head), examples(), N_EXAMPLES, settings(n_steps), 2)
         found = []

@@ -66,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     from litgpt.config import Config
 
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     result = {}
     print("| model | " + " | ".join(f"N = {n}: paper, ours; window: paper, ours" for n in NODES) + " |")

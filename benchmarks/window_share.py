@@ -46,7 +46,7 @@ def write(folder: Path, tokenizer: Path, n_nodes: int, n_layer: int) -> None:
     from litgpt.config import Config
 
     from mdi.checkpoint.chunks import write_chunks
-    from mdi.spec.model import ModelConfig
+    from mdi.model.plain import ModelConfig
 
     whole = ModelConfig.from_litgpt(Config.from_name("Llama-2-70b-hf"))
     whole = replace(whole, intermediate_size=whole.intermediate_size // n_nodes * n_nodes)

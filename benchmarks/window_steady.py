@@ -19,7 +19,7 @@ from typing import cast
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import BLOCKS, shapes_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units
 
 _NOWHERE = cast(WeightBytes, None)  # the file of units of which only the sizes matter

@@ -43,13 +43,18 @@ def model(n_layer: int = 6, blocks: tuple[BlockShape, ...] | None = None, **chan
 
 
 def every_placement(cost: CostModel) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """All choices of nodes, in all orders, with all splits, that fit the memory."""
+    """All choices of nodes, in all orders, with all splits where the model may be cut, that fit the memory."""
     for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
         for others in itertools.permutations(range(1, cost.n_nodes), n_used - 1):
             order = (0, *others)
             for counts in _splits(cost.n_layer, n_used):
-                if fits(cost, order, counts):
+                if may_be_cut(cost, counts) and fits(cost, order, counts):
                     yield order, counts
+
+
+def may_be_cut(cost: CostModel, counts: tuple[int, ...]) -> bool:
+    cuts = cost.shape.cuts
+    return cuts is None or all(edge in cuts for edge in itertools.accumulate(counts))
 
 
 def fits(cost: CostModel, order: tuple[int, ...], counts: tuple[int, ...]) -> bool:
@@ -100,5 +105,9 @@ def problems(draw: st.DrawFn, max_nodes: int = 4, max_blocks: int = 6) -> CostMo
     kinds = [block(), block(25, 6_000_000), block(4, 1_000_000, 8192), block(10, 2_500_000, 2048, window=128)]
     are_alike = draw(st.booleans())
     shape = model(n_layer, None if are_alike else tuple(draw(st.sampled_from(kinds)) for _ in range(n_layer)))
+    if draw(st.booleans()):
+        inner = draw(st.sets(st.integers(1, max(1, n_layer - 1)), max_size=n_layer))
+        if len(cuts := sorted({0, n_layer, *(c for c in inner if c < n_layer)})) <= n_layer:
+            shape = replace(shape, cuts=tuple(cuts))
     workload = Workload(draw(st.sampled_from([1, 2, 3, 4, 8, 13, 40])), draw(st.sampled_from([100, 1000])))
     return CostModel(profile, shape, workload)

@@ -21,13 +21,13 @@ from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
 from mdi.engine.sequence import Event, Request, SamplingParams, TokenLogprobs
 from mdi.engine.starter import StarterEngine
 from mdi.engine.worker import SecondaryLoop
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.listener import Expectation, RingListener, open_socket
 from mdi.net.ring import LoopbackRing, Seat, TcpRing
 from mdi.net.wire import Limits
-from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import Stage, StarterStage
 
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ def stages_of(
     """The model in stages that end at `cuts`, loaded and prepared."""
     own = ModelConfig.from_litgpt(config or gpt.config)
     bounds = (0, *cuts, own.n_layer)
-    stages: list[Stage] = [StarterStage(own, bounds[1])]
-    stages += [Stage(own, a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
+    stages: list[Stage] = [StarterStage(spec_of(own), bounds[1])]
+    stages += [Stage(spec_of(own), a, b) for a, b in zip(bounds[1:], bounds[2:], strict=False)]
     load_from(gpt, stages)
     for stage in stages:
         stage.prepare(max_length, CPU, kv_dtype)

@@ -15,8 +15,8 @@ from families import CONTEXT
 from mdi.checkpoint.packing import PartWeights, is_packable
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.layout import cut, pack
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.keys import KEY_BYTES, SealedSession
-from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.mesh import Mesh, Peer
 from mdi.tensor.shard_blocks import GroupSum
@@ -96,7 +96,7 @@ def stages_of(
         parts = [f"block.{i}" for i in range(config.n_layer)]
         weights = Resident(parts, lambda part, s=share: shard_weights(gpt, s, form, part))
         place = GroupSum(share)
-        stage = KernelStage(config, 0, config.n_layer, weights, cache_type=cache, group=place)
+        stage = KernelStage(spec_of(config), 0, config.n_layer, weights, cache_type=cache, group=place)
         stage.prepare(CONTEXT, 64 << 20)
         place.join("all", group)
         stages.append(stage)

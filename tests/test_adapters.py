@@ -26,6 +26,7 @@ from mdi.errors import CheckpointError, Code, ControlError, KernelError, MdiErro
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.plain import spec_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
@@ -162,7 +163,7 @@ def stage_of(made: Made, form: str, has_adapters: bool = True, n_threads: int = 
     of = AdapterSource(adapters, lambda part: source)
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
     added = {part: of.weights(part) for part in of.part_names()} if has_adapters else {}
-    stage = KernelStage(source.config, 0, 5, weights, n_threads, adapters=added)
+    stage = KernelStage(spec_of(source.config), 0, 5, weights, n_threads, adapters=added)
     stage.prepare(64)
     return stage
 
@@ -225,7 +226,7 @@ def test_an_adapter_adds_what_it_says_beside_every_format(form: str, made: Made,
             if isinstance(w, np.ndarray)
         }
 
-    reference = KernelStage(source.config, 0, 5, Resident(source.part_names(), merged))
+    reference = KernelStage(spec_of(source.config), 0, 5, Resident(source.part_names(), merged))
     reference.prepare(64)
     x = np.random.default_rng(6).standard_normal((30, made.gpt.config.n_embd)).astype(np.float32)
     stage = stage_of(made, form)
@@ -514,11 +515,11 @@ def test_a_node_checks_the_adapters_that_it_gets(made: Made) -> None:
             check_stored({**specs, **change}, "adapter.2", config, "it")
     weights = of.weights("adapter.2")
     with pytest.raises(CheckpointError, match="is not that of the model"):
-        low_rank(weights, 2, lambda norm: np.full(48, 3, dtype=np.float32), config)
+        low_rank(weights, 2, lambda norm: np.full(48, 3, dtype=np.float32), spec_of(config))
     stage_weights = Resident(source.part_names(), lambda part: source.weights(part))
     weights[a] = weights[a][:, :40].copy()
     with pytest.raises(KernelError, match="where the layer is"):
-        KernelStage(config, 0, 5, stage_weights, adapters={"adapter.2": weights})
+        KernelStage(spec_of(config), 0, 5, stage_weights, adapters={"adapter.2": weights})
 
 
 def test_a_request_lists_adapters_of_its_blocks_only(made: Made, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from litgpt.config import Config
 from families import config_of, random_gpt
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.weight_formats import is_packable
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages.torch_block import Latents
 from mdi.stages.torch_stage import Stage
 
@@ -27,7 +27,7 @@ CONFIG = Config(**SIZES)
 
 def stage_of(config: Config = CONFIG, form: str | None = None, kv_dtype: torch.dtype = torch.float32) -> Stage:
     torch.manual_seed(1)
-    stage = Stage(ModelConfig.from_litgpt(config), 0, config.n_layer)
+    stage = Stage(spec_of(ModelConfig.from_litgpt(config)), 0, config.n_layer)
     tensors = {name: torch.randn(t.shape) * 0.3 for name, t in stage.state_dict().items()}
     parts = [f"block.{i}" for i in range(config.n_layer)]
 
@@ -132,7 +132,7 @@ def test_what_a_new_page_never_held_is_a_number() -> None:
 
 def test_routers_and_latent_products_of_packed_models_do_not_see_how_many_rows_there_are() -> None:
     gpt = random_gpt(config_of("deepseek-v3-shape"), seed=1)
-    stage = Stage(ModelConfig.from_litgpt(gpt.config), 1, 2)
+    stage = Stage(spec_of(ModelConfig.from_litgpt(gpt.config)), 1, 2)
     own = {n: t for n, t in gpt.state_dict().items() if n.startswith("transformer.h.1.")}
     packed = {n: pack("int8", t.numpy()) if is_packable(n, t.shape) else t for n, t in own.items()}
     stage.load(["block.1"], lambda part: packed, CPU, torch.float32)

@@ -14,8 +14,7 @@ from loopback import CPU
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.errors import EngineError
 from mdi.model.caches import PAGE, PageClass
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages import torch_cache as cache_module
 from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mdi.cli import INTERRUPTED, launch
+from mdi.errors import UsageError
 from mdi.run.texts import SampleReader
 from mdi.run.trace import read_trace
 from mdi.text.texts import TextCodec
@@ -72,7 +75,10 @@ def test_it_greets_a_person_and_knows_its_commands(chat: Chat, capsys: pytest.Ca
     assert [("Model: " in part) for part in rest] == [False, True, False, False, False], (
         "no command is said to the model"
     )
-    assert all(word in rest[0] and word in rest[3] for word in ("/new", "/help", "/quit", "Ctrl-C"))
+    assert all(
+        word in rest[0] and word in rest[3]
+        for word in ("/new", "/system", "/save", "/load", "/help", "/quit", "Ctrl-C")
+    )
     assert "forgotten" in rest[2]
 
 
@@ -162,3 +168,74 @@ def test_an_answer_can_be_interrupted(
     monkeypatch.setattr(SampleReader, "read", interrupted)
     assert chat("The ring\nThe ring\n") == 0
     assert n_reads == 3 and capsys.readouterr().out.count("Model: ") == 2
+
+
+def test_a_message_of_several_lines(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat('"""The\nring\n"""\n/new\n"""The ring"""\n/new\nThe ring\n"""The\n') == 0
+    first, second, third, unended = (part.strip() for part in capsys.readouterr().out.split("Model: ")[1:])
+    assert first.startswith("The\nring")
+    assert second.splitlines()[0] == third.splitlines()[0], "the marks are no part of it"
+    assert unended.startswith("The")
+
+
+def test_a_chat_is_saved_and_goes_on(chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a chat.json"
+    assert chat(f"The ring\nof\n/save {file}\na\n") == 0
+    messages = json.loads(file.read_text(encoding="utf-8"))
+    assert [one["role"] for one in messages] == ["user", "assistant"] * 2 and messages[2]["content"] == "of"
+    third = capsys.readouterr().out.split("Model: ")[3]
+    assert chat(f"/load {file}\na\n") == 0
+    assert capsys.readouterr().out.split("Model: ")[1] == third, "with the same turns before it"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", '[{"role": "user", "content": "a"}]', '[{"role": "user", "content": 1}]', '["user"]', "[[]]", "\x00"],
+)
+def test_what_is_no_chat_is_not_loaded(
+    content: str, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text(content, encoding="utf-8")
+    assert (
+        chat(f"The ring\n/load {file}\n/load {tmp_path}\n/load\n/save\n/save {tmp_path}/none/c\n/save {tmp_path}/c\n")
+        == 1
+    )
+    assert len(json.loads((tmp_path / "c").read_text(encoding="utf-8"))) == 2, "what was said before is still there"
+    errors = [line for line in capsys.readouterr().err.splitlines() if "ERROR" in line or line.startswith("error")]
+    assert len(errors) == 5
+
+
+def test_a_system_message_comes_first(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="system message"):
+        TextCodec.from_checkpoint(checkpoint, "none").encode_chat([], "The ring", "Be short.")
+    folder = shutil.copytree(checkpoint, tmp_path / "with-a-template")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
+    codec = TextCodec.from_checkpoint(folder, "auto")
+    try:
+        ids = codec.encode_chat([("a", "b")], "c", "Be short.")
+    finally:
+        codec.close()
+    assert codec.decode(ids) == "system=Be short.;user=a;assistant=b;user=c;"
+
+
+def test_what_the_model_is_told_can_be_changed(
+    checkpoint: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "with-a-template")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    file = tmp_path / "c.json"
+    flags = ("--ckpt", str(folder), "--prompt-style", "auto")
+    assert chat(f"/system Be short.\n/system\nThe ring\n/new\n/save {file}\n", *flags) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("The model is told: Be short.") == 2 and "/system stays" in shown
+    assert json.loads(file.read_text(encoding="utf-8")) == [{"role": "system", "content": "Be short."}]
+    assert chat("/system Be short.\nThe ring\n") == 1, "a model without a template has no place for it"
+    assert capsys.readouterr().out.count("Model: ") == 1
+
+
+def test_speed_is_shown_to_a_person(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(Keyboard("The ring\n")) == 0
+    assert "(6 tokens, " in capsys.readouterr().out
+    assert chat("The ring\n") == 0
+    assert "tokens/s" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from families import FAMILIES, config_of
-from mdi.block_ranges import default_split, head_cost_blocks, parse_layers, ranges, split_layers
+from mdi.block_ranges import default_split, head_cost_blocks, parse_layers, ranges, split_at, split_layers
 from mdi.checkpoint.manifest import Manifest, config_hash
 from mdi.checkpoint.parts import (
     PIECE_BYTES,
@@ -30,10 +31,10 @@ from mdi.checkpoint.parts import (
 )
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, read_header
 from mdi.checkpoint.shapes import model_shapes
-from mdi.checkpoint.torch_tensors import as_array, as_tensor, spec_of
+from mdi.checkpoint.torch_tensors import as_array, as_tensor, tensor_spec
 from mdi.errors import CheckpointError, SplitError
 from mdi.files import replacing
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_canonical_bytes_are_a_safetensors_file(tensors: dict[str, torch.Tensor]
 
 
 def _given(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
-    return {name: spec_of(tensor) for name, tensor in tensors.items()}, lambda name: as_array(tensors[name])
+    return {name: tensor_spec(tensor) for name, tensor in tensors.items()}, lambda name: as_array(tensors[name])
 
 
 def _sha(tensors: dict[str, torch.Tensor]) -> str:
@@ -133,7 +134,7 @@ def test_pieces_are_small() -> None:
     ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
 )
 def test_tensors_become_arrays_and_back(tensor: torch.Tensor) -> None:
-    array, spec = as_array(tensor), spec_of(tensor)
+    array, spec = as_array(tensor), tensor_spec(tensor)
     assert array.dtype == TYPES[spec.dtype].numpy and array.shape == spec.shape
     back = as_tensor(array, spec)
     assert back.dtype == tensor.dtype and torch.equal(back.float(), tensor.float())
@@ -144,7 +145,7 @@ def test_tensors_become_arrays_and_back(tensor: torch.Tensor) -> None:
 
 def test_a_type_that_no_file_holds() -> None:
     with pytest.raises(CheckpointError) as e:
-        spec_of(torch.zeros(2, dtype=torch.complex64))
+        tensor_spec(torch.zeros(2, dtype=torch.complex64))
     assert "complex64" in str(e.value)
 
 
@@ -344,9 +345,43 @@ def test_the_cost_of_the_head_is_that_of_its_weights(family: str) -> None:
         if name.startswith(f"transformer.h.{last}.") and "gate.w" not in name
     )
     head = config.n_embd * config.padded_vocab_size
-    assert head_cost_blocks(config) == pytest.approx(head / block)
-    assert sum(default_split(config, 3)) == config.n_layer
+    assert head_cost_blocks(spec_of(config)) == pytest.approx(head / block)
+    assert sum(default_split(spec_of(config), 3)) == config.n_layer
 
 
 def _matrices(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, shape) for name, shape in shapes.items() if len(shape) == 2]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_an_even_split_keeps_together_what_belongs_together(data: st.DataObject) -> None:
+    n_layer = data.draw(st.integers(1, 9))
+    cuts = sorted({0, n_layer, *data.draw(st.sets(st.integers(0, n_layer), max_size=n_layer))})
+    n_nodes = data.draw(st.integers(1, len(cuts)))
+    cost = data.draw(st.sampled_from([0.0, 0.5, 3.0]))
+
+    def loads(counts: tuple[int, ...]) -> tuple[float, float]:
+        loads = [counts[0] + cost, *counts[1:]]
+        return max(loads), sum(load * load for load in loads)
+
+    counts = split_layers(n_layer, n_nodes, cost, cuts)
+    inner = [c for c in cuts if c < n_layer]
+    splits = [
+        tuple(b - a for a, b in itertools.pairwise([0, *chosen, n_layer]))
+        for chosen in itertools.combinations(inner, n_nodes - 1)
+    ]
+    assert counts in splits and loads(counts) == pytest.approx(min(map(loads, splits)))
+    with pytest.raises(SplitError, match="can be cut for 1 to"):
+        split_layers(n_layer, len(cuts) + 1, cost, cuts)
+
+
+def test_a_cut_by_hand_is_refused_where_blocks_belong_together() -> None:
+    assert parse_layers("2,4", 6, 2, [0, 2, 5, 6]) == (2, 4)
+    with pytest.raises(SplitError, match=r"before block 3.*before 2 or 5"):
+        parse_layers("3,3", 6, 2, [0, 2, 5, 6])
+
+
+def test_stages_of_several_nodes_are_cut_where_the_model_may_be() -> None:
+    assert split_at([0, 2, 5, 6], [2, 1]) == (5, 1)
+    assert split_at([0, 3, 6], [1, 1], of_first=9.0) == (0, 6)

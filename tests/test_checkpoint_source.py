@@ -25,7 +25,7 @@ from mdi.checkpoint.manifest import METADATA_KEY, config_hash
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.checkpoint.source import LitCheckpoint, open_source
 from mdi.errors import CheckpointError
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 
 

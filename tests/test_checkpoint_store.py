@@ -25,7 +25,7 @@ from mdi.checkpoint.records import BELIEVED_S, stamp_of
 from mdi.checkpoint.store import PIECE_BYTES, BlockStore
 from mdi.errors import CheckpointError, Code
 from mdi.files import lock_file
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.stages.window_files import WeightBytes
 
 TENSORS = {"transformer.h.0.a": torch.arange(700_000.0), "transformer.h.0.b": torch.ones(3)}

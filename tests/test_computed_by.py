@@ -17,13 +17,13 @@ from mdi.control.messages import ProfileRequest
 from mdi.errors import PlacementError
 from mdi.host.computing import choose_computing
 from mdi.kernels import library
+from mdi.model.plain import ModelConfig
 from mdi.placement.model import Workload, model_shape, with_paths
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Speeds
 from mdi.run.choice import planned_ring
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import Requested, StarterOptions
 from secondaries import entry_of, secondary

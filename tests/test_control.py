@@ -28,10 +28,10 @@ from mdi.control.reach import reach_node
 from mdi.control.server import JSON_LIMIT_BYTES, ControlServer, StatusOnly
 from mdi.errors import CheckpointError, Code, ControlError, MdiError, NodeLostError, RingError, UsageError
 from mdi.kernels import LAYOUT_VERSION
+from mdi.model.plain import ModelConfig
 from mdi.run.local import free_ports
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.stages.model_family import ModelFamily
 from waiting import until_gone

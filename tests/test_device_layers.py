@@ -16,7 +16,7 @@ from mdi.host import resources
 from mdi.host.computing import choose_computing
 from mdi.kernels.layout import codes_of, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.options import Requested
 from mdi.stages import torch_stage as stage_module
 from mdi.stages.torch_packed import DeviceLayers, DeviceLinear, unpacked
@@ -67,7 +67,7 @@ def test_a_stage_with_the_layers_of_a_gpu(family: str, form: str, monkeypatch: p
     n_layer = gpt.config.n_layer
 
     def logits_of(weights: Callable[[str], dict]) -> torch.Tensor:
-        stage = StarterStage(ModelConfig.from_litgpt(gpt.config), n_layer)
+        stage = StarterStage(spec_of(ModelConfig.from_litgpt(gpt.config)), n_layer)
         stage.load(stage_parts(0, n_layer, starter=True), weights, CPU, torch.float32)
         stage.prepare(32, CPU, torch.float32)
         return stage.head(stage(stage.embed(torch.arange(2, 14)), [(0, 0, 12)]))

@@ -604,12 +604,12 @@ def test_several_slices_with_several_logits() -> None:
 def test_a_frame_may_copy_caches_before_its_rows() -> None:
     """A sequence that goes on from another one's prefix, on a secondary: it computes what the other one would."""
     stage = stages_of(model_of(LLAMA), (2,))[1]
-    rows = torch.randn(6, stage.config.n_embd)
+    rows = torch.randn(6, stage.spec.width)
     first = frame_of(rows[:5].clone(), 3, 0, (Slice(1, 0, 5, 1),), ())
     both = torch.cat([rows[5:], rows[5:]])
     second = frame_of(both, 3, 1, (Slice(1, 5, 1, 1), Slice(2, 5, 1, 1)), (), copies=((1, 2),))
     third = frame_of(rows[5:].clone(), 3, 2, (Slice(3, 6, 1, 1),), (1,), copies=((2, 3),))
-    ring = Feeding([first, second, third], stage.config.n_embd)
+    ring = Feeding([first, second, third], stage.spec.width)
     SecondaryLoop(stage, TensorRows(CPU, torch.float32), ring, False).run()
     assert torch.equal(ring.sent[1][0], ring.sent[1][1])
     assert len(stage.caches) == 2, "1 was freed, 2 and 3 are there"

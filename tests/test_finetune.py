@@ -25,11 +25,11 @@ from mdi.engine.sequence import SamplingParams, wait_for_event
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, adapter_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import SIDE_FILE, StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
@@ -457,7 +457,7 @@ def test_blocks_that_only_the_kernels_compute_are_a_base(family: str, tmp_path: 
 def base_stage(source: LitCheckpoint, n_blocks: int) -> KernelStage:
     """The first blocks of a model, with embedding and head."""
     weights = Resident(stage_parts(0, n_blocks, starter=True), source.weights)
-    stage = KernelStage(source.config, 0, n_blocks, weights)
+    stage = KernelStage(spec_of(source.config), 0, n_blocks, weights)
     stage.prepare(64)
     return stage
 

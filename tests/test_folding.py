@@ -11,8 +11,7 @@ from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import pack, unpack
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 
 
 def plain_tensors(family: str) -> dict[str, np.ndarray]:
@@ -27,7 +26,7 @@ def test_folded_weights_are_the_same_model(family: str) -> None:
     specs = {name: TensorSpec("F32", tensor.shape) for name, tensor in tensors.items()}
     config = ModelConfig.from_litgpt(model_of(family).config)
     packing = Packing("int8", "int8")
-    changed = {name: folded(name, packing, config, tensors.__getitem__, specs)[0][:] for name in tensors}
+    changed = {name: folded(name, packing, spec_of(config), tensors.__getitem__, specs)[0][:] for name in tensors}
     norms = [
         n
         for n in tensors
@@ -62,21 +61,21 @@ def test_a_channel_with_a_large_gain_keeps_its_precision() -> None:
     specs = {name: TensorSpec("F32", tensor.shape) for name, tensor in tensors.items()}
     config = ModelConfig(norm_class_name="RMSNorm")
     name = "transformer.h.0.attn.qkv.weight"
-    better, _ = folded(name, Packing("int4", "int4"), config, tensors.__getitem__, specs)
+    better, _ = folded(name, Packing("int4", "int4"), spec_of(config), tensors.__getitem__, specs)
     x = rng.standard_normal((4, 192)).astype(np.float32)
     exact = (x * gain) @ weight.T
     rounded = (x * gain) @ unpack(pack("int4", weight)).T
     kept = x @ unpack(pack("int4", better)).T
     assert np.linalg.norm(kept - exact) < 0.7 * np.linalg.norm(rounded - exact)
-    untouched, _ = folded(name, Packing("bf16", "bf16"), config, tensors.__getitem__, specs)
+    untouched, _ = folded(name, Packing("bf16", "bf16"), spec_of(config), tensors.__getitem__, specs)
     assert untouched is weight
 
 
 def test_which_norm_a_layer_reads() -> None:
     shared, own = ModelConfig(shared_attention_norm=True), ModelConfig()
-    assert norm_before("transformer.h.3.mlp.fc_1.weight", own) == "transformer.h.3.norm_2.weight"
-    assert norm_before("transformer.h.3.mlp.experts.11.fc_2.weight", own) == "transformer.h.3.norm_2.weight"
-    assert norm_before("transformer.h.3.mlp.fc.weight", shared) == "transformer.h.3.norm_1.weight"
-    assert norm_before("lm_head.weight", own) == "transformer.ln_f.weight"
+    assert norm_before("transformer.h.3.mlp.fc_1.weight", spec_of(own)) == "transformer.h.3.norm_2.weight"
+    assert norm_before("transformer.h.3.mlp.experts.11.fc_2.weight", spec_of(own)) == "transformer.h.3.norm_2.weight"
+    assert norm_before("transformer.h.3.mlp.fc.weight", spec_of(shared)) == "transformer.h.3.norm_1.weight"
+    assert norm_before("lm_head.weight", spec_of(own)) == "transformer.ln_f.weight"
     for name in ("transformer.h.3.attn.proj.weight", "transformer.h.3.mlp.proj.weight", "transformer.wte.weight"):
-        assert norm_before(name, own) is None
+        assert norm_before(name, spec_of(own)) is None

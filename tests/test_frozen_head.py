@@ -14,7 +14,7 @@ from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import FOLDED_FORMATS, Packing
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.errors import CheckpointError
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi_training import frozen_head
 from mdi_training.frozen_head import FrozenHead
 from tiny_checkpoint import write_checkpoint
@@ -40,7 +40,7 @@ def head_of(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FrozenHead, t
     weights = {
         f"{of}.{name}": t.detach().numpy() for of, module in names.items() for name, t in module.named_parameters()
     }
-    head = FrozenHead(ModelConfig.from_litgpt(gpt.config), weights)
+    head = FrozenHead(spec_of(ModelConfig.from_litgpt(gpt.config)), weights)
     head.weight = head.weight.double()
     head.bias = None if head.bias is None else head.bias.double()
     return head, gpt.transformer.ln_f.double(), gpt.lm_head.double()

@@ -27,6 +27,7 @@ from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, bf16_from_float32, unpack
+from mdi.model.plain import spec_of
 from mdi.stages.torch_stage import StarterStage
 from tiny_models import State, tiny_state
 
@@ -80,7 +81,7 @@ def test_greedy_tokens_of_a_trained_model_are_llama_cpps(tmp_path: Path, matrice
     assert hashlib.sha256(path.read_bytes()).hexdigest() == expected["sha256"], "write the ids anew"
     source = GgufSource(path)
     n_layer = source.config.n_layer
-    stage = StarterStage(source.config, n_layer)
+    stage = StarterStage(spec_of(source.config), n_layer)
     weights = {name: source.tensor(name) for name in source.specs}
     stage.load(["all"], lambda _: weights, CPU, torch.float32)
     stage.prepare(64, CPU, torch.float32)

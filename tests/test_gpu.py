@@ -21,9 +21,9 @@ from mdi.host.device import choose_device, choose_dtype, devices
 from mdi.host.resources import device_free_bytes, machine_free_bytes
 from mdi.kernels.layout import codes_of, pack
 from mdi.kernels.slices import Slice
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject, reader
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 from mdi.stages.torch_packed import DeviceLinear
 from mdi.stages.torch_stage import Stage, StarterStage
@@ -46,7 +46,7 @@ NANO = SRC.parent / "assets" / "nano-llama"
 def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
     gpt = model_of(family)
     ids = prompt(20, 1)
-    stage = Stage(ModelConfig.from_litgpt(gpt.config), 0, gpt.config.n_layer)
+    stage = Stage(spec_of(ModelConfig.from_litgpt(gpt.config)), 0, gpt.config.n_layer)
     stage.load_state_dict({k: v for k, v in gpt.state_dict().items() if k.startswith("transformer.h.")}, assign=True)
     stage.to(CUDA).prepare(60, CUDA, torch.float32)
     found: list[int] = []
@@ -63,7 +63,7 @@ def test_a_stage_on_a_gpu_gives_the_tokens_of_the_model(family: str) -> None:
 def test_a_family_that_litgpt_lacks_on_a_gpu(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source = made(family, tmp_path)
     ids, n_layer = ids_of(source), source.config.n_layer
-    stage = StarterStage(source.config, n_layer)
+    stage = StarterStage(spec_of(source.config), n_layer)
     stage.load(stage_parts(0, n_layer, starter=True), source.tensors, CUDA, dtype)
     stage.prepare(len(ids), CUDA, dtype)
     found, start = [], 0
@@ -80,7 +80,7 @@ def test_a_family_that_litgpt_lacks_on_a_gpu(family: str, dtype: torch.dtype, tm
 def starter_on_gpu(gpt: torch.nn.Module, packing: Packing | None, dtype: torch.dtype, max_length: int) -> StarterStage:
     """The whole model, with weights that stay packed if a packing is given."""
     n_layer = gpt.config.n_layer
-    stage = StarterStage(ModelConfig.from_litgpt(gpt.config), n_layer)
+    stage = StarterStage(spec_of(ModelConfig.from_litgpt(gpt.config)), n_layer)
     weights = dict(gpt.state_dict())
     if packing is None:
         stage.load(["all"], lambda _: weights, CUDA, dtype)

@@ -19,11 +19,11 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing
 from mdi.errors import NodeLostError, RingEndedError, WireError
 from mdi.kernels.slices import Slice
+from mdi.model.plain import ModelConfig
 from mdi.net.keys import KeyFile
 from mdi.net.link import Connection
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import FrameCodec
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import SUMS
 from mdi.tensor import joining
 from mdi.tensor.group import Group, Member

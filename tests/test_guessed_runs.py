@@ -24,13 +24,13 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack
 from mdi.kernels.slices import Slice, SliceTable
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.net.ring import LoopbackRing
 from mdi.run.nodes import GivenNodes
 from mdi.run.report import format_report
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -194,7 +194,9 @@ def stage_of(gpt: GPT, form: str, cache_type: str) -> KernelStage:
         weights.setdefault(part, {})[name] = packed
     config = ModelConfig.from_litgpt(gpt.config)
     names = ["embedding", *(f"block.{i}" for i in range(gpt.config.n_layer)), "head"]
-    stage = KernelStage(config, 0, gpt.config.n_layer, Resident(names, lambda part: weights[part]), 1, cache_type)
+    stage = KernelStage(
+        spec_of(config), 0, gpt.config.n_layer, Resident(names, lambda part: weights[part]), 1, cache_type
+    )
     stage.prepare(CONTEXT)
     return stage
 

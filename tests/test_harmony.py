@@ -402,7 +402,7 @@ def test_a_chat_on_the_command_line(
     monkeypatch.setattr("sys.stdin", io.StringIO("Where?\nAnd now?\n"))
     histories, encode_chat = [], TextCodec.encode_chat
 
-    def kept(self: TextCodec, history: Any, question: str) -> list[int]:
+    def kept(self: TextCodec, history: Any, question: str, system: str) -> list[int]:
         histories.append(list(history))
         return encode_chat(self, history, question)
 

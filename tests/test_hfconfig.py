@@ -14,8 +14,8 @@ from mdi.checkpoint.hfconfig import PUBLISHED, choose_config, derive_config, pub
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.kernels.blocks import why_not_in_kernels
+from mdi.model.plain import ModelConfig, litgpt_fields, why_not_litgpt
 from mdi.placement.model import model_shape
-from mdi.spec.model import ModelConfig, litgpt_fields, why_not_litgpt
 from real_configs import OFFICIAL, OWN, REAL, REFUSED
 
 # not what is computed; or (eps of Gemma and SmolLM) the table is less exact than the file

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mdi.spec.model import NAME_WORDS, ModelConfig
+from mdi.model.plain import NAME_WORDS, ModelConfig
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
@@ -209,7 +209,7 @@ def test_a_models_config_is_read_without_torch() -> None:
 FIELDS = {entry.name for entry in dataclasses.fields(ModelConfig)} - {"name", "bias", "vocab_size", "alibi"}
 # Modules that read or write another form of it, or a file that is called a config as well.
 BORDERS = {
-    "mdi.spec.model": "makes the class from its plain form, and knows what litgpt reads in names",
+    "mdi.model.plain": "makes the class from its plain form, and knows what litgpt reads in names",
     "mdi.spec.limits": "checks the plain form",
     "mdi.families.config_json": "reads config.json",
     "mdi.families.gemma": "reads config.json",

@@ -22,11 +22,10 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.model.caches import kind_of
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import BlockSpec
 from mdi.spec.extent import Extent
 from mdi.spec.limits import LIMITS, excess
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_stage import Stage, module_bytes, run_bytes
@@ -173,9 +172,9 @@ def test_shapes_where_the_first_blocks_have_no_experts(family: str, n_dense: int
 def test_caches_of_blocks_that_are_not_built(family: str) -> None:
     config = config_of(family)
     own = ModelConfig.from_litgpt(config)
-    stage = Stage(own, 1, config.n_layer)
+    stage = Stage(spec_of(own), 1, config.n_layer)
     assert [kind_of(one).window for one in spec_of(own).blocks[1:]] == [block.attn.of.window for block in stage.blocks]
-    assert run_bytes(own, 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
+    assert run_bytes(spec_of(own), 1, config.n_layer, 90, torch.float16) == stage.run_bytes(90, torch.float16)
 
 
 def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
@@ -186,7 +185,7 @@ def test_a_stage_can_be_given_up_between_its_blocks(built: list[int]) -> None:
             super().check()
 
     with pytest.raises(ControlError):
-        Stage(ModelConfig.from_litgpt(config_of("Llama-2-7b-hf", n_layer=50)), 10, 50, Third())
+        Stage(spec_of(ModelConfig.from_litgpt(config_of("Llama-2-7b-hf", n_layer=50))), 10, 50, Third())
     assert built == [0, 1, 2]
 
 
@@ -206,9 +205,9 @@ def test_modules_count_as_memory(built: list[int]) -> None:
     """Where torch computes, many experts take memory even without weights: on a small board more than there is."""
     config = ModelConfig.from_litgpt(config_of("Mixtral-8x7B-v0.1", n_layer=64, n_expert=512))
     request = init_request(config, 64)
-    caches = run_bytes(config, 1, 64, request.extent.max_length, torch.float32)
+    caches = run_bytes(spec_of(config), 1, 64, request.extent.max_length, torch.float32)
     needed = ModelFamily().stage_bytes(config, (1, 64), replace(request.extent, kv_dtype="float32"))
-    assert needed - caches == module_bytes(config, 1, 64) > 300e6
+    assert needed - caches == module_bytes(spec_of(config), 1, 64) > 300e6
     assert built == []
 
 

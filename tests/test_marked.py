@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import test_harmony
 from answer_streams import apart, taken_apart
-from mdi.text.answers.calls import LONGEST_CALL, Calls
+from mdi.text.answers.calls import LONGEST_CALL, Calls, ReadCalls
 from mdi.text.answers.events import Call
 from mdi.text.answers.forms import form_of
-from mdi.text.answers.marked import glm_calls, minimax_calls
+from mdi.text.answers.marked import MINIMAX_CALL, glm_calls, minimax_calls
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.texts import TextCodec
 from test_harmony import USER
@@ -40,11 +40,9 @@ MARKS = [f"<{end}{word}>" for word in ("think", "tool_call", "arg_key", "arg_val
 TURNS = ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "]~!b[", "]~b]", "[e~["]
 
 
-READERS = {"<tool_call>": glm_calls, "<minimax:tool_call>": minimax_calls}
-
-
 def calls_in(text: str) -> list[Call]:
-    parser = Calls(TOOLS, READERS["<minimax:tool_call>" if "<minimax" in text else "<tool_call>"])
+    read, ends = (minimax_calls, MINIMAX_CALL) if "<minimax" in text else (glm_calls, {})
+    parser = Calls(TOOLS, read, ends=ends)
     said, _, calls = apart([*parser.feed(text), *parser.close(False)])
     assert calls and not said or said == text
     return list(calls)
@@ -76,10 +74,10 @@ def test_other_text_is_no_call(text: str) -> None:
     "piece",
     ["<arg_key>", "<arg_key>a</arg_key>", "<arg_value>", '<invoke name="look">', '<parameter name="a">', "\n" * 10],
 )
-@pytest.mark.parametrize("mark", ["tool_call", "minimax:tool_call"])
-def test_marks_in_great_number_take_no_longer_than_other_text(mark: str, piece: str) -> None:
+@pytest.mark.parametrize(("mark", "read"), [("tool_call", glm_calls), ("minimax:tool_call", minimax_calls)])
+def test_marks_in_great_number_take_no_longer_than_other_text(mark: str, read: ReadCalls, piece: str) -> None:
     """If each was searched to the end of the text, this would take minutes."""
-    assert READERS[f"<{mark}>"](f"<{mark}>look" + piece * 30_000 + f"x</{mark}>", {"look": PARAMETERS}) == []
+    assert read(f"<{mark}>look" + piece * 30_000 + f"x</{mark}>", {"look": PARAMETERS}) == []
 
 
 @functools.cache

@@ -26,12 +26,12 @@ from mdi.control.client import ControlClient
 from mdi.control.message_server import ECHO_LIMIT_BYTES, N_OF_ANYBODY, EchoOnly
 from mdi.control.messages import CONTROL_VERSION, ForwardRequest, PartSpec, ProbeRequest, ProfileRequest
 from mdi.errors import AccessError, CheckpointError, Code, ControlError, UsageError
+from mdi.model.plain import ModelConfig
 from mdi.net import message as message_module
 from mdi.net.keys import KeyFile
 from mdi.net.message import PIECE_BYTES, ExchangeError, Message
 from mdi.net.wire import HEADER_BYTES, Frame, FrameCodec, FrameType, read_frame, send_frame
 from mdi.spec.cluster import NodeConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from node_ports import BareNode, Pushing, opened, ring_port_of
 from waiting import until

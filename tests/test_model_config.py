@@ -19,8 +19,7 @@ from families import DEEPSEEK_V3, FAMILIES, config_of
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import open_source
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig, why_not_litgpt
+from mdi.model.plain import ModelConfig, spec_of, why_not_litgpt
 from missing_libraries import without
 from tiny_models import HF_KINDS, tiny_hf
 

@@ -28,6 +28,7 @@ from mdi.host.computing import Computing
 from mdi.host.device import check_format, choose_device, choose_dtype
 from mdi.host.threads import fair_threads
 from mdi.kernels import library
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.wire import SILENCE_S
 from mdi.node.secondary import SecondaryNode
 from mdi.node.worker import Waits
@@ -36,7 +37,6 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights
@@ -200,7 +200,7 @@ def test_unknown_formats_and_formats_of_other_devices_are_refused() -> None:
 def test_a_sequence_for_which_a_node_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.stages.store.device_free_bytes", lambda device: 1000)
     computing = Computing("cpu", "float32")
-    stage = TorchStage(Stage(ModelConfig.from_litgpt(tiny_config()), 1, 3), computing, "float32", "float32")
+    stage = TorchStage(Stage(spec_of(ModelConfig.from_litgpt(tiny_config())), 1, 3), computing, "float32", "float32")
     with pytest.raises(UsageError) as e:
         check_capacity("secondary4", stage, 64, "cpu")
     assert "blocks 1-2 on secondary4" in str(e.value) and e.value.code == "memory"

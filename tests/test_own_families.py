@@ -46,10 +46,9 @@ from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.kernels.positions import alibi_slopes, rope_tables, score_bias
 from mdi.kernels.slices import Slice, with_adapter
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Alibi, Attention, Rotary
 from mdi.net.ring import LoopbackRing
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -164,7 +163,7 @@ def logits_of(stage: KernelStage, ids: np.ndarray) -> np.ndarray:
 def stage_of(source: WeightSource, cache_type: str = "float32", packing: Packing | None = None) -> KernelStage:
     n_layer = source.config.n_layer
     weights = Resident(stage_parts(0, n_layer, starter=True), lambda part: source.weights(part, packing))
-    stage = KernelStage(source.config, 0, n_layer, weights, cache_type=cache_type)
+    stage = KernelStage(spec_of(source.config), 0, n_layer, weights, cache_type=cache_type)
     stage.prepare(LENGTH)
     return stage
 
@@ -351,7 +350,7 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_p
             path = f"base_model.model.{layers}.{block}.{module}"
             tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
             for one in pieces:
-                rows = b[interleaved_rows(config)] if one.is_interleaved else b
+                rows = b[interleaved_rows(spec_of(config))] if one.is_interleaved else b
                 state[f"transformer.h.{block}.{one.layer}.weight"][one.first : one.first + n_out] += 2 * rows @ a
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -359,7 +358,7 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(family: str, tmp_p
     of = AdapterSource([open_adapter(AdapterName("x", folder), 1, config, lambda: None)], lambda part: source)
     weights = Resident(stage_parts(0, config.n_layer, starter=True), source.weights)
     own = {part: of.weights(part) for part in of.part_names()}
-    stage = KernelStage(config, 0, config.n_layer, weights, adapters=own)
+    stage = KernelStage(spec_of(config), 0, config.n_layer, weights, adapters=own)
     stage.prepare(LENGTH)
     ids = ids_of(source)
     part = [Slice(with_adapter(1, 0), 0, LENGTH, LENGTH)]
@@ -398,7 +397,7 @@ def test_neither_clamps_nor_sinks_hide_what_is_not_finite(force: str, tensor: st
         return found
 
     with forced(force):
-        stage = KernelStage(source.config, 0, 3, Resident(stage_parts(0, 3, starter=True), weights))
+        stage = KernelStage(spec_of(source.config), 0, 3, Resident(stage_parts(0, 3, starter=True), weights))
         stage.prepare(LENGTH)
         found = np.isfinite(logits_of(stage, ids_of(source))).all(axis=1)
     if tensor == "attn.sinks":
@@ -594,7 +593,7 @@ def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp
         "starter", WindowOptions(2), parts, lambda part: chunk, Packing("int8", "int8"), tmp_path, RunMemory(0, None, 0),
         Cancel(),
     )  # fmt: skip
-    stage = KernelStage(source.config, 0, source.config.n_layer, weights)
+    stage = KernelStage(spec_of(source.config), 0, source.config.n_layer, weights)
     try:
         stage.prepare(LENGTH)
         assert np.array_equal(logits_of(stage, ids), whole)
@@ -615,7 +614,7 @@ def test_shares_of_a_group_add_up(source: LitCheckpoint) -> None:
             group = GroupSum(share)
             group.join("all", reduces[rank])
             parts = stage_parts(0, n_layer, starter=rank == 0)
-            stage = KernelStage(config, 0, n_layer, Resident(parts, shard.weights), group=group)
+            stage = KernelStage(spec_of(config), 0, n_layer, Resident(parts, shard.weights), group=group)
             stage.prepare(LENGTH)
             ends = stage_of(source).ends
             assert ends is not None

@@ -9,12 +9,12 @@ import torch
 from families import FAMILIES, config_of, random_gpt
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import part_of, stage_parts
-from mdi.checkpoint.torch_tensors import as_array, spec_of
+from mdi.checkpoint.torch_tensors import as_array, tensor_spec
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.tensors import EMBEDDING
-from mdi.spec.model import ModelConfig
 from mdi.stages import torch_packed as packed_linear
 from mdi.stages.torch_packed import PackedLinear, Weights, kernel_context
 from mdi.stages.torch_stage import StarterStage
@@ -59,13 +59,13 @@ def weights_of(gpt: torch.nn.Module, packing: Packing, part: str) -> Weights:
     weights: dict[str, Matrix | np.ndarray | torch.Tensor] = {}
     for name, tensor in gpt.state_dict().items():
         if part_of(name) == part:
-            weights.update(packing.pack(name, as_array(tensor), spec_of(tensor)))
+            weights.update(packing.pack(name, as_array(tensor), tensor_spec(tensor)))
     return weights
 
 
 def logits_of(gpt: torch.nn.Module, weights: object) -> torch.Tensor:
     config = gpt.config
-    stage = StarterStage(ModelConfig.from_litgpt(config), config.n_layer)
+    stage = StarterStage(spec_of(ModelConfig.from_litgpt(config)), config.n_layer)
     stage.load(stage_parts(0, config.n_layer, starter=True), weights, CPU, torch.float32)  # type: ignore[arg-type]
     stage.prepare(32, CPU, torch.float32)
     return stage.head(stage(stage.embed(torch.arange(2, 14)), [(0, 0, 12)]))
@@ -106,7 +106,7 @@ def test_weights_that_do_not_fit_are_refused(change: dict[str, Matrix | np.ndarr
 
 def test_an_embedding_of_8_bits() -> None:
     gpt = random_gpt(config_of("Llama-3.1-8B"), seed=4)
-    stage = StarterStage(ModelConfig.from_litgpt(gpt.config), 0)
+    stage = StarterStage(spec_of(ModelConfig.from_litgpt(gpt.config)), 0)
     packing = Packing("int4", "int4")
     stage.load(["embedding", "head"], lambda part: weights_of(gpt, packing, part), CPU, torch.float32)
     table = gpt.state_dict()[EMBEDDING]

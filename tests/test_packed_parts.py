@@ -64,9 +64,9 @@ def to_pack(source: PackedSource, state: State) -> State:
     """The numbers that are packed: with gains of norms in the weights behind them, where that is done."""
     arrays = {name: as_array(tensor.float()) for name, tensor in state.items()}
     specs = {name: TensorSpec("F32", array.shape) for name, array in arrays.items()}
-    config = source.config
     return {
-        name: torch.from_numpy(folded(name, source.packing, config, arrays.__getitem__, specs)[0][:]) for name in arrays
+        name: torch.from_numpy(folded(name, source.packing, source.spec, arrays.__getitem__, specs)[0][:])
+        for name in arrays
     }
 
 

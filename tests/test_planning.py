@@ -39,6 +39,7 @@ from mdi.errors import (
 )
 from mdi.host.computing import Computing
 from mdi.host.threads import host_of
+from mdi.model.plain import ModelConfig
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.cluster_measurement import BROKEN_S, ClusterMeasurement
 from mdi.placement.planning import format_blocks
@@ -49,7 +50,6 @@ from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes, dismiss
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig, standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.starter_weights import StarterWeights

@@ -21,13 +21,13 @@ from mdi.control.messages import InitRequest, PartSpec, ProfileRequest
 from mdi.errors import CheckpointError, ControlError
 from mdi.host.computing import Computing
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.plain import ModelConfig
 from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import FILE, Profiler, bench_of
 from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from secondaries import entry_of, secondary
 from tiny_checkpoint import tiny_config

@@ -22,6 +22,7 @@ from loopback import DEADLINE_S
 from mdi.cancel import Cancel, CancelledError
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.errors import ControlError, EngineError, MdiError, NodeLostError, NoMemoryError, RingError, UsageError
+from mdi.model.plain import ModelConfig
 from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
 from mdi.node.worker import RingWorker
@@ -32,7 +33,6 @@ from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
 from mdi.serve.host import ModelHost
 from mdi.serve.models import Models
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from waiting import until
 

@@ -22,11 +22,11 @@ from mdi.control.client import ControlClient
 from mdi.control.messages import BlocksRequest
 from mdi.errors import ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import KeptInputs, PlainBlocks
@@ -77,7 +77,7 @@ def test_a_stages_gradients_are_those_of_the_model(family: str) -> None:
         return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "float32").items()}
 
     n_each = list[int]()
-    blocks = PlainBlocks(config, weights, lambda: n_each.append(1))
+    blocks = PlainBlocks(spec_of(config), weights, lambda: n_each.append(1))
     x, dy = rows(gpt.config.n_embd, 1).requires_grad_(), rows(gpt.config.n_embd, 2)
     expected = whole(gpt, x, 1)
     (gradient,) = torch.autograd.grad(expected, x, dy)
@@ -97,8 +97,8 @@ def test_inputs_of_blocks_are_computed_once_as_long_as_there_is_memory_for_them(
 
     n_each, free = list[int](), [1 << 30]
     kept = KeptInputs(lambda: free[0])
-    blocks = PlainBlocks(ModelConfig.from_litgpt(gpt.config), weights, lambda: n_each.append(1), kept)
-    alone = PlainBlocks(ModelConfig.from_litgpt(gpt.config), weights)
+    blocks = PlainBlocks(spec_of(ModelConfig.from_litgpt(gpt.config)), weights, lambda: n_each.append(1), kept)
+    alone = PlainBlocks(spec_of(ModelConfig.from_litgpt(gpt.config)), weights)
     dy = rows(n_embd, 1).numpy()
     one, other = ({"transformer.h.1.prompt": rows(n_embd, k)[0, :3].numpy()} for k in (2, 3))
     passes = [
@@ -198,7 +198,7 @@ def test_a_pass_has_the_plain_weights_and_the_activations_of_one_block(
         return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "int8").items()}
 
     monkeypatch.setattr("mdi.stages.plain_blocks.plain", counted)
-    blocks = PlainBlocks(ModelConfig.from_litgpt(config), weights)
+    blocks = PlainBlocks(spec_of(ModelConfig.from_litgpt(config)), weights)
     x, dy = rows(config.n_embd, 1).numpy(), rows(config.n_embd, 2).numpy()
     one_block = sum(array.nbytes for array in plain(weights(0)).values())
     found = dict[int, int]()

@@ -35,13 +35,13 @@ from mdi.control.messages import BlocksRequest, TensorsRequest
 from mdi.errors import CheckpointError, ControlError, MdiError, UsageError
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import format_within
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.message import Message
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.passes import Bytes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.plain_blocks import PlainBlocks
@@ -70,7 +70,7 @@ def blocks_of(gpt: GPT) -> PlainBlocks:
     def weights(index: int) -> dict[str, Matrix | np.ndarray]:
         return {f"transformer.h.{index}.{name}": w for name, w in tensors_of(gpt, index, "float32").items()}
 
-    return PlainBlocks(ModelConfig.from_litgpt(gpt.config), weights)
+    return PlainBlocks(spec_of(ModelConfig.from_litgpt(gpt.config)), weights)
 
 
 def drawn(kind: TuningKind, config: Config, seed: int = 1) -> TunedTensors:
@@ -213,7 +213,7 @@ def training_of(run: Run, kind: TuningKind, n_steps: int, lr: float = 0.02) -> R
     tuned = new_tensors(kind, weights.config, 3, weights.source_of, embedding_of(run))
     state = tiny_gpt(n_layer=N).state_dict()
     head = FrozenHead(
-        weights.config, {name: state[name].numpy() for name in ("lm_head.weight", "transformer.ln_f.weight")}
+        spec_of(weights.config), {name: state[name].numpy() for name in ("lm_head.weight", "transformer.ln_f.weight")}
     )
     return RingTraining(TunedModel(run, tuned, head), examples_of(), 6, TuningSettings(n_steps // 2, 3, lr, 7), 2)
 

@@ -18,11 +18,11 @@ from mdi.control.messages import COMPILING, CONTROL_VERSION, InitRequest, PartSp
 from mdi.control.reach import reach_node
 from mdi.errors import Code, ControlError, KernelError, MdiError, NodeLostError
 from mdi.kernels import library
+from mdi.model.plain import ModelConfig
 from mdi.node.secondary_status import run_status
 from mdi.node.worker import Waits
 from mdi.run.setup import Patience, SecondarySetup
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from node_ports import BareNode, Pushing, client_of
 from secondaries import entry_of, secondary

@@ -14,9 +14,8 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.errors import CheckpointError
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
 from mdi.model.caches import CACHE_TYPES, cache_classes
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.model import model_shape
-from mdi.spec.model import ModelConfig
 from mdi.stages.torch_stage import StarterStage
 from tiny_checkpoint import tiny_config
 
@@ -26,7 +25,7 @@ FAMILIES = ["Llama-3.1-8B", "Gemma-2-9b", "Mixtral-8x7B-v0.1", "pythia-14m", "Qw
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_those_of_the_tensors(family: str) -> None:
     config = config_of(family)
-    stage = StarterStage(ModelConfig.from_litgpt(config), config.n_layer)
+    stage = StarterStage(spec_of(ModelConfig.from_litgpt(config)), config.n_layer)
     shape = model_shape(ModelConfig.from_litgpt(config), "float32")
     assert shape.weight_bytes == sum(t.numel() * 4 for t in stage.state_dict().values())
     assert model_shape(ModelConfig.from_litgpt(config), "bfloat16").weight_bytes * 2 == shape.weight_bytes
@@ -38,7 +37,7 @@ def test_bytes_are_those_of_the_tensors(family: str) -> None:
 def test_caches_are_those_of_the_stage(family: str) -> None:
     config = config_of(family)
     shape = model_shape(ModelConfig.from_litgpt(config), "float32")
-    stage = StarterStage(ModelConfig.from_litgpt(config), config.n_layer)
+    stage = StarterStage(spec_of(ModelConfig.from_litgpt(config)), config.n_layer)
     for length in (5, 100, 160):
         ours = sum(block.cache_bytes(length) for block in shape.blocks) + shape.table_bytes * length
         rounded = sum(
@@ -60,7 +59,7 @@ def test_latent_attention_and_dense_layers_make_blocks_differ() -> None:
 def test_a_head_is_worth_as_many_blocks_as_the_even_split_says() -> None:
     config = ModelConfig.from_litgpt(config_of("Llama-3.1-8B"))
     shape = model_shape(config, "int8")
-    assert shape.head_macs / shape.reference.macs == pytest.approx(head_cost_blocks(config))
+    assert shape.head_macs / shape.reference.macs == pytest.approx(head_cost_blocks(spec_of(config)))
 
 
 def test_experts_are_read_but_not_all_are_used() -> None:
@@ -72,7 +71,7 @@ def test_experts_are_read_but_not_all_are_used() -> None:
 def test_quantized_bytes_are_those_of_the_packed_layers() -> None:
     """fp16 and int8 keep what they say: 2 and 1 bytes for each weight of a linear layer."""
     config = config_of("Llama-2-7b-hf")
-    stage = StarterStage(ModelConfig.from_litgpt(config), config.n_layer)
+    stage = StarterStage(spec_of(ModelConfig.from_litgpt(config)), config.n_layer)
     linear = sum(m.weight.numel() for m in stage.blocks[0].modules() if isinstance(m, torch.nn.Linear))
     plain = model_shape(ModelConfig.from_litgpt(config), "float32").blocks[0]
     for name, each in (("fp16", 2), ("int8", 1)):

@@ -10,7 +10,7 @@ import torch
 from families import CONTEXT, FAMILIES, VOCAB, config_of, model_of, prompt, random_gpt
 from loopback import CPU, load_from, stages_of
 from mdi.errors import CheckpointError, EngineError
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages.torch_stage import Stage, StarterStage
 from tolerance import assert_alike
 
@@ -110,7 +110,7 @@ def test_finished_blocks_are_counted() -> None:
     for n_frames in (1, 2):
         assert isinstance(first, StarterStage)
         second(first(first.embed(torch.tensor([1, 2])), [(n_frames, 0, 2)]), [(n_frames, 0, 2)])
-        assert (first.n_finished, second.n_finished) == (2 * n_frames, (first.config.n_layer - 2) * n_frames)
+        assert (first.n_finished, second.n_finished) == (2 * n_frames, (first.spec.n_layer - 2) * n_frames)
 
 
 def test_a_copied_cache_goes_its_own_way() -> None:
@@ -128,12 +128,11 @@ def test_a_copied_cache_goes_its_own_way() -> None:
 def test_caches_grow_with_the_tokens_and_are_freed() -> None:
     stage = stages_of(model_of("Gemma-2-9b"), ())[0]
     assert isinstance(stage, StarterStage)
-    config = stage.config
     text = prompt(CONTEXT, 15)
     for start in range(0, CONTEXT, 8):
         stage(stage.embed(torch.tensor(text[start : start + 8])), [(3, start, 8)])
     full, windowed = sorted(stage.caches.classes, key=lambda c: c.window or 0)
-    assert full.window is None and windowed.window == config.sliding_window_size
+    assert full.window is None and windowed.window == stage.spec.blocks[0].mixer.window
     assert stage.caches.n_bytes <= full.n_bytes(CONTEXT) + windowed.n_bytes(CONTEXT, 8)
     stage.caches.free(3)
     stage.caches.free(99)
@@ -163,12 +162,12 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
     of_block = {k: v for k, v in weights.items() if k.startswith("transformer.h.2.")}
     with pytest.raises(CheckpointError) as e:
         lacking = {k: v for k, v in of_block.items() if not k.endswith("mlp.proj.weight")}
-        Stage(config, 2, 3).load(["block.2"], lambda _: lacking, CPU, torch.float32)
+        Stage(spec_of(config), 2, 3).load(["block.2"], lambda _: lacking, CPU, torch.float32)
     assert "mlp.proj.weight" in str(e.value)
     with pytest.raises(CheckpointError) as e:
-        Stage(config, 2, 3).load(["block.2"], lambda _: weights, CPU, torch.float32)
+        Stage(spec_of(config), 2, 3).load(["block.2"], lambda _: weights, CPU, torch.float32)
     assert "lm_head.weight" in str(e.value)
     with pytest.raises(CheckpointError) as e:
         wrong = {**of_block, "transformer.h.2.attn.proj.weight": torch.zeros(3, VOCAB)}
-        Stage(config, 2, 3).load(["block.2"], lambda _: wrong, CPU, torch.float32)
+        Stage(spec_of(config), 2, 3).load(["block.2"], lambda _: wrong, CPU, torch.float32)
     assert "attn.proj.weight" in str(e.value)

@@ -15,6 +15,7 @@ from mdi.control.messages import InitRequest, PartSpec
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import Code, ControlError, NodeLostError
 from mdi.kernels import library
+from mdi.model.plain import ModelConfig
 from mdi.net.link import STUCK_BLOCKS, STUCK_S, Watch, Work, ping, work_in
 from mdi.net.wire import HANDSHAKE_LIMITS, PLAIN, Frame, FrameType, Slice
 from mdi.node.round_robin import RoundRobin, Turn
@@ -22,7 +23,6 @@ from mdi.node.worker import Waits
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import StarterOptions
 from mdi.stages.kernel_stage import KernelStage

@@ -11,7 +11,7 @@ from families import CONTEXT, FAMILIES, greedy, model_of, prompt
 from mdi.errors import UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 from tensor_groups import meshes, on_all, shard_weights, stages_of, sums
@@ -104,7 +104,7 @@ def test_packed_shares_compute_what_the_whole_does(family: str, form: str) -> No
     one = Shares((0, config.n_head), (0, share_out(config, (1,)).columns[-1]))
     parts = [f"block.{i}" for i in range(config.n_layer)]
     weights = Resident(parts, lambda p: shard_weights(gpt, Share(one, 0, config), form, p))
-    whole = KernelStage(config, 0, config.n_layer, weights)
+    whole = KernelStage(spec_of(config), 0, config.n_layer, weights)
     whole.prepare(CONTEXT, 64 << 20)
     x = gpt.transformer.wte(torch.tensor(ids))
     wanted = whole((x * config.n_embd**0.5 if config.scale_embeddings else x).numpy(), [Slice(0, 0, len(ids))])

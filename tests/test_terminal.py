@@ -58,14 +58,14 @@ def test_an_answer_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(question: str, ids: list[int], params: Any, stop: list[str], on_text: Any, adapter: str) -> Any:
         on_text(HOSTILE)
         on_text("")
-        return SimpleNamespace(text=HOSTILE)
+        return SimpleNamespace(text=HOSTILE, token_times_s=[])
 
     codec = SimpleNamespace(
-        encode_chat=lambda history, question: [1], form=WORDS, prompt_style=object()
+        encode_chat=lambda history, question, system: [1], form=WORDS, prompt_style=object()
     )  # fmt: skip
     model = SimpleNamespace(codec=codec, check_prompt=lambda ids: None, weights=SimpleNamespace(adapters=()))
     session = SimpleNamespace(model=model, max_length=100, submit=submit, read=lambda: None, adapters=())
-    reply = cli_chat.answer(session, [], "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
+    reply = cli_chat.answer(session, cli_chat.Chat(), "Who?", SimpleNamespace(n_tokens=10), [])  # type: ignore[arg-type]
     assert reply.text == HOSTILE, "what the model said goes back to the model"
     assert HARMLESS in screen.getvalue()
     assert not set(screen.getvalue()) & set("\x1b\x07\x9b\x08")
@@ -78,7 +78,7 @@ def test_texts_that_are_shown_when_they_are_complete(
     screen = watched(monkeypatch)
     sample = SampleMetrics.from_times(HOSTILE, HOSTILE, [1], [1], "length", [0.1])
     metrics = RunMetrics.from_parts(HOSTILE, [sample], [], 1.0)
-    model = SimpleNamespace(context_length=10, config=SimpleNamespace(block_size=10))
+    model = SimpleNamespace(context_length=10, spec=SimpleNamespace(max_length=10))
     node = SimpleNamespace(metrics=lambda: metrics, trace=lambda: None, model=model)
     args = Options(seed=1)
     cli_output.report(args, node, failure, False)  # type: ignore[arg-type]

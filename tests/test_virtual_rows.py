@@ -35,12 +35,12 @@ from mdi.engine.sequence import Request, SamplingParams
 from mdi.errors import CheckpointError, Code, KernelError, MdiError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.run.journal import Journal
 from mdi.run.local import free_ports
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.plain_blocks import PlainBlocks
@@ -82,7 +82,7 @@ class Tuned(Made):
     def logits(self, adapter: str, ids: Sequence[int]) -> np.ndarray:
         """Of the next token, by torch, as in training: all rows again."""
         gpt, tuned = self.gpt, self.tuned.get(adapter)
-        blocks = PlainBlocks(ModelConfig.from_litgpt(gpt.config), lambda i: named(gpt, i))
+        blocks = PlainBlocks(spec_of(ModelConfig.from_litgpt(gpt.config)), lambda i: named(gpt, i))
         before = None if tuned is None else tuned.before()
         own = {} if tuned is None else {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
         x = gpt.transformer.wte(torch.tensor(ids))
@@ -450,7 +450,7 @@ def stage_of(made: Tuned, start: int, stop: int, *names: str) -> KernelStage:
     parts = [f"block.{i}" for i in range(start, stop)]
     weights = Resident(parts, lambda part: source.weights(part, Packing("float32", "float32")))
     own = {part: of.weights(part) for part in of.part_names() if start <= int(part.split(".")[1]) < stop}
-    stage = KernelStage(source.config, start, stop, weights, adapters=own)
+    stage = KernelStage(spec_of(source.config), start, stop, weights, adapters=own)
     stage.prepare(200)
     return stage
 
@@ -531,7 +531,7 @@ def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
     adapter = open_adapter(AdapterName("x", folder), 1, config, lambda: None)
     of, n, n_layer = AdapterSource([adapter], lambda part: source), adapter.n_virtual, config.n_layer
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
-    stage = KernelStage(config, 0, n_layer, weights, adapters={p: of.weights(p) for p in of.part_names()})
+    stage = KernelStage(spec_of(config), 0, n_layer, weights, adapters={p: of.weights(p) for p in of.part_names()})
     stage.prepare(120)
     rows = np.random.default_rng(4).standard_normal((n + 30, gpt.config.n_embd)).astype(np.float32)
     found = stage(rows, [Slice(with_adapter(1, 0), 0, n + 30)])[n:]
@@ -539,7 +539,7 @@ def test_what_a_family_can_have_is_computed_as_it_is_trained_else_refused(
     before = tuned.before()
     x = rows[n:] if before is None else np.concatenate([before.detach().numpy(), rows[n:]])
     own = {name: one.detach().numpy() for name, one in tuned.of_blocks().items()}
-    expected = PlainBlocks(config, lambda i: named(gpt, i)).forward(x[None], 0, n_layer, own)[0, -30:]
+    expected = PlainBlocks(spec_of(config), lambda i: named(gpt, i)).forward(x[None], 0, n_layer, own)[0, -30:]
     size = np.linalg.norm(expected)
     assert np.linalg.norm(found - expected) / size < 1e-4 and np.linalg.norm(found - plain) / size > 0.01
 
@@ -814,9 +814,11 @@ def test_a_node_checks_the_rows_that_it_gets(made: Tuned) -> None:
     weights = Resident(source.part_names(), lambda part: source.weights(part))
     rows = np.zeros((3, 16), dtype=np.float32)
     own = {f"adapter.{i}": {stored_name(i, 1, f"prefix_{what}"): rows for what in ("key", "value")} for i in range(5)}
-    KernelStage(config, 0, 5, weights, adapters=own)
+    KernelStage(spec_of(config), 0, 5, weights, adapters=own)
     with pytest.raises(KernelError, match="adapter 1 has no prefix for each of the blocks 0 to 4"):
-        KernelStage(config, 0, 5, weights, adapters={part: one for part, one in own.items() if part != "adapter.3"})
+        KernelStage(
+            spec_of(config), 0, 5, weights, adapters={part: one for part, one in own.items() if part != "adapter.3"}
+        )
     own["adapter.3"][stored_name(3, 1, "prefix_key")] = rows[:2]
     with pytest.raises(KernelError, match="2 rows, where others of its adapter have 3"):
-        KernelStage(config, 0, 5, weights, adapters=own)
+        KernelStage(spec_of(config), 0, 5, weights, adapters=own)

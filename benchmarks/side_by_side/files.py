@@ -15,6 +15,7 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import MdiError
 from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.model.plain import spec_of
 from random_checkpoint import DTYPE, make_checkpoint
 from random_packed import RandomPacked
 from side_by_side.runner import say
@@ -58,7 +59,7 @@ class Chunks:
         say(f"  making {self.form} chunks of {self.shape} for {self.n_nodes} nodes")
         source = self._source()
         try:
-            counts = self.counts or default_split(source.config, self.n_nodes)
+            counts = self.counts or default_split(spec_of(source.config), self.n_nodes)
             if self.folder != self.ckpt:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for name in ("model_config.yaml", "tokenizer.json", "tokenizer_config.json"):

@@ -9,7 +9,7 @@ from typing import Any
 from mdi.block_ranges import default_split
 from mdi.kernels.library import FORCED
 from mdi.kernels.weight_formats import LAYOUTS, OWN_FORMAT
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from peers.protocol import Case
 from random_checkpoint import DEEP, DTYPE, SHAPES, config_of, n_weights
 from side_by_side.files import Checkpoint, Chunks, Gguf, Need
@@ -136,7 +136,7 @@ class Setup:
     def cut_allows(self, n_nodes: int) -> float:
         """How much faster nodes that are alike can be than one of them: all work over that of the busiest."""
         of_blocks, of_head = n_weights(self.shape)
-        counts = default_split(ModelConfig.from_litgpt(config_of(self.shape)), n_nodes)
+        counts = default_split(spec_of(ModelConfig.from_litgpt(config_of(self.shape))), n_nodes)
         works = [n * of_blocks / self.n_layer for n in counts]
         works[0] += of_head
         return sum(works) / max(works)

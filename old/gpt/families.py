@@ -15,8 +15,9 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.control.messages import InitRequest
 from mdi.engine.scheduler import Scheduler
 from mdi.errors import ControlError, UsageError
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.torch_cache import TORCH_TYPES
 from mdi.stages.torch_stage import Stage
@@ -52,10 +53,11 @@ class WholeTextFamily(ModelFamily):
         self, config: ModelConfig, blocks: tuple[int, int], has_ends: bool, n_nodes: int, cancel: Cancel
     ) -> Stage:
         config_of(config.plain(), f"this model of {self.system}")  # which checks it
-        return self.starter_stage(config, blocks[1], n_nodes) if has_ends else self.make(config, *blocks, cancel)
+        spec = spec_of(config)
+        return self.starter_stage(spec, blocks[1], n_nodes) if has_ends else self.make(spec, *blocks, cancel)
 
-    def starter_stage(self, config: ModelConfig, stop: int, n_nodes: int) -> GPTStarterStage:
-        return GPTStarterStage(config, stop)
+    def starter_stage(self, spec: ModelSpec, stop: int, n_nodes: int) -> GPTStarterStage:
+        return GPTStarterStage(spec, stop)
 
     @property
     def make(self) -> type[WholeTextStage]:
@@ -63,7 +65,7 @@ class WholeTextFamily(ModelFamily):
         return WholeTextStage
 
     def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
-        no_blocks = WholeTextStage(config, 0, 0)
+        no_blocks = WholeTextStage(spec_of(config), 0, 0)
         return no_blocks.run_bytes(extent.max_length, TORCH_TYPES[extent.kv_dtype])
 
     def check(self, request: InitRequest) -> None:
@@ -71,11 +73,11 @@ class WholeTextFamily(ModelFamily):
             raise ControlError(f"this is a node of {self.system}, but the run is of {request.model.name}", 409)
         super().check(request)
 
-    def max_length(self, config: ModelConfig) -> int:
+    def max_length(self, spec: ModelSpec) -> int:
         return LONGEST_TEXT
 
-    def scheduler(self, config: ModelConfig, n_nodes: int) -> Scheduler:
-        return WholeTextScheduler(n_nodes, config.block_size)
+    def scheduler(self, spec: ModelSpec, n_nodes: int) -> Scheduler:
+        return WholeTextScheduler(n_nodes, spec.max_length)
 
 
 class GPT2Family(WholeTextFamily):
@@ -106,8 +108,8 @@ class NanoFamily(WholeTextFamily):
     def open_codec(self, directory: Path, prompt_style: str) -> TextCodec:
         return CharCodec.from_checkpoint(directory, _plain(prompt_style))
 
-    def starter_stage(self, config: ModelConfig, stop: int, n_nodes: int) -> GPTStarterStage:
-        return GPTStarterStage(config, stop) if n_nodes == 1 else HeadlessStarterStage(config, stop)
+    def starter_stage(self, spec: ModelSpec, stop: int, n_nodes: int) -> GPTStarterStage:
+        return GPTStarterStage(spec, stop) if n_nodes == 1 else HeadlessStarterStage(spec, stop)
 
     def starter_parts(self, stop: int, n_nodes: int) -> list[str]:
         parts = stage_parts(0, stop, starter=True)
@@ -130,8 +132,8 @@ class NanoFamily(WholeTextFamily):
         elif request.model.config.qkv_bias is None:
             raise ControlError(f"this is a node of {self.system}, but the run is of {request.model.name}", 409)
 
-    def widest_row(self, config: ModelConfig) -> int:
-        return max(config.n_embd, config.padded_vocab_size)
+    def widest_row(self, spec: ModelSpec) -> int:
+        return max(spec.width, spec.n_rows)
 
 
 def _plain(prompt_style: str) -> str:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError
 from mdi.kernels.slices import Slices
-from mdi.spec.model import ModelConfig
+from mdi.model.spec import ModelSpec
 from mdi.stages.torch_attention import Positions, Texts
 from mdi.stages.torch_block import norm_of
 from mdi.stages.torch_cache import TorchCaches
@@ -26,14 +26,14 @@ class WholeTextStage(Stage):
 
     def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
         """The widest activations of a block, over a full context."""
-        return self.config.block_size * self.config.intermediate_size * dtype.itemsize
+        return self.spec.max_length * self.spec.blocks[0].dense.width * dtype.itemsize
 
     def prepare(
         self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
     ) -> None:
         self.max_length = max_length
         self.caches = TorchCaches(self.spec, 0, 0, max_length, device, dtype)  # of no blocks
-        self._positions = Positions(self.config.block_size, device)
+        self._positions = Positions(self.spec.max_length, device)
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, slices: Slices, taps: Sequence[int] = ()) -> torch.Tensor:
@@ -43,10 +43,10 @@ class WholeTextStage(Stage):
         """
         outs, first = [], 0
         for seq_id, start, n_rows, *_ in slices:
-            if start or n_rows > self.config.block_size:
+            if start or n_rows > self.spec.max_length:
                 raise EngineError(
                     f"positions {start} to {start + n_rows} of sequence {seq_id}: a stage without caches takes whole texts "
-                    f"of at most {self.config.block_size} tokens",
+                    f"of at most {self.spec.max_length} tokens",
                     code=Code.LENGTH,
                 )
             outs.append(self._run(x[first : first + n_rows]))
@@ -64,11 +64,11 @@ class WholeTextStage(Stage):
 class FinisherStage(WholeTextStage):
     """The last blocks, final norm and head: what it returns are logits, (N, vocabulary)."""
 
-    def __init__(self, config: ModelConfig, start: int, stop: int, cancel: Cancel | None = None) -> None:
-        super().__init__(config, start, stop, cancel)
+    def __init__(self, spec: ModelSpec, start: int, stop: int, cancel: Cancel | None = None) -> None:
+        super().__init__(spec, start, stop, cancel)
         with torch.device("meta"):
-            self.transformer["ln_f"] = norm_of(self.spec.ends.final_norm, config.n_embd)
-            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+            self.transformer["ln_f"] = norm_of(spec.ends.final_norm, spec.width)
+            self.lm_head = nn.Linear(spec.width, spec.n_rows, bias=spec.ends.head_bias)
         self.eval().requires_grad_(False)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,10 +79,10 @@ class FinisherStage(WholeTextStage):
 class GPTStarterStage(WholeTextStage, StarterStage):
     """Embedding of tokens and positions, the first blocks, and the head for what comes back."""
 
-    def __init__(self, config: ModelConfig, stop: int) -> None:
-        StarterStage.__init__(self, config, stop)
+    def __init__(self, spec: ModelSpec, stop: int) -> None:
+        StarterStage.__init__(self, spec, stop)
         with torch.device("meta"):
-            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+            self.transformer["wpe"] = nn.Embedding(spec.max_length, spec.width)
         self.eval().requires_grad_(False)
 
     def load(
@@ -108,13 +108,13 @@ class HeadlessStarterStage(GPTStarterStage):
 
     is_head_shared = False
 
-    def __init__(self, config: ModelConfig, stop: int) -> None:
-        super().__init__(config, stop)
+    def __init__(self, spec: ModelSpec, stop: int) -> None:
+        super().__init__(spec, stop)
         del self.lm_head, self.transformer["ln_f"]
 
     @property
     def returned_width(self) -> int:
-        return int(self.config.padded_vocab_size)
+        return self.spec.n_rows
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -26,8 +26,8 @@ from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import nearest_existing, read_json
-from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_yaml
 from mdi.stages.starter_weights import StarterWeights
 
@@ -254,7 +254,7 @@ class GPTWeights(StarterWeights):
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:
             counts = parse_layers(layers, self.n_layer, n_nodes)
-        self.blocks = ranges(counts or default_split(self.config, n_nodes))
+        self.blocks = ranges(counts or default_split(spec_of(self.config), n_nodes))
 
 
 def nano_config_file(config: GPTConfig) -> bytes:

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError, UsageError
+from mdi.model.spec import ModelSpec
 from mdi.spec.combinations import OWN_RING, facts_of, refuse
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, SIDE_FILE, TUNING, Options, TuningOptions
 from mdi.spec.parser import Parser
 
@@ -132,9 +132,8 @@ class _Model:
         self._options = options
         self.weights = weights = self._family.open_weights(options.ckpt, None, 1, None, options.quantize, False)
         try:
-            config = weights.config
-            longest = self._family.max_length(config)
-            self.max_length = context_length(config, longest, options.sequence_length)
+            longest = self._family.max_length(weights.model.spec)
+            self.max_length = context_length(weights.model.spec, longest, options.sequence_length)
             if options.sequence_length is None:
                 self.max_length = min(longest, TEXT_LIMIT)
             self.codec = self._family.open_codec(weights.directory, options.prompt_style)
@@ -176,13 +175,13 @@ def _learn(options: Options, model: _Model, cancel: Cancel) -> int:
 
     asked, out = options.tuning, options.out
     assert asked.data is not None and out is not None
-    config, work = model.weights.config, out / WORK
-    n_logits = _n_logits(asked, config)
+    spec, work = model.weights.model.spec, out / WORK
+    n_logits = _n_logits(asked, spec)
     examples, n_train, labels = _examples(options, model, model.max_length)
-    taps = _taps(asked.taps, config.n_layer)
-    width = asked.width or max(1, config.n_embd // 8)
-    shape = SideShape(base_of(model.weights), config.n_embd, taps, width, asked.task, labels)
-    kind = FeatureKind(digest_of(examples), model.identity, taps, config.n_embd, asked.feature_bits, n_logits)
+    taps = _taps(asked.taps, spec.n_layer)
+    width = asked.width or max(1, spec.width // 8)
+    shape = SideShape(base_of(model.weights), spec.width, taps, width, asked.task, labels)
+    kind = FeatureKind(digest_of(examples), model.identity, taps, spec.width, asked.feature_bits, n_logits)
     _check_new(options, work, out / SIDE_FILE)
     _say_disk(work, kind, sum(example.n_rows for example in examples))
     settings = _settings(options)
@@ -286,13 +285,13 @@ def _taps(asked: tuple[int, ...] | int, n_layer: int) -> tuple[int, ...]:
     return asked
 
 
-def _n_logits(asked: TuningOptions, config: ModelConfig) -> int:
+def _n_logits(asked: TuningOptions, spec: ModelSpec) -> int:
     """Logits of a row that are kept on the disk. Raises UsageError."""
     if not asked.keep_logits:
         return 0
-    if asked.task != "lm" or config.final_logit_softcapping is not None:
+    if asked.task != "lm" or spec.ends.softcap is not None:
         raise UsageError("--keep-logits: only with --head lm, and for models whose logits have no cap", code=Code.FLAGS)
-    return config.padded_vocab_size
+    return spec.n_rows
 
 
 def _keep_logits(training: SideTraining, n_rows: int) -> float:
@@ -559,7 +558,7 @@ def _predict(options: Options, model: _Model, cancel: Cancel) -> int:
     assert options.out is not None and options.tuning.predict is not None
     network = read_side(options.out, n_threads())
     shape: SideShape = network.shape
-    check_base(shape, base_of(model.weights), model.weights.config, options.out)
+    check_base(shape, base_of(model.weights), model.weights.model.spec, options.out)
     if shape.head != CLASSES:
         raise UsageError(f"--predict: {options.out} knows no labels, and writes texts: use --adapter", code=Code.FLAGS)
     examples = class_examples(read_rows(options.tuning.predict), model.codec, model.max_length, None)

@@ -17,9 +17,8 @@ from torch.nn import functional
 from mdi.checkpoint.adapters import norm_gain
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.weights import WeightSource
-from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
 from mdi.model.tensors import FINAL_NORM
-from mdi.spec.model import ModelConfig
 
 CHUNK_ROWS = 256  # whose logits are in memory at the same time
 KEPT_ROWS = 32  # the same where a product has few numbers a row: as many logits as stay in the processor's caches
@@ -41,7 +40,7 @@ class FrozenHead:
     """Its weights are not trained.
 
     Args:
-        config: of the model.
+        spec: of the model.
         weights: of the part "head", by their names in the model.
         norm: weight of the final norm, where that of the part was multiplied into its head. Only `normed` needs it.
 
@@ -49,24 +48,24 @@ class FrozenHead:
         weight: H, (padded_vocab_size, n_embd).
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray], norm: np.ndarray | None = None) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], norm: np.ndarray | None = None) -> None:
         tensors = {name: torch.from_numpy(np.array(array, dtype=np.float32)) for name, array in weights.items()}
         weight, bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
         gain, shift = tensors.get(FINAL_NORM), tensors.get("transformer.ln_f.bias")
-        final = spec_of(config).ends.final_norm
+        final = spec.ends.final_norm
         self._has_norm, self._is_rms = final is not None, final is None or final.kind == "rms"
-        self._eps = config.norm_eps
-        self.cap: float | None = config.final_logit_softcapping
+        self._eps, offset = (final.eps, float(final.unit_offset)) if final is not None else (0.0, 0.0)
+        self.cap = spec.ends.softcap
         if self._has_norm and shift is not None:
             bias = weight @ shift + (0 if bias is None else bias)
         if self._has_norm and gain is not None:
-            gain = gain + float(config.norm_unit_offset)
+            gain = gain + offset
             weight *= gain
         if self._has_norm and not self._is_rms:  # such a norm takes the mean of a row away
             weight -= weight.mean(dim=1, keepdim=True)
         self.weight, self.bias = weight, bias
         if norm is not None:
-            gain = torch.from_numpy(np.array(norm, dtype=np.float32)) + float(config.norm_unit_offset)
+            gain = torch.from_numpy(np.array(norm, dtype=np.float32)) + offset
         self._gain, self._shift = gain, shift  # of the norm
 
     @classmethod
@@ -80,7 +79,7 @@ class FrozenHead:
             CheckpointError: it is wanted, and the gains of the norm are not known any more, see `norm_gain`.
         """
         norm = norm_gain(source, FINAL_NORM) if has_classes else None
-        return cls(source.config, plain(source.weights("head", packing)), norm)
+        return cls(source.spec, plain(source.weights("head", packing)), norm)
 
     def length(self, x: torch.Tensor) -> torch.Tensor:
         """What the norm divides each row by: (M, n_embd) -> (M, 1)"""

@@ -18,7 +18,7 @@ from litgpt.model import GPT
 
 from mdi.checkpoint.folder import CONFIG_FILE
 from mdi.errors import CheckpointError, Code
-from mdi.spec.model import ModelConfig, litgpt_fields
+from mdi.model.plain import ModelConfig, litgpt_fields
 from mdi.spec.settings_file import parse_yaml
 from mdi_training.storage import missing
 

@@ -37,7 +37,7 @@ class RingBlocks(torch.nn.Module):
         self.start, self.stop = start, n_layer if stop is None else stop
         if not 0 <= self.start < self.stop <= n_layer:
             raise UsageError(f"{block_span(self.start, self.stop)} of a model of {n_layer}", code=Code.VALUE)
-        self._passes, self._n_embd, self._max_length = run.passes, run.model.config.n_embd, run.max_length
+        self._passes, self._n_embd, self._max_length = run.passes, run.model.spec.width, run.max_length
 
     @property
     def traffic(self) -> Traffic:

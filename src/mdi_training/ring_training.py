@@ -131,7 +131,7 @@ class RingTraining(Tuning):
     def check(self) -> None:
         """Raises UsageError, ControlError if a node cannot compute gradients; no example is sent."""
         with torch.no_grad():
-            self._model.blocks(torch.zeros(1, 1, self._model.tuned.config.n_embd))
+            self._model.blocks(torch.zeros(1, 1, self._model.tuned.spec.width))
 
     @property
     def bytes_told(self) -> str:

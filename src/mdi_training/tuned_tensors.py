@@ -30,8 +30,9 @@ from mdi.families.names import Names
 from mdi.families.registry import family_of
 from mdi.files import replacing
 from mdi.kernels.blocks import MOST_RANK
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import Attention
 from mdi.spec.decode import Meta, decode_text
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ADAPTED, DEEP_PROMPT, LORA, PREFIX, PROMPT
 from mdi.stages.side import MOST_LABELS
 
@@ -70,11 +71,11 @@ class TunedTensors(ABC):
     _score = SCORE  # its name in the file
 
     def __init__(self, kind: TuningKind, config: ModelConfig, seed: int) -> None:
-        self.kind, self.config = kind, config
+        self.kind, self.spec = kind, spec_of(config)
         self.named: Named = {}
         self._generator = torch.Generator().manual_seed(seed)
         if kind.labels:
-            self._add(SCORE, (len(kind.labels), config.n_embd), 0.02)
+            self._add(SCORE, (len(kind.labels), self.spec.width), 0.02)
 
     def _add(self, name: str, shape: tuple[int, ...], scale: float) -> torch.nn.Parameter:
         self.named[name] = torch.nn.Parameter(scale * torch.randn(shape, generator=self._generator))
@@ -82,7 +83,7 @@ class TunedTensors(ABC):
 
     @property
     def _blocks(self) -> range:
-        return range(self.config.n_layer)
+        return range(self.spec.n_layer)
 
     def before(self) -> torch.Tensor | None:
         """The rows before each text, (n_rows, n_embd)."""
@@ -139,7 +140,7 @@ class TunedTensors(ABC):
     def _virtual(self, peft_type: str, n_heads: int, width: int) -> dict[str, Any]:
         return {
             "peft_type": peft_type, "num_virtual_tokens": self.kind.length, "token_dim": width,
-            "num_transformer_submodules": 1, "num_attention_heads": n_heads, "num_layers": self.config.n_layer,
+            "num_transformer_submodules": 1, "num_attention_heads": n_heads, "num_layers": self.spec.n_layer,
         }  # fmt: skip
 
 
@@ -175,7 +176,8 @@ class Lora(TunedTensors):
         self, kind: TuningKind, config: ModelConfig, seed: int, gain: Callable[[str], np.ndarray | None]
     ) -> None:
         super().__init__(kind, config, seed)
-        names = family_of(self.config).names(self.config)
+        names = family_of(config).names(config)
+        self._config = config
         self._path = f"{names.prefixes[0]}{names.blocks}"
         self._of_family = {module for one in _LAYERS for module in _modules(names, one)}
         self._modules = list(dict.fromkeys(module for one in kind.targets for module in _modules(names, one)))
@@ -183,12 +185,12 @@ class Lora(TunedTensors):
         self._gains: dict[str, torch.Tensor] = {}
         for (i, _), rows in self._rows.items():
             for one in rows:
-                norm = norm_before(f"transformer.h.{i}.{one.layer}.weight", self.config)
+                norm = norm_before(f"transformer.h.{i}.{one.layer}.weight", self.spec)
                 if norm is not None and (found := gain(norm)) is not None:
                     self._gains[f"{norm.removesuffix('weight')}gain"] = torch.tensor(found)
 
     def _rows_of(self, block: int, module: str) -> tuple[AdaptedRows, ...]:
-        rows, n_out, n_in = adapted_rows(self.config, "the model", block, module)
+        rows, n_out, n_in = adapted_rows(self._config, "the model", block, module)
         if not rows:
             raise UsageError(
                 f"--lora-targets: block {block} has no {module} that can be adapted: experts, their router and latent "
@@ -209,7 +211,7 @@ class Lora(TunedTensors):
             for one in rows:
                 b = self.named[f"{path}.lora_B.weight"][slice(*one.rows)] * scale
                 if one.is_interleaved:
-                    b = b[torch.from_numpy(interleaved_rows(self.config))]
+                    b = b[torch.from_numpy(interleaved_rows(self.spec))]
                 found[f"{one.name(i, 1)}.a"] = self.named[f"{path}.lora_A.weight"]
                 found[f"{one.name(i, 1)}.b"] = b.T
         return found
@@ -238,17 +240,17 @@ class Prompt(TunedTensors):
         self, kind: TuningKind, config: ModelConfig, seed: int, embed: Callable[[np.ndarray, int], np.ndarray] | None
     ) -> None:
         super().__init__(kind, config, seed)
-        if (why_not := why_no_rows(False, config)) is not None:
+        if (why_not := why_no_rows(False, self.spec)) is not None:
             raise UsageError(
                 f"--method {kind.method}: {config.name} {why_not}: choose lora or prefix", code=Code.KERNELS
             )
         self.n_rows = kind.length
-        rows = self._add(EMBEDDINGS, (kind.length, config.n_embd), 0.02)
+        rows = self._add(EMBEDDINGS, (kind.length, self.spec.width), 0.02)
         if embed is not None:
-            ids = torch.randint(0, config.vocab_size, (kind.length,), generator=self._generator)
+            ids = torch.randint(0, self.spec.n_vocab, (kind.length,), generator=self._generator)
             rows.data = torch.tensor(embed(ids.numpy()[None], 0)[0])
         for i in self._blocks[1:] if kind.method == DEEP_PROMPT else ():
-            self._add(f"transformer.h.{i}.prompt", (kind.length, config.n_embd), 0)
+            self._add(f"transformer.h.{i}.prompt", (kind.length, self.spec.width), 0)
 
     def before(self) -> torch.Tensor | None:
         return self.named[EMBEDDINGS]
@@ -258,7 +260,10 @@ class Prompt(TunedTensors):
 
     def _settings(self) -> dict[str, Any]:
         kind = DEEP_TYPE if self.kind.method == DEEP_PROMPT else PROMPT_TYPE
-        return {**self._virtual(kind, self.config.n_head, self.config.n_embd), "prompt_tuning_init": "RANDOM"}
+        return {
+            **self._virtual(kind, self.spec.blocks[0].mixer.n_head, self.spec.width),
+            "prompt_tuning_init": "RANDOM",
+        }
 
 
 class Prefix(TunedTensors):
@@ -268,9 +273,9 @@ class Prefix(TunedTensors):
 
     def __init__(self, kind: TuningKind, config: ModelConfig, seed: int) -> None:
         super().__init__(kind, config, seed)
-        if (why_not := why_no_rows(True, config)) is not None:
+        if (why_not := why_no_rows(True, self.spec)) is not None:
             raise UsageError(f"--method {PREFIX}: {config.name} {why_not}", code=Code.KERNELS)
-        self._width = row_widths(config)[PREFIX_KEY]
+        self._width = row_widths(self.spec)[PREFIX_KEY]
         for i in self._blocks:
             for name in ("key", "value"):
                 self._add(f"transformer.h.{i}.prefix_{name}", (kind.length, self._width), 0.02)
@@ -289,7 +294,9 @@ class Prefix(TunedTensors):
             self.named[SCORE].copy_(arrays[self._score])
 
     def _settings(self) -> dict[str, Any]:
-        own = self._virtual(PREFIX_TYPE, self.config.n_query_groups, self._width)
+        mixer = self.spec.blocks[0].mixer
+        assert isinstance(mixer, Attention)  # see why_no_rows
+        own = self._virtual(PREFIX_TYPE, mixer.n_groups, self._width)
         return {**own, "encoder_hidden_size": self._width, "prefix_projection": False}
 
 

@@ -16,8 +16,8 @@ from mdi.host.computing import Computing
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.wire import Frame, FrameType
-from mdi.spec.model import ModelConfig
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.torch_stage import Stage, TorchStage
 
@@ -54,12 +54,16 @@ def _kernels(gpt: GPT, cache_type: str) -> Backend:
         f"block.{i}": {f"transformer.h.{i}.{name}": w for name, w in found.items()} for i, found in enumerate(tensors)
     }
     return KernelStage(
-        ModelConfig.from_litgpt(gpt.config), 0, n_layer, Resident(parts, parts.__getitem__), cache_type=cache_type
+        spec_of(ModelConfig.from_litgpt(gpt.config)),
+        0,
+        n_layer,
+        Resident(parts, parts.__getitem__),
+        cache_type=cache_type,
     )
 
 
 def _torch(gpt: GPT, cache_type: str, device: str = "cpu") -> Backend:
-    inner = Stage(ModelConfig.from_litgpt(gpt.config), 0, gpt.config.n_layer)
+    inner = Stage(spec_of(ModelConfig.from_litgpt(gpt.config)), 0, gpt.config.n_layer)
     stage = TorchStage(inner, Computing(device, "float32"), cache_type, "float32")
     wanted = {name: weight for name, weight in gpt.state_dict().items() if name in inner.state_dict()}
     stage.load(["all"], lambda _: wanted)

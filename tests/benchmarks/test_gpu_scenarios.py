@@ -8,8 +8,8 @@ import pytest
 from gpu import GPU_SCENARIOS, LARGE, Gpu
 from mdi.checkpoint.packing import plain
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING
-from mdi.spec.model import ModelConfig
 from peers.litgpt_peer import LitgptPeer
 from peers.protocol import Case
 from random_checkpoint import config_of, make_checkpoint

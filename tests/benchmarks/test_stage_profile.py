@@ -3,7 +3,7 @@
 import pytest
 
 from mdi.model.caches import PAGE
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from random_checkpoint import config_of
 from stage_profile import attention_work
 

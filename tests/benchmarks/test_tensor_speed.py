@@ -18,7 +18,7 @@ from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import LitCheckpoint
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.tensor.shares import Share, share_out
 from random_checkpoint import config_of, make_checkpoint
 from tensor_speed import WaitingHalves, halves_s

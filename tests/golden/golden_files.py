@@ -20,8 +20,8 @@ from mdi.checkpoint.chunks import write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import open_source
+from mdi.model.plain import ModelConfig
 from mdi.run.journal import Journal, JournalText, RunRecord
-from mdi.spec.model import ModelConfig
 from mdi.stages.side import Base, SideShape, write_side
 from mdi_training.checkpoint import SavedRun, save_state
 from mdi_training.examples import Example

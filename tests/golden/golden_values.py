@@ -35,12 +35,11 @@ from mdi.errors import MdiError
 from mdi.families.registry import written
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS
 from mdi.model.caches import CACHE_TYPES, cache_classes
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import boards
 from mdi.spec.arithmetic import Arithmetic
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats, ModelId
 from mdi.tensor.shares import Share, piece_of, share_out, why_not_shared_out
 from mdi_training.lora import add_adapters, peft_settings, peft_tensors

@@ -39,6 +39,7 @@ from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.virtual_adapters import open_adapter
+from mdi.model.plain import spec_of
 from mdi.run.journal import Journal, read_record
 from mdi.stages.side import check_base, read_side
 from mdi_training.checkpoint import load_state
@@ -104,7 +105,7 @@ def test_fine_tuning_of_adapters_goes_on(name: str, model: Path) -> None:
 def test_a_side_network_is_read(name: str) -> None:
     found, module = read_side(FILES / name), side_module(name)
     assert found.shape == SIDES[name]
-    check_base(found.shape, SIDES[name].base, CONFIG, FILES / name)
+    check_base(found.shape, SIDES[name].base, spec_of(CONFIG), FILES / name)
     rows = [torch.from_numpy(np.float32([[1, -2, 0.5, 3, 1, 0, 2, -1]]) * scale) for scale in (1, 2)]
     with torch.no_grad():
         wanted = module(rows[0], rows[1:])

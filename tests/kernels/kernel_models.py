@@ -13,8 +13,7 @@ from litgpt.model import GPT
 from families import CONTEXT, FAMILIES, model_of, prompt
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 
 KNOWN = [f for f in FAMILIES if why_not_in_kernels(ModelConfig.from_litgpt(model_of(f).config)) is None]
 Tensors = dict[str, Matrix | np.ndarray]

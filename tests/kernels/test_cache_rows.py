@@ -14,8 +14,7 @@ from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.slices import Slice
 from mdi.kernels.stage_caches import CacheRun
 from mdi.model.caches import CACHE_TYPES, PAGE
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from tiny_checkpoint import tiny_config
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

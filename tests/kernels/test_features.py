@@ -15,8 +15,7 @@ from families import config_of, model_of, random_gpt
 from mdi.kernels import library
 from mdi.kernels.blocks import Context, Head
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, pack
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from tolerance import assert_alike
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -18,8 +18,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, Head, Linear, why_not_in_kernels
 from mdi.kernels.layout import Matrix, pack, unpack
 from mdi.kernels.weight_formats import ROUNDED
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from tolerance import assert_alike
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -11,9 +11,8 @@ import pytest
 
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.kernels.positions import rope_tables
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Rotary
-from mdi.spec.model import ModelConfig
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "rms_norm_eps": 1e-6, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,

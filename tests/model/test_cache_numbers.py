@@ -21,9 +21,8 @@ from mdi.model.caches import (
     n_pages,
     places_of,
 )
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention
-from mdi.spec.model import ModelConfig
 
 CONFIG = ModelConfig(
     n_layer=5, sliding_window_size=16, sliding_window_indices=(1, 0, 1, 1, 0), n_head=2, n_query_groups=2, head_size=20

@@ -32,6 +32,7 @@ from gpt.weights import open_nano
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.errors import CheckpointError, UsageError
+from mdi.model.plain import ModelConfig, spec_of
 from mdi_training.data import load_data_set
 
 OLD = Path(__file__).resolve().parents[2] / "old"
@@ -223,7 +224,7 @@ def test_three_nodes_take_turns_with_whole_texts() -> None:
 
 def test_rows_may_be_as_wide_as_the_vocabulary() -> None:
     model = tiny_nano()
-    assert NanoFamily().widest_row(model.config) == max(24, 26)
+    assert NanoFamily().widest_row(spec_of(ModelConfig.from_litgpt(model.config))) == max(24, 26)
 
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda p: f"{p.parent.name}/{p.stem}")

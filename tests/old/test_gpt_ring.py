@@ -20,11 +20,11 @@ from gpt.stage import WholeTextStage
 from gpt.weights import open_gpt2
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, MdiError, UsageError
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.node.secondary import SecondaryNode
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 
 DEADLINE_S = 60.0
@@ -149,7 +149,7 @@ def test_a_node_of_todays_system_computes_blocks_of_an_earlier_model(
 
 
 def test_a_stage_wants_whole_texts() -> None:
-    stage = WholeTextStage(ModelConfig.from_litgpt(gpt2_of_reference()), 0, 2)
+    stage = WholeTextStage(spec_of(ModelConfig.from_litgpt(gpt2_of_reference())), 0, 2)
     with pytest.raises(EngineError) as caught:
         stage(torch.zeros(1, 32), [(0, 5, 1)])
     assert caught.value.code == "length"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -12,26 +13,30 @@ from mdi.placement.chain import Holder, Part, choose_chain, round_s
 
 
 @st.composite
-def holders(draw: st.DrawFn) -> tuple[list[Holder], int]:
+def holders(draw: st.DrawFn) -> tuple[list[Holder], int, list[int]]:
     n_layer, found = draw(st.integers(1, 12)), []
     for i in range(draw(st.integers(1, 8))):
         start = draw(st.integers(0, n_layer - 1))
         stop = draw(st.integers(start + 1, n_layer))
         block_s, delay_s = draw(st.sampled_from([1.0, 2.0, 5.0])), draw(st.sampled_from([0.0, 1.0, 10.0]))
         found.append(Holder(f"h{i}", start, stop, block_s, delay_s))
-    return found, n_layer
+    cuts = sorted({0, n_layer, *draw(st.sets(st.integers(0, n_layer), max_size=n_layer))})
+    return found, n_layer, draw(st.sampled_from([cuts, list(range(n_layer + 1))]))
 
 
 @given(holders())
 @settings(max_examples=200, deadline=None)
-def test_a_chain_has_each_block_once_on_a_node_that_holds_it(swarm: tuple[list[Holder], int]) -> None:
-    nodes, n_layer = swarm
-    chain = choose_chain(nodes, n_layer)
-    is_held = all(any(h.start <= i < h.stop for h in nodes) for i in range(n_layer))
+def test_a_chain_has_each_block_once_on_a_node_that_holds_it(
+    swarm: tuple[list[Holder], int, list[int]],
+) -> None:
+    nodes, n_layer, cuts = swarm
+    chain = choose_chain(nodes, n_layer, cuts)
+    is_held = all(any(h.start <= a and b <= h.stop for h in nodes) for a, b in itertools.pairwise(cuts))
     assert (chain is not None) == is_held
     if chain is None:
         return
     assert [i for part in chain for i in range(part.start, part.stop)] == list(range(n_layer))
+    assert all(part.stop in cuts for part in chain), "blocks that belong to each other stay on one node"
     assert len({part.name for part in chain}) == len(chain) and all(part.start < part.stop for part in chain)
     by_name = {h.name: h for h in nodes}
     assert all(by_name[p.name].start <= p.start and p.stop <= by_name[p.name].stop for p in chain)
@@ -50,6 +55,19 @@ def test_chains_come_near_the_best_of_all() -> None:
         if chain is not None and best is not None:
             ratios.append(round_s(chain, by_name) / best)
     assert max(ratios) <= 1.35 and sum(ratios) / len(ratios) <= 1.03
+
+
+def test_a_chain_is_cut_where_the_model_may_be() -> None:
+    rng, n_parts = random.Random(6), []
+    for _ in range(100):
+        cuts = sorted({0, 9, *rng.sample(range(1, 9), 3)})
+        nodes = [Holder(f"h{i}", rng.choice([0, 0, 2]), rng.choice([7, 9, 9]), rng.uniform(1, 3)) for i in range(4)]
+        chain = choose_chain(nodes, 9, cuts)
+        if chain is not None:
+            assert [i for part in chain for i in range(part.start, part.stop)] == list(range(9))
+            assert all(part.stop in cuts for part in chain), "blocks that belong to each other stay on one node"
+            n_parts.append(len(chain))
+    assert len(n_parts) > 80 and max(n_parts) > 2
 
 
 def _all_chains(nodes: Sequence[Holder], n_layer: int, at: int, chain):  # type: ignore[no-untyped-def]

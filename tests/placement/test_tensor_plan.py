@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from mdi.errors import PlacementError
+from mdi.model.plain import ModelConfig
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import boards
 from mdi.placement.tensor_plan import plan_tensor, shares_of
-from mdi.spec.model import ModelConfig
 from tiny_checkpoint import tiny_config
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 
-from clusters import every_placement, fits, problems
+from clusters import every_placement, fits, may_be_cut, problems
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
 from mdi.placement.methods import place
@@ -78,6 +78,7 @@ def test_every_placement_covers_every_block_once_in_order_within_memory(cost: Co
             continue
         assert [b for start, stop in found.ranges for b in range(start, stop)] == list(range(cost.n_layer))
         assert found.order[0] == 0 and all(start < stop for start, stop in found.ranges[1:])
+        assert may_be_cut(cost, found.counts)
         assert fits(cost, found.order, found.counts)
         names = {*found.names, *(name for name, _ in found.left_out)}
         assert names == {n.name for n in cost.profile.nodes}

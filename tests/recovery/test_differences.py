@@ -16,12 +16,12 @@ from mdi.cli.resume import Journaling
 from mdi.host.computing import Computing, choose_computing
 from mdi.kernels import library
 from mdi.metrics import RunMetrics, SampleMetrics
+from mdi.model.plain import ModelConfig
 from mdi.run.identity import RingArithmetic
 from mdi.run.journal import Journal, JournalText, find_run, read_record
 from mdi.run.policy import Form, Stage
 from mdi.run.report import REPLAY, TOKENS, Records, format_report
 from mdi.spec.arithmetic import Arithmetic
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats
 from mdi.spec.options import Options, Requested
 

@@ -14,6 +14,7 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.model.plain import spec_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 
 ADAPTERS = Path(__file__).parents[2] / ".venv-references" / "adapters"
@@ -34,7 +35,7 @@ def test_logits_are_those_of_peft() -> None:
     of = AdapterSource(adapters, lambda part: source)
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
     added = {part: of.weights(part) for part in of.part_names()}
-    stage = KernelStage(source.config, 0, source.config.n_layer, weights, adapters=added)
+    stage = KernelStage(spec_of(source.config), 0, source.config.n_layer, weights, adapters=added)
     stage.prepare(160)
     ids = json.loads((ADAPTERS / "ids.json").read_text(encoding="utf-8"))
     slices = [Slice(with_adapter(number, number), 0, len(ids)) for number in (1, 2)]

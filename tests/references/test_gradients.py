@@ -12,6 +12,7 @@ import torch
 
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.virtual_adapters import EMBEDDINGS
+from mdi.model.plain import spec_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
@@ -65,7 +66,9 @@ def learned(name: str, kind: TuningKind, folder: Path) -> dict[str, np.ndarray]:
         for parameter in tuned.named.values():
             parameter.normal_(0, 0.3, generator=generator)
     tuned.write(folder / "learned", str(folder / "model"), None)
-    head = FrozenHead(source.config, {name: np.asarray(source.array(name)) for name in source.part_specs("head")})
+    head = FrozenHead(
+        spec_of(source.config), {name: np.asarray(source.array(name)) for name in source.part_specs("head")}
+    )
     options = StarterOptions(ckpt=folder / "model", prompt_style="none", device="cpu", dtype="float32")
     with Run(GivenNodes(standalone()), options, len(ids) + 8, n_texts=1) as run:
         one = TunedModel(run, tuned, head)

@@ -25,6 +25,7 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.kernels.layout import Matrix, floats, unpack
+from mdi.model.plain import spec_of
 from mdi.spec.cluster import standalone
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.torch_stage import StarterStage
@@ -65,7 +66,7 @@ def stages_of(
     stages = []
     for node, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         parts = stage_parts(start, stop, starter=node == 0)
-        stage = KernelStage(source.config, start, stop, Resident(parts, source.weights), cache_type=cache_type)
+        stage = KernelStage(spec_of(source.config), start, stop, Resident(parts, source.weights), cache_type=cache_type)
         stage.prepare(max_length)
         stages.append(stage)
     return stages
@@ -294,7 +295,7 @@ def _without(source: WeightSource, without: Without, n_ids: int) -> list[KernelS
         return found
 
     n_layer = config.n_layer
-    stage = KernelStage(config, 0, n_layer, Resident(stage_parts(0, n_layer, starter=True), weights))
+    stage = KernelStage(spec_of(config), 0, n_layer, Resident(stage_parts(0, n_layer, starter=True), weights))
     stage.prepare(n_ids)
     return [stage]
 
@@ -396,7 +397,7 @@ def test_torch_has_the_same_logits(name: str, tmp_path: Path) -> None:
     folder, ids, expected = folder_of(name, tmp_path)
     source = open_source(folder)
     n_layer = source.config.n_layer
-    stage = StarterStage(source.config, n_layer)
+    stage = StarterStage(spec_of(source.config), n_layer)
     stage.load(stage_parts(0, n_layer, starter=True), source.tensors, torch.device("cpu"), torch.float32)
     stage.prepare(len(ids), torch.device("cpu"), torch.float32)
     found, start = [], 0

@@ -18,6 +18,7 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.model.plain import spec_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
@@ -82,7 +83,9 @@ def test_logits_are_those_of_peft(computed: Path) -> None:
     options = StarterOptions(ckpt=computed / "model", prompt_style="none", device="cpu", dtype="float32")
     model = computed / "model"
     source = open_source(model)
-    head = FrozenHead(source.config, {name: np.asarray(source.array(name)) for name in source.part_specs("head")})
+    head = FrozenHead(
+        spec_of(source.config), {name: np.asarray(source.array(name)) for name in source.part_specs("head")}
+    )
     alone = Example(tuple(ids), 0, (0,) * len(ids))
     with Run(GivenNodes(standalone()), options, len(ids) + 8, n_texts=1) as run, torch.no_grad():
         plain = head(
@@ -108,7 +111,9 @@ def logits_in_kernels(source: WeightSource, folder: Path, ids: list[int]) -> np.
     adapter = open_adapter(AdapterName("x", folder), 1, source.config, lambda: None)
     of, n_blocks = AdapterSource([adapter], lambda part: source), source.config.n_layer
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing("float32", "float32")))
-    stage = KernelStage(source.config, 0, n_blocks, weights, adapters={p: of.weights(p) for p in of.part_names()})
+    stage = KernelStage(
+        spec_of(source.config), 0, n_blocks, weights, adapters={p: of.weights(p) for p in of.part_names()}
+    )
     stage.prepare(160)
     whole = np.array(ids[:1] * adapter.n_virtual + ids)
     part = [Slice(with_adapter(1, 1), 0, len(whole))]

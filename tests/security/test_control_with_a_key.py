@@ -30,10 +30,10 @@ from mdi.control.signing import (
     sign_request,
 )
 from mdi.errors import AccessError, ControlError
+from mdi.model.plain import ModelConfig
 from mdi.net.keys import KeyFile, new_secret, write_keys
 from mdi.spec.cluster import NodeConfig
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 
 DEADLINE_S = 30.0

@@ -19,10 +19,10 @@ from families import greedy
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import open_source
 from mdi.errors import UsageError
+from mdi.model.plain import ModelConfig
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
-from mdi.spec.model import ModelConfig
 from mdi.stages.side import Base, SideShape, write_side
 from mdi_training.side_training import SideModule
 from mdi_training.tuned_tensors import TuningKind, new_tensors

@@ -60,7 +60,7 @@ class FileSupply:
 
     @contextlib.contextmanager
     def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
-        shards = None if spec.group is None else ShardSource(self.chunk, spec.group.share(spec.config), PACKING)
+        shards = None if spec.group is None else ShardSource(self.chunk, spec.group.share(spec.model.config), PACKING)
 
         def source(part: str) -> WeightSource:
             self.asked.append(part)
@@ -118,7 +118,7 @@ def inputs(n_embd: int) -> list[tuple[np.ndarray, list[Slice]]]:
 
 def whole(chunk: ChunkFile) -> KernelStage:
     names = stage_parts(0, chunk.config.n_layer, starter=True)
-    stage = KernelStage(chunk.config, 0, chunk.config.n_layer, Resident(names, lambda name: chunk.weights(name)))
+    stage = KernelStage(chunk.spec, 0, chunk.config.n_layer, Resident(names, lambda name: chunk.weights(name)))
     stage.prepare(LENGTH)
     return stage
 

@@ -16,9 +16,9 @@ from mdi.engine.replay import SentRows
 from mdi.errors import NoMemoryError
 from mdi.host.computing import Computing
 from mdi.model.caches import PageClass
+from mdi.model.plain import ModelConfig
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.spec.extent import N_TEXTS, Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.stages.spec import StageSpec
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageBusyError, StageStore

@@ -40,7 +40,7 @@ def stage_of(
         is_plain: its packed weights are unpacked before.
     """
     n_layer = source.config.n_layer
-    stage = StarterStage(source.config, n_layer)
+    stage = StarterStage(spec_of(source.config), n_layer)
 
     def weights(part: str) -> dict:
         found = source.tensors(part) if packing is None else dict(source.weights(part, packing))
@@ -80,7 +80,7 @@ def test_fewer_bits_are_near(source: LitCheckpoint, dtype: torch.dtype) -> None:
 
 
 def test_tensors_are_those_of_the_spec(source: LitCheckpoint) -> None:
-    spec, found = spec_of(source.config), StarterStage(source.config, source.config.n_layer).state_dict()
+    spec, found = spec_of(source.config), StarterStage(spec_of(source.config), source.config.n_layer).state_dict()
     wanted = end_tensors(spec)
     for i, block in enumerate(spec.blocks):
         wanted |= {f"transformer.h.{i}.{name}": shape for name, shape in block_tensors(block, spec.width).items()}
@@ -109,7 +109,7 @@ def test_positions_that_a_model_has_not_learned_are_refused(tmp_path: Path) -> N
 
 def plain_blocks(source: LitCheckpoint) -> PlainBlocks:
     return PlainBlocks(
-        source.config, lambda i: {name: array.numpy() for name, array in source.tensors(f"block.{i}").items()}
+        spec_of(source.config), lambda i: {name: array.numpy() for name, array in source.tensors(f"block.{i}").items()}
     )
 
 

@@ -14,7 +14,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import LAYOUTS
 from mdi.kernels.slices import Slice
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.spec.window import WindowOptions
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -15,6 +15,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
 from mdi.metrics import RunMetrics
+from mdi.model.plain import spec_of
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig
@@ -62,7 +63,7 @@ def stage_of(
         place = chunk.path.parent / "spill"
         names = list(sources)
         weights = open_window(f"rank{rank}", options, names, sources.__getitem__, chunk.packing, place, NO_LIMIT)
-    stage = KernelStage(config, 0, n_layer, weights, group=GroupSum(share))
+    stage = KernelStage(spec_of(config), 0, n_layer, weights, group=GroupSum(share))
     stage.prepare(LENGTH)
     assert stage.group is not None
     stage.group.join("group", group)

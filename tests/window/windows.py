@@ -15,6 +15,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.weights import WeightSource
 from mdi.kernels.slices import Slice
+from mdi.model.plain import spec_of
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.window import open_window
@@ -42,7 +43,7 @@ def chunks(folder: Path, family: str = "Llama-3.1-8B", form: str = "float32", n_
 def whole(source: WeightSource, start: int, stop: int, packing: Packing | None = None) -> KernelStage:
     """A stage that holds everything; the starter's if it begins with block 0."""
     weights = Resident(stage_parts(start, stop, starter=start == 0), lambda part: source.weights(part, packing))
-    stage = KernelStage(source.config, start, stop, weights)
+    stage = KernelStage(spec_of(source.config), start, stop, weights)
     stage.prepare(LENGTH)
     return stage
 
@@ -56,7 +57,7 @@ def windowed(
     assert packing is not None
     parts = stage_parts(start, stop, starter=start == 0)
     weights = open_window("starter", options, parts, lambda part: source, packing, folder, run, cancel)
-    stage = KernelStage(source.config, start, stop, weights)
+    stage = KernelStage(spec_of(source.config), start, stop, weights)
     stage.prepare(LENGTH)
     return stage
 
@@ -64,7 +65,7 @@ def windowed(
 def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
     """What comes out of a stage, frame after frame: on a starter the logits of the last row as well."""
     found, position = [], 0
-    ids = np.random.default_rng(3).integers(0, stage.config.vocab_size, sum(frames))
+    ids = np.random.default_rng(3).integers(0, stage.spec.n_vocab, sum(frames))
     for n_rows in frames:
         if stage.ends is not None:
             x = stage.embed(ids[position : position + n_rows])

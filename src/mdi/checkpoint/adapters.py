@@ -46,7 +46,8 @@ from mdi.families.names import row_counts
 from mdi.families.registry import places_of
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = (
@@ -346,7 +347,7 @@ class LowRankAdapter(Adapter):
             for piece in module.pieces:
                 rows = b[slice(*piece.rows)]
                 if piece.is_interleaved:
-                    rows = rows[interleaved_rows(self._config)]
+                    rows = rows[interleaved_rows(spec_of(self._config))]
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = a
                 found[f"{name}.b"] = np.ascontiguousarray(rows.T * self._factor)
@@ -392,12 +393,12 @@ class AdapterSource(WeightSource):
         source = self._model_of(f"block.{block}")
         layers = {match[2] for name in self.specs if (match := _match(_STORED, name)) and int(match[1]) == block}
         for layer in layers:
-            norm = norm_before(f"transformer.h.{block}.{layer}.weight", self.config)
+            norm = norm_before(f"transformer.h.{block}.{layer}.weight", self.spec)
             if norm is None or norm not in source.specs:
                 continue
             norm_gain(source, norm)  # complain now
             name = f"{norm.removesuffix('weight')}gain"
-            self._gains[name], self.specs[name] = norm, TensorSpec("F32", (self.config.n_embd,))
+            self._gains[name], self.specs[name] = norm, TensorSpec("F32", (self.spec.width,))
 
     def __str__(self) -> str:
         return " and ".join(str(adapter.folder) for adapter in self._adapters)
@@ -438,9 +439,9 @@ def norm_gain(source: WeightSource, norm: str) -> np.ndarray | None:
         return None
     values, code = source.array(norm), source.specs[norm].dtype
     values = floats(values) if code in ("F32", "BF16", "F16") else values.astype(np.float32)
-    values, packing = np.ascontiguousarray(values[: source.config.n_embd]), source.packing
+    values, packing = np.ascontiguousarray(values[: source.spec.width]), source.packing
     form = None if packing is None else packing.of_part(part_of(norm))
-    if form in FOLDED_FORMATS and is_folded(norm, values, source.config):
+    if form in FOLDED_FORMATS and is_folded(norm, values, source.spec):
         raise CheckpointError(
             f"the weights of {source} are stored in {form}, without the gains of their norms, which adapters "
             f"need: start from the model's own weights (--quantize {form} packs them)", code=Code.ADAPTER,
@@ -469,11 +470,12 @@ class AdapterFile(PartFile):
 
 def check_stored(specs: Mapping[str, TensorSpec], part: str, config: ModelConfig, where: str) -> None:
     """Raises CheckpointError unless a part's tensors belong to its block, and have shapes that its layers can have."""
-    shapes, widths = part_shapes(config, where, f"block.{part.removeprefix(ADAPTER_PREFIX)}"), row_widths(config)
+    shapes, model = part_shapes(config, where, f"block.{part.removeprefix(ADAPTER_PREFIX)}"), spec_of(config)
+    widths = row_widths(model)
     for name, spec in specs.items():
         n, width = spec.shape if len(spec.shape) == 2 else (0, 0)
         if (match := _match(_GAIN, name)) is not None:
-            is_right = f"{ADAPTER_PREFIX}{match[1]}" == part and spec.shape == (config.n_embd,)
+            is_right = f"{ADAPTER_PREFIX}{match[1]}" == part and spec.shape == (model.width,)
         elif (match := STORED_ROWS.fullmatch(name)) is not None:
             is_known = f"{ADAPTER_PREFIX}{match[1]}" == part and int(match[2]) <= MOST_ADAPTERS
             pair = {PREFIX_KEY: PREFIX_VALUE, PREFIX_VALUE: PREFIX_KEY}.get(match[3], match[3])
@@ -492,12 +494,12 @@ def check_stored(specs: Mapping[str, TensorSpec], part: str, config: ModelConfig
             raise CheckpointError(f"{where}: {name[:200]}, {list(spec.shape)}, is no part of an adapter for this model")
 
 
-def is_folded(norm: str, weight: np.ndarray, config: ModelConfig) -> bool:
+def is_folded(norm: str, weight: np.ndarray, model: ModelSpec) -> bool:
     """Whether the norm of this name has no gain: it was multiplied into the layers behind it (checkpoint.packing.folded)."""
-    return bool((weight == np.float32(1 - gain_offset(norm, config))).all())
+    return bool((weight == np.float32(1 - gain_offset(norm, model))).all())
 
 
-def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, config: ModelConfig) -> np.ndarray | None:
+def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, model: ModelSpec) -> np.ndarray | None:
     """The factors of an adapter's A where a node's weights have their norm's gain; None: there are none.
 
     Args:
@@ -508,14 +510,14 @@ def gain_factor(norm: str, gain: np.ndarray | None, own: np.ndarray | None, conf
     """
     if gain is None or own is None or np.array_equal(gain, own):
         return None
-    if not is_folded(norm, own, config):
+    if not is_folded(norm, own, model):
         raise CheckpointError(f"{norm} is not that of the model that the adapters are for", code=Code.ADAPTER)
-    found: np.ndarray = gain + gain_offset(norm, config)
+    found: np.ndarray = gain + gain_offset(norm, model)
     return found
 
 
 def low_rank(
-    weights: Mapping[str, Any], block: int, own: Callable[[str], np.ndarray | None], config: ModelConfig
+    weights: Mapping[str, Any], block: int, own: Callable[[str], np.ndarray | None], model: ModelSpec
 ) -> list[LowRank]:
     """A part of adapters as the kernels read it.
 
@@ -531,10 +533,10 @@ def low_rank(
         match = _match(_STORED, name)
         if match is None or match[5] == "b":
             continue
-        a, norm = weights[name], norm_before(f"transformer.h.{block}.{match[2]}.weight", config)
+        a, norm = weights[name], norm_before(f"transformer.h.{block}.{match[2]}.weight", model)
         gain = None if norm is None else weights.get(f"{norm.removesuffix('weight')}gain")
         here = None if norm is None else own(norm)
-        if norm is not None and (factor := gain_factor(norm, gain, here, config)) is not None:
+        if norm is not None and (factor := gain_factor(norm, gain, here, model)) is not None:
             a = a * factor
         found.append(
             LowRank(int(match[3]), match[2], int(match[4]), np.ascontiguousarray(a), weights[name[:-1] + "b"])

@@ -31,8 +31,8 @@ from mdi.errors import CheckpointError
 from mdi.files import replacing
 from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import nearest_existing
-from mdi.spec.model import ModelConfig
 
 
 class FileSource(WeightSource):
@@ -273,7 +273,7 @@ def _plan(source: WeightSource, counts: Sequence[int], node: int) -> Manifest:
         n_nodes=len(counts),
         node=node_names(len(counts))[node],
         blocks=(start, stop),
-        n_layer=source.config.n_layer,
+        n_layer=source.spec.n_layer,
         parts=tuple(PartInfo(name, "0" * 64, source.n_bytes(name)) for name in names),
         format=source.packing.blocks if source.packing else PLAIN,
         format_head=source.packing.head if source.packing else PLAIN,

@@ -29,9 +29,9 @@ from mdi.checkpoint.weightfile import PickledFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.cluster import DTYPES
-from mdi.spec.model import ModelConfig
 from mdi.units import size
 
 

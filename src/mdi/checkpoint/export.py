@@ -15,8 +15,8 @@ from mdi.errors import CheckpointError, UsageError
 from mdi.families.names import Names
 from mdi.families.registry import written
 from mdi.files import replacing
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.tensors import EMBEDDING, HEAD
-from mdi.spec.model import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def _as_stored(names: Names, config: ModelConfig, tensors: Tensors) -> Tensors:
             rows = rows if piece.rows is None else rows[slice(*piece.rows)]
             own = tensor[first : first + len(rows)]
             if piece.is_interleaved:
-                rows[torch.from_numpy(interleaved_rows(config))] = own
+                rows[torch.from_numpy(interleaved_rows(spec_of(config)))] = own
             else:
                 rows.copy_(own)
             first += len(rows)

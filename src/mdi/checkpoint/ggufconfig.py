@@ -16,7 +16,7 @@ import numpy as np
 from mdi.checkpoint.gguf import GgufHeader, read_tensor, shown_field
 from mdi.checkpoint.hfconfig import Json, derive_config
 from mdi.errors import CheckpointError
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 MAX_CONTEXT = 1 << 27
 # frequencies that Llama 3.1's scaling leaves between "as it is" and "divided" tell its settings

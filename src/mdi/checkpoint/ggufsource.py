@@ -41,8 +41,8 @@ from mdi.files import replacing
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
 from mdi.kernels.weight_formats import PACKED_ROWS
+from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import what_is_there
-from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import parse_json
 
 _TOP = {

@@ -14,7 +14,7 @@ from mdi.checkpoint.shapes import full_config
 from mdi.errors import CheckpointError
 from mdi.families.config_json import Json
 from mdi.families.registry import FAMILIES, stated_family
-from mdi.spec.model import NAME_WORDS, ModelConfig
+from mdi.model.plain import NAME_WORDS, ModelConfig
 from mdi.spec.settings_file import parse_json
 
 # config.json's name for what litgpt's Config calls otherwise; a named Config must agree with those that are given

@@ -35,8 +35,8 @@ from mdi.families.registry import family_of, stated_family
 from mdi.files import default_cache_dir
 from mdi.kernels.layout import Halves, Matrix, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
-from mdi.spec.model import ModelConfig
 
 # Parts of a model that also sees or hears, beside its language part.
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision)\.")
@@ -129,13 +129,13 @@ class HfFolder(WeightSource):
 
     @functools.cached_property
     def _interleaved(self) -> np.ndarray:
-        return interleaved_rows(self.config)
+        return interleaved_rows(self.spec)
 
     def read_bytes(self, name: str) -> int:
         return self.specs[name].n_bytes if any(file.stays_mapped for file in self._opened) else 0
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config.n_layer, starter=True)
+        return stage_parts(0, self.spec.n_layer, starter=True)
 
     def release(self) -> None:
         for file in self._opened:
@@ -211,7 +211,7 @@ class HfFolder(WeightSource):
     def _check_used(self) -> None:
         """Raises CheckpointError for a tensor that the model would be computed without."""
         used = {piece.tensor for pieces in self.tensor_pieces.values() for piece in pieces}
-        n_layer, layers = self.config.n_layer, f"{self._prefix}{self._names.blocks}"
+        n_layer, layers = self.spec.n_layer, f"{self._prefix}{self._names.blocks}"
         more = n_predicting(read_hf_config(self.path / "config.json"))
         predicting = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
         for name in self._files:

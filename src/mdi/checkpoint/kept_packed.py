@@ -93,7 +93,7 @@ class KeptPacked:
         keep.add(info.sha256)
         self._store.take(path, info)
         self._remember(key, info)
-        logger.info("%s is packed, %s, and kept for the next start", part, size(n_bytes))
+        logger.debug("%s is packed, %s, and kept for the next start", part, size(n_bytes))
         return info
 
     def _find(self, key: str, part: str) -> PartInfo | None:

@@ -18,8 +18,8 @@ from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.weight_formats import LAYOUTS
+from mdi.model.plain import NAME_WORDS, ModelConfig, decode_with_config
 from mdi.spec.decode import Name, Span, Text, Whole, parsed, shown
-from mdi.spec.model import NAME_WORDS, ModelConfig, decode_with_config
 
 FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"

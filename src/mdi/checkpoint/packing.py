@@ -37,9 +37,8 @@ from mdi.kernels.layout import (
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
 from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
-from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
 from mdi.model.tensors import EMBEDDING, FINAL_NORM
-from mdi.spec.model import ModelConfig
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
@@ -264,7 +263,7 @@ _MLP = re.compile(r"mlp\.(gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
 
 def folded(
-    name: str, packing: Packing, config: ModelConfig, rows: Callable[[str], Rows], specs: Mapping[str, TensorSpec]
+    name: str, packing: Packing, model: ModelSpec, rows: Callable[[str], Rows], specs: Mapping[str, TensorSpec]
 ) -> tuple[Rows, TensorSpec]:  # fmt: skip
     """A plain tensor in the form for packing.
 
@@ -274,17 +273,17 @@ def folded(
     if packing.of_part(part_of(name)) in FOLDED_FORMATS:
         spec = TensorSpec("F32", specs[name].shape)
         if _is_folded(name, specs):
-            return np.full(spec.shape, 1 - gain_offset(name, config), dtype=np.float32), spec
-        norm = norm_before(name, config)
+            return np.full(spec.shape, 1 - gain_offset(name, model), dtype=np.float32), spec
+        norm = norm_before(name, model)
         if norm is not None and _is_folded(norm, specs):
-            gain = _floats(rows(norm)[:], specs[norm]) + gain_offset(norm, config)
+            gain = _floats(rows(norm)[:], specs[norm]) + gain_offset(norm, model)
             check_range("float32", largest_of(gain), norm, packing.clips)
             dtype = specs[name]
             return changed(rows(name), lambda some: np.multiply(_floats(some, dtype), gain)), spec
     return rows(name), specs[name]
 
 
-def norm_before(name: str, config: ModelConfig) -> str | None:
+def norm_before(name: str, model: ModelSpec) -> str | None:
     """The norm before a linear layer; None if the layer has another input."""
     if name == "lm_head.weight":
         return FINAL_NORM
@@ -295,15 +294,15 @@ def norm_before(name: str, config: ModelConfig) -> str | None:
     if layer in _ATTENTION:
         return f"{block}norm_1.weight"
     if _MLP.fullmatch(layer):
-        is_shared = spec_of(config).blocks[int(match[2])].norm_is_shared
+        is_shared = model.blocks[int(match[2])].norm_is_shared
         return f"{block}norm_1.weight" if is_shared else f"{block}norm_2.weight"
     return None
 
 
-def gain_offset(norm: str, config: ModelConfig) -> np.float32:
+def gain_offset(norm: str, model: ModelSpec) -> np.float32:
     """What is added to the weight of a norm, which is named by it, to get its gain."""
-    spec, match = spec_of(config), _BLOCK.fullmatch(norm)
-    found = spec.ends.final_norm if match is None else spec.blocks[int(match[2])].norms.get(match[3])
+    match = _BLOCK.fullmatch(norm)
+    found = model.ends.final_norm if match is None else model.blocks[int(match[2])].norms.get(match[3])
     return np.float32(found is not None and found.unit_offset)
 
 

@@ -15,9 +15,9 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels.weight_formats import weight_format
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import Attention, ModelSpec
 from mdi.model.tensors import BLOCKS, Shape, Shapes, block_tensors, end_tensors
-from mdi.spec.model import ModelConfig
 from mdi.spec.settings_file import read_yaml
 
 
@@ -37,13 +37,11 @@ def shapes_of(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def interleaved_rows(config: ModelConfig) -> np.ndarray:
+def interleaved_rows(spec: ModelSpec) -> np.ndarray:
     """Where the rows of query, key and value are in a matrix that has them group by group; all queries come first."""
-    n_groups, per_group, size = (
-        config.n_query_groups,
-        config.n_head // config.n_query_groups,
-        config.head_size,
-    )
+    mixer = spec.blocks[0].mixer  # the families that have such matrices have equal blocks
+    assert isinstance(mixer, Attention)
+    n_groups, per_group, size = mixer.n_groups, mixer.queries_per_group, mixer.head_size
     rows = np.arange(n_groups * (per_group + 2) * size).reshape(n_groups, per_group + 2, size)
     return np.concatenate([part.reshape(-1) for part in (rows[:, :per_group], rows[:, -2], rows[:, -1])])
 

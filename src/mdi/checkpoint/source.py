@@ -29,13 +29,13 @@ from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
-from mdi.checkpoint.shapes import check_tensors, interleaved_rows, read_config
+from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes, read_config
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels.lazy_rows import LazyRows, Rows
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
-from mdi.spec.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class LitCheckpoint(WeightSource):
         self.file: WeightFile = open_weight_file(weights)
         self._stored = _litgpt_names(self.file.specs)  # name -> name in the file
         self.specs = {name: self.file.specs[stored] for name, stored in self._stored.items()}
+        model_shapes(self.config, str(weights))  # complain now
         check_tensors(self.config, self.specs, self.part_names(), str(weights))
         self.dtype = main_dtype(self.specs.values())
         self.hashes = HashRecord(self.path / PARTS_FILE, weights_stamp([weights], self.config_hash))
@@ -73,7 +74,7 @@ class LitCheckpoint(WeightSource):
         stored = self._stored[name]
         array = self.file.array(stored)
         # LitGPT before 0.5 interleaved query, key and value by group
-        return array[interleaved_rows(self.config)] if ".attn.attn." in stored else array
+        return array[interleaved_rows(self.spec)] if ".attn.attn." in stored else array
 
     def rows(self, name: str) -> Rows:
         stored, shape = self._stored[name], self.specs[name].shape
@@ -85,7 +86,7 @@ class LitCheckpoint(WeightSource):
         return self.specs[name].n_bytes if self.file.stays_mapped else 0
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config.n_layer, starter=True)
+        return stage_parts(0, self.spec.n_layer, starter=True)
 
     def release(self) -> None:
         self.file.release()

@@ -23,7 +23,7 @@ from mdi.checkpoint.parts import Part, PartInfo
 from mdi.checkpoint.records import BELIEVED_S, HashRecord, in_threads, stamp_of
 from mdi.errors import CheckpointError, Code
 from mdi.files import lock_file
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.units import size
 
 PIECE_BYTES = 1 << 20

@@ -13,7 +13,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _BITS = {1: torch.uint8, 2: torch.int16}  # types that both sides have, for those that numpy lacks
 
 
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """Raises CheckpointError: it is of a type that no file can hold."""
     if tensor.dtype not in _CODES:
         raise CheckpointError(f"a tensor of type {str(tensor.dtype).removeprefix('torch.')}, which cannot be stored")
@@ -32,7 +32,7 @@ def as_tensor(array: np.ndarray, spec: TensorSpec) -> torch.Tensor:
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """A tensor on the CPU as an array; bits, where numpy lacks the type."""
-    spec = spec_of(tensor)
+    spec = tensor_spec(tensor)
     if not spec.is_floating or spec.itemsize > 2 or spec.dtype == "F16":
         return tensor.detach().numpy()
     flat = tensor.detach().contiguous().reshape(-1).view(_BITS[spec.itemsize])

@@ -26,7 +26,7 @@ from mdi.checkpoint.virtual_rows import (
     why_no_rows,
 )
 from mdi.errors import CheckpointError, Code
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 
 EMBEDDINGS = "prompt_embeddings"
 PROMPT_TYPE, DEEP_TYPE, PREFIX_TYPE = "PROMPT_TUNING", "MDI_DEEP_PROMPT", "PREFIX_TUNING"  # as a folder says peft_type
@@ -52,8 +52,9 @@ class VirtualAdapter(Adapter):
         told, path = self._told, self._settings_path
         self._kind, n = told["peft_type"], told.get("num_virtual_tokens")
         self._is_prefix = self._kind == PREFIX_TYPE
-        if (why_not := why_no_rows(self._is_prefix, self._config)) is not None:
-            raise self._refused(f"peft_type {self._kind}, and {self._config.name} {why_not}")
+        self._spec = spec = spec_of(self._config)
+        if (why_not := why_no_rows(self._is_prefix, spec)) is not None:
+            raise self._refused(f"peft_type {self._kind}, and {spec.name} {why_not}")
         if type(n) is not int or not 1 <= n <= MOST_VIRTUAL:
             raise self._refused(f"num_virtual_tokens {str(n)[:100]} in {path}; 1 to {MOST_VIRTUAL} are served")
         if told.get("task_type") not in (None, "CAUSAL_LM"):
@@ -62,9 +63,9 @@ class VirtualAdapter(Adapter):
             raise self._refused(f"rows for an encoder and a decoder in {path}, which are not served")
         self._check_plain(["modules_to_save"])
         self.n_virtual = n
-        width, n_blocks = self._config.n_embd, self._config.n_layer
+        width, n_blocks = spec.width, spec.n_layer
         if self._is_prefix:
-            width = 2 * n_blocks * row_widths(self._config)[PREFIX_KEY]
+            width = 2 * n_blocks * row_widths(self._spec)[PREFIX_KEY]
         wanted = {EMBEDDINGS: (n, width)}
         if self._kind == DEEP_TYPE:
             wanted |= {_deep(block): (n, width) for block in range(1, n_blocks)}
@@ -79,13 +80,13 @@ class VirtualAdapter(Adapter):
 
     @property
     def blocks(self) -> Collection[int]:
-        return range(1 if self._kind == PROMPT_TYPE else self._config.n_layer)
+        return range(1 if self._kind == PROMPT_TYPE else self._spec.n_layer)
 
     def specs(self, block: int) -> dict[str, TensorSpec]:
         if block not in self.blocks:
             return {}
         kinds = (PREFIX_KEY, PREFIX_VALUE) if self._is_prefix else (PROMPT_TENSOR,)
-        widths = row_widths(self._config)
+        widths = row_widths(self._spec)
         return {
             stored_name(block, self.number, what): TensorSpec("F32", (self.n_virtual, widths[what])) for what in kinds
         }
@@ -96,7 +97,7 @@ class VirtualAdapter(Adapter):
         if not self._is_prefix:
             name = _deep(block) if block else EMBEDDINGS
             return {stored_name(block, self.number, PROMPT_TENSOR): self._floats(name)}
-        width = row_widths(self._config)[PREFIX_KEY]
+        width = row_widths(self._spec)[PREFIX_KEY]
         return {
             stored_name(block, self.number, what): self._floats(EMBEDDINGS, slice(at * width, (at + 1) * width))
             for at, what in ((2 * block, PREFIX_KEY), (2 * block + 1, PREFIX_VALUE))

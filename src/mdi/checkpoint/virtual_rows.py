@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from mdi.spec.model import ModelConfig
+from mdi.model.spec import Attention, LatentAttention, ModelSpec
 
 MOST_VIRTUAL = 1 << 12  # rows of a prompt or prefix
 PROMPT_TENSOR, PREFIX_KEY, PREFIX_VALUE = "prompt", "prefix_key", "prefix_value"
@@ -28,19 +28,22 @@ def stored_name(block: int, number: int, what: str) -> str:
     return f"transformer.h.{block}.{number}.{what}"
 
 
-def row_widths(config: ModelConfig) -> dict[str, int]:
+def row_widths(spec: ModelSpec) -> dict[str, int]:
     """Numbers in a row of each kind."""
-    width = config.n_query_groups * config.head_size
-    return {PROMPT_TENSOR: config.n_embd, PREFIX_KEY: width, PREFIX_VALUE: width}
+    mixer = spec.blocks[0].mixer
+    width = mixer.n_groups * mixer.head_size if isinstance(mixer, Attention) else 0
+    return {PROMPT_TENSOR: spec.width, PREFIX_KEY: width, PREFIX_VALUE: width}
 
 
-def why_no_rows(is_prefix: bool, config: ModelConfig) -> str | None:
+def why_no_rows(is_prefix: bool, spec: ModelSpec) -> str | None:
     """What a model has that such rows cannot stand before, behind the model's name; None: they can."""
-    if not is_prefix and (config.scale_embeddings or config.embedding_norm or config.learned_positions):
-        verb = "multiplies" if config.scale_embeddings else "norms" if config.embedding_norm else "adds positions to"
+    ends = spec.ends
+    if not is_prefix and (ends.embedding_factor is not None or ends.embedding_norm or ends.n_positions):
+        verb = "norms" if ends.embedding_norm else "adds positions to"
+        verb = verb if ends.embedding_factor is None else "multiplies"
         return f"{verb} its embeddings, so that rows before them have no one form in other programs"
-    if config.latent_attention:
+    if any(isinstance(one.mixer, LatentAttention) for one in spec.kinds):
         return "has latent attention, which the kernels do not compute"
-    if is_prefix and any(config.sliding_window_indices or ()):
+    if is_prefix and spec.has_window:
         return "has attention in windows, which see no prefix"
     return None

@@ -172,7 +172,7 @@ class PickledFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            from mdi.checkpoint.torch_tensors import spec_of
+            from mdi.checkpoint.torch_tensors import tensor_spec
         except ModuleNotFoundError as e:
             raise CheckpointError(
                 f"{path} is a pickle, which only {e.name} reads, and that is not installed: {INSTALL_ALL}; "
@@ -181,7 +181,7 @@ class PickledFile:
             ) from None
         self.path = path
         self._tensors: dict[str, torch.Tensor] | None = None
-        self.specs = {name: spec_of(tensor) for name, tensor in self._load().items()}
+        self.specs = {name: tensor_spec(tensor) for name, tensor in self._load().items()}
         self._checksums = _checksums(path)
         self._checked: set[str] = set()
 

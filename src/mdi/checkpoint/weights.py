@@ -23,7 +23,8 @@ from mdi.errors import CheckpointError
 from mdi.kernels.layout import Matrix
 from mdi.kernels.lazy_rows import Rows
 from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.model_id import Formats, ModelId
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class WeightSource(ABC):
     form: str = "stored"
     native: str | None = None
     folds_gains: bool = True
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_of(self.config)
 
     @property
     def model_id(self) -> ModelId:
@@ -147,7 +152,7 @@ class WeightSource(ABC):
         stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
         if packing is None or packing.of_part(part) == self.packing.of_part(part):
             return stored
-        return repacked(stored, packing, self.config)
+        return repacked(stored, packing, self.spec)
 
     def packed(self, name: str, packing: Packing) -> PartWeights:
         """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
@@ -163,7 +168,7 @@ class WeightSource(ABC):
         """A plain tensor in the form for packing, see checkpoint.packing.folded."""
         if not self.folds_gains:
             return self.rows(name), self.specs[name]
-        return folded(name, packing, self.config, self.rows, self.specs)
+        return folded(name, packing, self.spec, self.rows, self.specs)
 
     @property
     def has_single_tensors(self) -> bool:
@@ -248,13 +253,13 @@ def _joined(weights: Iterable[PartWeights]) -> PartWeights:
     return {name: weight for some in weights for name, weight in some.items()}
 
 
-def repacked(stored: PartWeights, packing: Packing, config: ModelConfig) -> PartWeights:
+def repacked(stored: PartWeights, packing: Packing, model: ModelSpec) -> PartWeights:
     """Packed weights in another form."""
 
     names = [name for name in stored if name != EMBEDDING_SCALE]
     specs = {name: TensorSpec("F32", _shape(stored[name])) for name in names}
     rows = partial(plain_rows, stored)
-    return _joined(packing.pack(name, *folded(name, packing, config, rows, specs)) for name in names)
+    return _joined(packing.pack(name, *folded(name, packing, model, rows, specs)) for name in names)
 
 
 def _shape(weight: Matrix | np.ndarray) -> tuple[int, ...]:

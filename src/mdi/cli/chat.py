@@ -10,19 +10,23 @@ Ctrl-C ends an answer; /help lists the commands.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import select
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mdi.cancel import Cancel
 from mdi.errors import Code, MdiError, UsageError
+from mdi.files import replacing
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
+from mdi.spec.settings_file import parse_json, read_limited
 from mdi.terminal import show, show_error
 
 if TYPE_CHECKING:
@@ -30,10 +34,16 @@ if TYPE_CHECKING:
     from mdi.spec.cluster import ClusterConfig
 
 HELP = """\
-/new   forget what was said, begin a new chat
-/help  this list
-/quit  end the chat, as an empty line and Ctrl-D do
-Ctrl-C ends an answer that takes too long. Anything else is said to the model."""
+/new           forget what was said, begin a new chat
+/system TEXT   what the model is told before all that you say; without a text it shows it
+/save FILE     write the chat to a file, as the messages of an API
+/load FILE     go on with a chat of such a file
+/help          this list
+/quit          end the chat, as an empty line and Ctrl-D do
+A message of several lines begins and ends with \"\"\". Ctrl-C ends an answer that
+takes too long. Anything else is said to the model."""
+QUOTES = '"""'
+LARGEST_CHAT_BYTES = 16 << 20  # of a file that is loaded
 
 logger = logging.getLogger("mdi")
 
@@ -45,6 +55,47 @@ class Refused(MdiError):
 class Reply(NamedTuple):
     text: str
     is_interrupted: bool = False
+    speed: str = ""
+
+
+@dataclass
+class Chat:
+    """What was said.
+
+    Attributes:
+        turns: (question, answer), the oldest first.
+        system: what the model is told before them; "" is nothing.
+    """
+
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    system: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write it as a list of messages. Raises UsageError if that is not possible."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answered in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        with replacing(path, UsageError) as file:
+            file.write(json.dumps(messages, indent=1, ensure_ascii=False).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Chat:
+        """Raises UsageError: it is no file that `save` wrote."""
+        try:
+            found = parse_json(read_limited(path, LARGEST_CHAT_BYTES))
+            messages = [(one["role"], one["content"]) for one in found]
+            if not isinstance(found, list) or not all(isinstance(word, str) for one in messages for word in one):
+                raise TypeError
+        except OSError as e:
+            raise UsageError(f"cannot read {path}: {e.strerror or e}") from None
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(f"{path} is no chat: expected a list of messages, as /save writes it") from None
+        made = cls(system=messages.pop(0)[1] if messages and messages[0][0] == "system" else "")
+        if [role for role, _ in messages] != ["user", "assistant"] * (len(messages) // 2):
+            raise UsageError(f"{path} is no chat: expected questions of a user, each with the answer of an assistant")
+        said = [content for _, content in messages]
+        made.turns = list(zip(said[::2], said[1::2], strict=True))
+        return made
 
 
 def add_arguments(parser: Parser) -> None:
@@ -115,7 +166,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
         status = 0
         if not question:
             status = _talk(session, params, options.stop)
-        elif answer(session, [], question, params, options.stop, name="").is_interrupted:
+        elif answer(session, Chat(), question, params, options.stop, name="").is_interrupted:
             status = INTERRUPTED
         session.raise_failure()
     if options.trace is not None:
@@ -126,7 +177,7 @@ def converse(options: Options, cancel: Cancel, question: str = "", is_distribute
 def _talk(session: Run, params: Any, stop: Sequence[str]) -> int:
     """Until the user ends it; the exit status: 1 if a program, who reads no errors, asked something that was refused."""
     status = 0
-    history: list[tuple[str, str]] = []
+    chat = Chat()
     is_terminal = sys.stdin.isatty()
     lines = InputLines(lambda: session.failed)
     if is_terminal:
@@ -136,33 +187,58 @@ def _talk(session: Run, params: Any, stop: Sequence[str]) -> int:
     while not session.failed:
         if is_terminal:
             print("You: ", end="", flush=True)
-        line = lines.next().strip()
-        if line in ("", "/quit"):
+        said = lines.message()
+        if said in ("", "/quit"):
             if session.failed:
                 print()
             break
-        if re.fullmatch(r"/\w+", line):
-            print(_obey(line, history), flush=True)
-            continue
         try:
-            history.append((line, answer(session, history, line, params, stop).text))
-        except Refused as e:
+            if (obeyed := _obey(said, chat, session)) is not None:
+                print(obeyed, flush=True)
+                continue
+            reply = answer(session, chat, said, params, stop)
+            chat.turns.append((said, reply.text))
+            if is_terminal and reply.speed:
+                print(f"({reply.speed})\n", flush=True)
+        except (Refused, UsageError) as e:
             show_error(e)
             status = 0 if is_terminal else 1
     return status
 
 
-def _obey(command: str, history: list[tuple[str, str]]) -> str:
-    """Execute a command with a slash; returns the answer."""
+def _obey(said: str, chat: Chat, session: Run) -> str | None:
+    """Execute a command with a slash; returns the answer, and None if it is a message.
+
+    Raises:
+        UsageError: it cannot be executed; the chat is as it was.
+    """
+    command, _, rest = said.partition(" ")
+    rest = rest.strip()
+    if command == "/system":
+        if rest:
+            session.model.codec.encode_chat([], "", rest)  # refused if the model has no place for it
+            chat.system = rest
+        return f"The model is told: {chat.system}" if chat.system else "The model is told nothing: /system TEXT"
+    if command in ("/save", "/load"):
+        if not rest:
+            raise UsageError(f"{command} FILE: name a file")
+        path = Path(rest).expanduser()
+        if command == "/save":
+            chat.save(path)
+            return f"{len(chat.turns)} answers are in {path}"
+        loaded = Chat.load(path)
+        session.model.codec.encode_chat([], "", loaded.system)
+        chat.turns, chat.system = loaded.turns, loaded.system
+        return f"The chat goes on after {len(chat.turns)} answers."
+    if not re.fullmatch(r"/\w+", said):
+        return None
     if command == "/new":
-        history.clear()
-        return "All that was said is forgotten."
+        chat.turns.clear()
+        return "All that was said is forgotten." + (" /system stays." if chat.system else "")
     return HELP if command == "/help" else f"{command} is no command.\n{HELP}"
 
 
-def answer(
-    session: Run, history: list[tuple[str, str]], question: str, params: Any, stop: Sequence[str], name: str = "Model: "
-) -> Reply:
+def answer(session: Run, chat: Chat, question: str, params: Any, stop: Sequence[str], name: str = "Model: ") -> Reply:
     """Stream one answer, after a name, and after the question where the model continues it. Raises MdiError if the ring broke.
 
     Raises:
@@ -171,7 +247,7 @@ def answer(
     from mdi.text.answers.think import THINK, content
 
     codec = session.model.codec
-    ids = _fit(session, history, question, params.n_tokens)
+    ids = _fit(session, chat, question, params.n_tokens)
     begins_in_reasoning = codec.form.thinks and codec.decode(ids[-8:]).rstrip().endswith(THINK)
     adapter = next(iter(session.adapters), "")
     try:
@@ -192,7 +268,16 @@ def answer(
         print()
         raise
     has_reasoning = codec.form.thinks or codec.form.special  # as InlineStream shows it
-    return Reply(content(sample.text, begins_in_reasoning) if has_reasoning else sample.text, is_interrupted)
+    text = content(sample.text, begins_in_reasoning) if has_reasoning else sample.text
+    return Reply(text, is_interrupted, _speed(sample.token_times_s))
+
+
+def _speed(times_s: Sequence[float]) -> str:
+    """Of an answer whose tokens came at these times."""
+    if len(times_s) < 2:
+        return ""
+    rate = (len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9)
+    return f"{len(times_s)} tokens, {rate:.3g} tokens/s"
 
 
 class InputLines:
@@ -205,6 +290,20 @@ class InputLines:
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self._is_over = is_over
         self._read = b""
+
+    def message(self) -> str:
+        """The next line without blanks around it, or the lines between two marks; "" as `next`."""
+        line = self.next().strip()
+        if not line.startswith(QUOTES):
+            return line
+        lines = [line.removeprefix(QUOTES)]
+        while not (end := lines[-1].rstrip()).endswith(QUOTES):
+            if not (line := self.next()):
+                break
+            lines.append(line.rstrip("\r\n"))
+        else:
+            lines[-1] = end.removesuffix(QUOTES)
+        return "\n".join(lines).strip()
 
     def next(self) -> str:
         """The next line; "" at the end of the input, or when it is over."""
@@ -227,18 +326,18 @@ class InputLines:
         return (line + newline).decode(errors="replace")
 
 
-def _fit(session: Run, history: list[tuple[str, str]], question: str, n_tokens: int) -> list[int]:
+def _fit(session: Run, chat: Chat, question: str, n_tokens: int) -> list[int]:
     """Prompt ids of the chat so far; its oldest turns are forgotten as far as the context demands. Raises Refused."""
     most = session.max_length - max((one.n_virtual for one in session.model.weights.adapters), default=0)
     room = max(most - n_tokens, most // 2)
     while True:
-        ids = session.model.codec.encode_chat(history, question)
-        if len(ids) <= room or (not history and len(ids) <= most):
+        ids = session.model.codec.encode_chat(chat.turns, question, chat.system)
+        if len(ids) <= room or (not chat.turns and len(ids) <= most):
             return ids
-        if not history:
-            longest = session.model.config.block_size
+        if not chat.turns:
+            longest = session.model.spec.max_length
             more = "shorten it" if most >= longest else f"--sequence-length N allows more, up to the model's {longest}"
             raise Refused(
                 f"this message has {len(ids)} tokens, and a text may have {most} here: {more}", code=Code.LENGTH
             )
-        history.pop(0)
+        chat.turns.pop(0)

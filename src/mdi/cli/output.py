@@ -168,7 +168,7 @@ def report(options: Options, node: Run, failure: BaseException | None, was_strea
     if failure is None:
         if not options.json:
             show("\n" + format_report(metrics))
-        _write_files(options, metrics, min(node.model.context_length, node.model.config.block_size))
+        _write_files(options, metrics, min(node.model.context_length, node.model.spec.max_length))
         if options.trace is not None:
             write_trace_of(node, options.trace)
 

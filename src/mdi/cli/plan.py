@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdi.errors import MdiError, PlacementError, UsageError
+from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import DTYPES
 from mdi.spec.combinations import MODEL, facts_of, refuse
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
 from mdi.spec.parser import Parser
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
@@ -236,6 +236,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.block_ranges import parse_layers
     from mdi.engine.speculation import most_rows_of
+    from mdi.model.plain import spec_of
     from mdi.placement.model import Workload, model_shape, with_paths
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
@@ -252,7 +253,11 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         raise UsageError(
             f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
         )
-    layers = None if options.layers is None else parse_layers(options.layers, shape.n_layer, len(stage_places(profile)))
+    layers = (
+        None
+        if options.layers is None
+        else parse_layers(options.layers, shape.n_layer, len(stage_places(profile)), shape.cuts)
+    )
     draft_bytes = 0
     if options.draft not in ("none", "auto"):
         small = _config_of(options.draft)
@@ -270,7 +275,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     )
     if options.draft_rate is None:
         return found
-    return found.with_draft(options.draft_rate, most_rows_of(bool(config.n_expert), has_window=False))
+    return found.with_draft(options.draft_rate, most_rows_of(spec_of(config).has_experts, has_window=False))
 
 
 def _only(profile: ClusterProfile, names: Sequence[str]) -> ClusterProfile:

@@ -99,7 +99,7 @@ def run(options: Options, cancel: Cancel) -> int:
         source = PackedSource(source, Packing(options.quantize or own.blocks, head, options.allow_clipping))
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
-        n_layer = source.config.n_layer
+        n_layer = source.spec.n_layer
         stored = source.packing.blocks if source.packing else source.dtype
         print(f"{directory}: {source.model}, {n_layer} blocks, {stored}, {size(n_bytes)}")
         if options.export is not None:
@@ -229,11 +229,11 @@ def _cut(source: WeightSource, directory: Path, options: Options) -> None:
     from mdi.checkpoint.chunks import node_names, write_chunks
 
     assert options.n_nodes is not None
-    n_layer = source.config.n_layer
+    n_layer = source.spec.n_layer
     if options.layers is not None:
-        counts = parse_layers(options.layers, n_layer, options.n_nodes)
+        counts = parse_layers(options.layers, n_layer, options.n_nodes, source.spec.allowed_cuts())
     else:
-        counts = default_split(source.config, options.n_nodes)
+        counts = default_split(source.spec, options.n_nodes)
     with progress_bar("cutting") as progress:
         paths = write_chunks(source, directory, counts, progress)
     rows = zip(node_names(options.n_nodes), ranges(counts), paths, strict=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 Json = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mdi.families.config_json import NOT_ROTARY, NOT_THERE, Json, gelu, refuse, words
 from mdi.families.family import Family
 from mdi.families.names import NORMS_BEFORE, Names, fused_qkv
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 def _read(hf: Json) -> Json:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mdi.families.config_json import Json, rope, sizes
 from mdi.families.names import Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Family:
         name_word: a word that names of its models have, because litgpt sees in it how norms are computed.
         has_one_matrix: whether embedding and head are always one.
         published: models that litgpt's table lacks, by their names on the hub: what of config.json says how large they are.
-        answers: the form of reasoning and calls in its answers, by the name of its parser; None: as its template shows.
     """
 
     model_type: str
@@ -45,7 +44,6 @@ class Family:
     name_word: str | None = None
     has_one_matrix: bool = False
     published: Mapping[str, Json] = field(default_factory=dict)
-    answers: str | None = None
 
     def settings(self, hf: Json) -> Json:
         """Of a ModelConfig, without a name. Raises as `read`."""

@@ -7,7 +7,7 @@ from typing import Any
 from mdi.families.config_json import LLAMA_LIKE, Json, gelu, layer_types, refuse, rope_type, said, whole, windows, words
 from mdi.families.family import Family
 from mdi.families.names import LLAMA, LLAMA_BLOCK, LLAMA_ENDS, NORMS_BEHIND, QK_NORMS, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 _BEHIND: Json = {"post_attention_norm": True, "post_mlp_norm": True}
 _NEAR = {"sliding_window": "sliding_window_size", "query_pre_attn_scalar": "attention_scores_scalar"}

@@ -7,7 +7,7 @@ from typing import Any
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, said, words
 from mdi.families.family import Family
 from mdi.families.names import EXPERTS, GATED, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 _WORDS = {
     "num_experts_per_tok": "n_expert_per_token", "first_k_dense_replace": "first_k_dense_replace",
@@ -56,7 +56,7 @@ _PUBLISHED: dict[str, Json] = {
     "zai-org/GLM-4.6": _LONG,
     "zai-org/GLM-4.7": _LONG,
 }
-_ALL: dict[str, Any] = {"names": lambda _: _NAMES, "answers": "glm"}
+_ALL: dict[str, Any] = {"names": lambda _: _NAMES}
 
 FAMILIES = (
     Family("glm4_moe", "Glm4MoeForCausalLM", _read, _write, published=_PUBLISHED, **_ALL),

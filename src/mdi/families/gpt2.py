@@ -5,7 +5,7 @@ from __future__ import annotations
 from mdi.families.config_json import BEHIND_EACH_OTHER, NOT_THERE, Json, activation, plain_mlp, refuse, words
 from mdi.families.family import Family
 from mdi.families.names import Held, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 _RENAMED = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",

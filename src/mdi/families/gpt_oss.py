@@ -7,7 +7,7 @@ from typing import Any
 from mdi.families.config_json import LLAMA_LIKE, Json, layer_types, refuse, said, windows, words
 from mdi.families.family import Family
 from mdi.families.names import ATTENTION, LLAMA_ENDS, NORMS_BEFORE, Held, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 _WORDS = {
     "num_experts_per_tok": "n_expert_per_token", "num_local_experts": "n_expert", "sliding_window": "sliding_window_size",
@@ -68,6 +68,6 @@ _PUBLISHED = {
 FAMILIES = (
     Family(
         "gpt_oss", "GptOssForCausalLM", _read, _write, lambda _: _NAMES, defaults={"swiglu_limit": 7.0},
-        published=_PUBLISHED, answers="harmony",
+        published=_PUBLISHED,
     ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, words
 from mdi.families.family import Family
 from mdi.families.names import ATTENTION, LLAMA_ENDS, MIXTRAL_EXPERTS, NORMS_BEFORE, QK_NORMS, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 def _read(hf: Json) -> Json:
@@ -44,8 +44,4 @@ _PUBLISHED: dict[str, Json] = {
     },
 }  # fmt: skip
 
-FAMILIES = (
-    Family(
-        "minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, lambda _: _NAMES, published=_PUBLISHED, answers="minimax"
-    ),
-)
+FAMILIES = (Family("minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, lambda _: _NAMES, published=_PUBLISHED),)

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention
 from mdi.model.tensors import BLOCKS, HEAD
-from mdi.spec.model import ModelConfig
 
 # Where the language part of a model begins that also sees or hears.
 LANGUAGE = ("model.language_model.", "language_model.model.")

@@ -7,7 +7,7 @@ from typing import Any
 from mdi.families.config_json import BEHIND_EACH_OTHER, NOT_THERE, Json, activation, plain_mlp, refuse, words
 from mdi.families.family import Family
 from mdi.families.names import Held, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 def _read(hf: Json) -> Json:

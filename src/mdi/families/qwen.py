@@ -5,7 +5,7 @@ from __future__ import annotations
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.names import EXPERTS, LLAMA, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 def _read(hf: Json) -> Json:

@@ -9,7 +9,7 @@ from mdi.errors import CheckpointError
 from mdi.families.config_json import Json
 from mdi.families.family import Family
 from mdi.families.names import Held, held
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 from . import bloom, ernie, falcon, gemma, glm, gpt2, gpt_oss, llama, minimax, neox, olmo, opt, phi, qwen, stablelm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, rotated_share, words
 from mdi.families.family import Family
 from mdi.families.names import LLAMA
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 
 
 def _read(hf: Json) -> Json:

@@ -17,10 +17,9 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 

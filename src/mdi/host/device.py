@@ -18,9 +18,9 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.weight_formats import ROUNDED, check_packed
 from mdi.model.caches import cache_type_named
+from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
 from mdi.spec.combinations import TORCH, refuse
-from mdi.spec.model import ModelConfig
 
 logger = logging.getLogger("mdi")
 

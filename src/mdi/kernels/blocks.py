@@ -27,10 +27,9 @@ from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable
 from mdi.kernels.weight_formats import LAYOUTS
 from mdi.model.caches import kinds_of, places_of
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
 from mdi.model.tensors import FINAL_NORM, HEAD
-from mdi.spec.model import ModelConfig
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 NORM_TYPES = {"rms": 0, "layer": 1}

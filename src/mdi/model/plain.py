@@ -1,10 +1,22 @@
-"""A ModelSpec of the plain form: the one place that knows what the fields of a ModelConfig mean."""
+"""The plain form of a model, which is stored, sent and hashed, and a ModelSpec of it: the one place that knows its fields.
+
+The names are those of litgpt's Config. The plain form (`ModelConfig.plain`: a dict of numbers, texts, lists and dicts) is that
+of model_config.yaml, chunks, requests to nodes and the hash. It becomes a ModelConfig where it is read, by `ModelConfig.of`; so
+do a config.json by checkpoint/hfconfig.py, the head of a GGUF file by checkpoint/ggufconfig.py, and litgpt's own Config by
+`from_litgpt`. What litgpt's Config cannot say has fields of our own (`OWN_FIELDS`), which the plain form has only where they
+say more than litgpt's fields do. Needs no litgpt. Everything that computes, counts, plans or packs reads `spec_of` of it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
+from mdi.errors import MdiError
 from mdi.model.spec import (
     Activation,
     Alibi,
@@ -21,7 +33,417 @@ from mdi.model.spec import (
     Rotary,
     Router,
 )
-from mdi.spec.model import ModelConfig
+from mdi.spec.decode import decode, shown
+from mdi.spec.limits import excess
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of transformer blocks.
+
+    Attributes:
+        name: of the model, for people; litgpt also sees in it how norms are computed, see norm_unit_offset.
+        hf_config: organisation and name on the hub; may be empty.
+        block_size: most tokens of a text.
+        n_embd: width of a row.
+        vocab_size, padded_vocab_size: ids that mean something; rows of the embedding.
+        padding_multiple: of which the latter becomes a multiple, if it is not given.
+        norm_qk, norm_qk_type: queries and keys are normed, per head ("default") or over all heads ("olmo2").
+        shared_attention_norm: attention and MLP read the same norm.
+        n_query_groups: heads of keys and values; `attn_bias`: biases of query, key and value even without `bias`.
+        attention_scores_scalar: whose root divides the scores; None is the head's size.
+        sliding_window_size, sliding_window_indices: positions that a token sees in the blocks with a 1.
+        rotary_percentage: the share of a head that is rotated.
+        rope_condense_ratio, rope_adjustments: scaling of positions; the latter as litgpt has it, or with a "rope_type" in the
+            terms of transformers: "yarn", "longrope" (both with their factor) or "dynamic" (with max_position_embeddings).
+        rope_local_base_freq, rope_indices: the base of the blocks with a 1; the others have `rope_base`.
+        intermediate_size, moe_intermediate_size: width of an MLP, and of an expert where it differs.
+        first_k_dense_replace: so many blocks at the beginning have no experts.
+        sigmoid_router: an expert's score is a sigmoid. Those with the largest sums of score and correction are taken (in one
+            group), and weighted by their scores without it, over the sum of these; else by a softmax over the largest scores.
+        latent_attention: ranks and sizes of DeepSeek's attention.
+        alibi: scores get less with the distance, and nothing is rotated: "bloom", or "falcon", which rounds to bfloat16.
+        learned_positions: an embedding of positions (block_size, n_embd) is added to that of tokens, and nothing is rotated.
+        embedding_norm: a norm follows the embedding.
+        norm_after_residual: norms follow the sums of attention and MLP with what they read, and no norm is before the head.
+        attention_sinks: each head has a score that its softmax counts beside those of the keys, and that has no value.
+        router_bias: the router of experts has a bias, which `bias` says of all other linear layers.
+        glu_limit: gated MLPs are those of gpt-oss, which clamp their gate and what it lets through at this.
+        qkv_bias: whether query, key and value have biases; None: as `bias` and `attn_bias` say.
+        norm_unit_offset: one is added to the weights of RMSNorms. None, as in litgpt's Config: if the name has "Gemma" in it.
+        norm_has_weight: norms have weights. None, as in litgpt's Config: all but LayerNorms of a name with "OLMo" in it.
+
+    Lists become tuples, and dicts such that cannot be changed.
+
+    Raises:
+        ValueError: fields that do not fit each other.
+    """
+
+    name: str = ""
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int = 4096
+    n_layer: int = 16
+    n_embd: int = 4096
+    vocab_size: int = 50254
+    padding_multiple: int = 512
+    padded_vocab_size: int = None  # type: ignore[assignment]  # it and others follow from the rest, see __post_init__
+    norm_class_name: str = "LayerNorm"
+    norm_eps: float = 1e-5
+    norm_qk: bool = False
+    norm_qk_type: str = "default"
+    post_attention_norm: bool = False
+    post_mlp_norm: bool = False
+    parallel_residual: bool = True
+    shared_attention_norm: bool = False
+    n_head: int = 32
+    head_size: int = None  # type: ignore[assignment]
+    n_query_groups: int = None  # type: ignore[assignment]
+    attn_bias: bool = False
+    attention_scores_scalar: float | None = None
+    sliding_window_size: int | None = None
+    sliding_window_indices: tuple[int, ...] | None = None
+    attention_logit_softcapping: float | None = None
+    rope_base: float = 10000
+    rotary_percentage: float = 0.25
+    rope_condense_ratio: float = 1
+    rope_adjustments: Mapping[str, Any] | None = None
+    rope_interleave: bool = False
+    intermediate_size: int = None  # type: ignore[assignment]
+    moe_intermediate_size: int | None = None
+    bias: bool = True
+    mlp_class_name: str = "GptNeoxMLP"
+    gelu_approximate: str = "none"
+    n_expert: int = 0
+    n_shared_expert: int | None = None
+    n_expert_groups: int | None = None
+    n_topk_groups: int | None = None
+    n_topk_scores_per_group: int | None = None
+    n_expert_per_token: int = 0
+    first_k_dense_replace: int | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = False
+    scale_embeddings: bool = False
+    lm_head_bias: bool = False
+    final_logit_softcapping: float | None = None
+    norm_1: bool = True
+    norm_2: bool = True
+    latent_attention: Mapping[str, Any] | None = None
+    rope_local_base_freq: float | None = None
+    rope_indices: tuple[int, ...] | None = None
+    alibi: str | None = None
+    learned_positions: bool = False
+    embedding_norm: bool = False
+    norm_after_residual: bool = False
+    sigmoid_router: bool = False
+    attention_sinks: bool = False
+    router_bias: bool = False
+    glu_limit: float | None = None
+    qkv_bias: bool | None = None
+    norm_unit_offset: bool = None  # type: ignore[assignment]
+    norm_has_weight: bool = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        def fill(key: str, value: Any) -> None:
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+
+        for entry in dataclasses.fields(self):
+            object.__setattr__(self, entry.name, _frozen(getattr(self, entry.name)))
+        if not self.name:
+            object.__setattr__(self, "name", str(self.hf_config.get("name", "")))
+        if self.head_size is None and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}, and there is no head_size")
+        fill("head_size", self.n_embd // self.n_head)
+        multiple = self.padding_multiple
+        if self.padded_vocab_size is None:
+            fill("padded_vocab_size", -(-self.vocab_size // multiple) * multiple)
+        else:
+            object.__setattr__(self, "vocab_size", min(self.vocab_size, self.padded_vocab_size))
+        fill("n_query_groups", self.n_head)
+        if self.n_head % self.n_query_groups:
+            raise ValueError(f"n_head {self.n_head} is no multiple of n_query_groups {self.n_query_groups}")
+        for key, value in _norms_by_name(self.name, self.norm_class_name).items():
+            fill(key, value)
+        if self.norm_unit_offset and self.norm_class_name != "RMSNorm":
+            raise ValueError(f"norm_unit_offset of norms of the class {self.norm_class_name}")
+        if not self.norm_has_weight and self.norm_class_name != "LayerNorm":
+            raise ValueError(f"norms of the class {self.norm_class_name} without weights")
+        if self.intermediate_size is None and self.mlp_class_name == "LLaMAMLP":
+            raise ValueError("intermediate_size is missing")
+        fill("intermediate_size", 4 * self.n_embd)
+        if self.sliding_window_size is not None:
+            if self.sliding_window_size < 1:
+                raise ValueError(f"sliding_window_size {self.sliding_window_size}: a token sees itself at least")
+            object.__setattr__(self, "sliding_window_indices", self._per_block("sliding_window_indices"))
+        if self.rope_local_base_freq is not None:
+            object.__setattr__(self, "rope_indices", self._per_block("rope_indices"))
+        self._check_latent()
+        self._check_experts()
+        self._check_positions()
+
+    @property
+    def rope_n_elem(self) -> int:
+        """Numbers of a head that are rotated."""
+        if self.latent_attention is not None:
+            return int(self.latent_attention["qk_rope_head_dim"])
+        return int(self.rotary_percentage * self.head_size)
+
+    @classmethod
+    def of(cls, plain: Any) -> ModelConfig:
+        """The configuration of a plain form, which may be anything; fields that it lacks have their default.
+
+        Raises:
+            ValueError: an unknown field, one of the wrong kind or too large, or ones that do not fit each other; one line.
+        """
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"expected the settings of a model, found {shown(plain)}")
+        kinds = {entry.name: (str(entry.type), entry.default is None) for entry in dataclasses.fields(cls)}
+        for key, value in plain.items():
+            if key not in kinds:
+                raise ValueError(f"unknown field {shown(key)}")
+            kind, may_lack = kinds[key]
+            if not (value is None and may_lack):
+                _check_kind(key, value, kind.removesuffix(" | None"))
+        if too_much := excess(plain):
+            raise ValueError(too_much)
+        try:
+            config = cls(**plain)
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
+            raise ValueError(f"there is no such model: {' '.join(str(e).split())[:200]}") from None
+        if config.n_layer < 1:
+            raise ValueError(f"n_layer: expected at least one block, found {config.n_layer}")
+        return config
+
+    @classmethod
+    def from_litgpt(cls, config: Any) -> ModelConfig:
+        """The same as litgpt's Config says."""
+        names = [entry.name for entry in dataclasses.fields(cls) if hasattr(config, entry.name)]
+        return cls(**{name: getattr(config, name) for name in names})
+
+    def plain(self) -> dict[str, Any]:
+        """The fields, as JSON and YAML have them; of `OWN_FIELDS` those that say more than litgpt's fields do."""
+        found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        by_name = _norms_by_name(self.name, self.norm_class_name)
+        left_out = {
+            entry.name
+            for entry in dataclasses.fields(self)
+            if entry.name in OWN_FIELDS and found[entry.name] == entry.default
+        }
+        left_out |= {key for key, value in by_name.items() if found[key] == value}
+        return {key: _thawed(value) for key, value in found.items() if key not in left_out}
+
+    def litgpt_plain(self) -> dict[str, Any]:
+        """The plain form for litgpt's Config, with a name in which litgpt sees the norms of this model."""
+        found = self.plain()
+        says_norms = [found.pop(key, None) for key in ("norm_unit_offset", "norm_has_weight")]
+        if says_norms == [None, None]:
+            return found
+        mark = "Gemma-" if self.norm_unit_offset else "" if self.norm_has_weight else "OLMo-"
+        return {**found, "name": mark + self.name.replace("Gemma", "gemma").replace("OLMo", "olmo")}
+
+    def _per_block(self, key: str) -> tuple[int, ...]:
+        given: Sequence[int] | None = getattr(self, key)
+        found = (1,) * self.n_layer if given is None else tuple(given)[: self.n_layer]
+        if len(found) < self.n_layer or not set(found) <= {0, 1}:
+            raise ValueError(f"{key}: expected a 0 or a 1 for each of {self.n_layer} blocks, found {given}")
+        return found
+
+    def _check_latent(self) -> None:
+        latent = self.latent_attention
+        if latent is None:
+            return
+        wanted = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        if missing := [key for key in wanted if latent.get(key) is None]:
+            raise ValueError(f"latent_attention lacks {', '.join(missing)}")
+        if self.n_head != self.n_query_groups:
+            raise ValueError("latent_attention has as many query groups as heads")
+
+    def _check_positions(self) -> None:
+        is_rotary = not (self.alibi or self.learned_positions)
+        if self.alibi not in (None, "bloom", "falcon"):
+            raise ValueError(f"ALiBi of the kind {self.alibi!r}")
+        if not is_rotary and (self.rope_n_elem or (self.alibi and self.learned_positions)):
+            raise ValueError("more than one kind of positions")
+        if self.attention_sinks and self.latent_attention is not None:
+            raise ValueError("sinks of latent attention")
+        if self.norm_after_residual and (
+            self.parallel_residual or not (self.post_attention_norm and self.post_mlp_norm)
+        ):
+            raise ValueError("norm_after_residual is for norms behind attention and MLP, one after the other")
+        if "rope_type" in (self.rope_adjustments or {}):
+            check_rope(self.rope_adjustments or {}, self.rope_n_elem)
+
+    def _check_experts(self) -> None:
+        if self.first_k_dense_replace is not None and self.mlp_class_name != "LLaMAMoE":
+            raise ValueError("first_k_dense_replace is for models with experts")
+        if self.sigmoid_router and (self.mlp_class_name != "LLaMAMoE" or self.n_expert_groups is not None):
+            raise ValueError("sigmoid_router is for models with experts in one group")
+        if self.sigmoid_router and not self.norm_topk_prob:  # the kernels divide by the sum, whatever it says
+            raise ValueError("sigmoid_router without norm_topk_prob is not supported")
+        if self.router_bias and self.mlp_class_name != "LLaMAMoE":
+            raise ValueError("router_bias is for models with experts")
+        if self.glu_limit is not None and not (
+            0 < self.glu_limit < math.inf and self.mlp_class_name in ("LLaMAMLP", "LLaMAMoE")
+        ):
+            raise ValueError(f"MLPs of the class {self.mlp_class_name} clamped at {self.glu_limit}")
+        if self.n_expert_groups is None:
+            return
+        if self.n_expert_groups < 2 or self.n_expert % self.n_expert_groups or self.n_topk_groups is None:
+            raise ValueError(
+                f"{self.n_expert} experts in {self.n_expert_groups} groups, of which {self.n_topk_groups} are used"
+            )
+        if not (self.n_topk_scores_per_group or 0) <= self.n_expert // self.n_expert_groups:
+            raise ValueError("n_topk_scores_per_group is more than a group has")
+        if self.n_topk_scores_per_group is None:
+            raise ValueError("n_topk_scores_per_group is missing")
+
+
+# What is said of a model that has them; litgpt's has not.
+OWN_FIELDS = {
+    "alibi": "ALiBi",
+    "learned_positions": "learned positions",
+    "embedding_norm": "a norm of the embedding",
+    "norm_after_residual": "norms behind residuals",
+    "sigmoid_router": "a router of sigmoids in one group",
+    "attention_sinks": "sinks of attention",
+    "router_bias": "a bias of the router",
+    "glu_limit": "clamped MLPs",
+    "qkv_bias": "biases of query, key and value of their own",
+}
+_LARGEST = 1e9  # of a number in `rope_adjustments`
+_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", "max_position_embeddings"),
+}
+
+
+def check_rope(adjustments: Mapping[str, Any], n_elem: int) -> None:
+    """Raises ValueError for scaling of positions of which no table of `n_elem` numbers can be made."""
+    kind, factors = adjustments["rope_type"], ("short_factor", "long_factor")
+    if kind not in _ROPE_NUMBERS:
+        raise ValueError(f"rope scaling of the type {str(kind)[:40]!r}")
+    if n_elem < 4 or n_elem % 2:
+        raise ValueError(f"rope scaling of the type {kind!r} of {n_elem} numbers")
+    for key in _ROPE_NUMBERS[kind]:
+        if key not in adjustments:
+            raise ValueError(f"rope scaling of the type {kind!r} without {key}")
+    numbers = {key: value for key, value in adjustments.items() if key not in ("rope_type", "truncate", *factors)}
+    if kind == "longrope":
+        for key in factors:
+            found = adjustments.get(key)
+            if not isinstance(found, (list, tuple)) or len(found) != n_elem // 2:
+                raise ValueError(f"{key}: expected {n_elem // 2} numbers")
+            numbers |= {f"{key}[{i}]": number for i, number in enumerate(found)}
+    for key, value in numbers.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not 0 < value <= _LARGEST:
+            raise ValueError(f"rope scaling: {str(key)[:40]} is {str(value)[:40]}")
+    if kind == "longrope" and adjustments["original_max_position_embeddings"] < 2:
+        raise ValueError("longrope of texts of one token")
+
+
+def why_not_litgpt(config: ModelConfig) -> str | None:
+    """Name what litgpt's model lacks of this one, which the kernels have; None if it is a model of litgpt's."""
+    plain = config.plain()
+    if found := next((what for key, what in OWN_FIELDS.items() if key in plain), None):
+        return found
+    return "MLPs with ReLU" if config.mlp_class_name == "ReluMLP" else None
+
+
+def litgpt_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields from which litgpt's own model is made, as training has it.
+
+    Raises:
+        ValueError: it would compute something else.
+    """
+    lacking, fields, adjustments = why_not_litgpt(config), config.litgpt_plain(), config.rope_adjustments or {}
+    kind = adjustments.get("rope_type")
+    if kind == "dynamic":  # nothing, up to the length that the model was trained with
+        fields.update(rope_adjustments=None, block_size=adjustments["max_position_embeddings"])
+    elif kind is not None:
+        lacking = f"positions scaled by {kind}"
+    if lacking is not None:
+        raise ValueError(f"litgpt's model has no {lacking}; only nodes that generate compute that")
+    return fields
+
+
+T = TypeVar("T")
+
+
+def decode_with_config(type: type[T], data: Any, where: str, error: Callable[[str], MdiError]) -> T:
+    """`mdi.spec.decode.decode` of a message or record with a `config`: a ModelConfig there, its plain form in the data."""
+    given = data.get("config") if isinstance(data, dict) else None
+    if not isinstance(given, dict):
+        return decode(type, data, where, error)  # which says what is missing
+    left_out = (*OWN_FIELDS, *_norms_by_name("", ""))
+    names = (entry.name for entry in dataclasses.fields(ModelConfig))
+    if missing := next((name for name in names if name not in given and name not in left_out), None):
+        raise error(f"{where}.config: the field {missing!r} is missing")
+    found: Any = decode(type, {**data, "config": {}}, where, error)
+    try:
+        config = ModelConfig.of(given)
+    except ValueError as e:
+        raise error(f"{where}.config: {e}") from None
+    replaced: T = dataclasses.replace(found, config=config)
+    return replaced
+
+
+NAME_WORDS = ("Gemma", "OLMo")
+
+
+def _norms_by_name(name: str, norm_class_name: str) -> dict[str, bool]:
+    """Two fields of a model of which only litgpt's fields are known: litgpt looks for the family in the name."""
+    return {
+        "norm_unit_offset": norm_class_name == "RMSNorm" and "Gemma" in name,
+        "norm_has_weight": not (norm_class_name == "LayerNorm" and "OLMo" in name),
+    }
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # by the annotation
+    "str": ((str,), "a text"),
+    "bool": ((bool, int), "true or false"),
+    "int": ((int,), "a number"),
+    "float": ((int, float), "a number"),
+    "tuple[int, ...]": ((list, tuple), "a list of whole numbers"),
+    "Mapping[str, Any]": ((Mapping,), "an object"),
+}
+
+
+def _check_kind(key: str, value: Any, annotation: str) -> None:
+    kinds, wanted = _KINDS[annotation]
+    is_right = isinstance(value, kinds) and not (isinstance(value, float) and not math.isfinite(value))
+    if is_right and annotation.startswith("tuple"):
+        is_right = all(isinstance(entry, int) for entry in value)
+    if not is_right:
+        raise ValueError(f"{key}: expected {wanted}, found {shown(value)}")
+
+
+class _FrozenDict(dict[str, Any]):
+    """Cannot be changed, so it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+    def _refuse(self, *args: Any, **changes: Any) -> NoReturn:
+        raise TypeError("a model's configuration cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _FrozenDict({key: _frozen(entry) for key, entry in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thawed(entry) for key, entry in value.items()}
+    return list(map(_thawed, value)) if isinstance(value, tuple) else value
 
 
 @functools.lru_cache(maxsize=16)

@@ -265,6 +265,19 @@ class ModelSpec:
     extra: tuple[BlockSpec, ...] = ()
 
     @property
+    def n_layer(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(one.mlp, Experts) for one in self.kinds)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a block sees a limited number of positions."""
+        return any(one.mixer.window is not None for one in self.kinds)
+
+    @property
     def kinds(self) -> list[BlockSpec]:
         """The different blocks, in the order in which they come first."""
         return distinct(self.blocks)

@@ -216,11 +216,11 @@ class NodeWeights:
             source.release()  # parts are needed one after the other
         if source is not None and _holds(source, part):
             return source
-        file = self.store.part(part, spec.config, spec.model.config_hash)
+        file = self.store.part(part, spec.model.config, spec.model.config_hash)
         if part.name in spec.adapter_parts:
-            return AdapterFile(file.path, part, spec.config, spec.model.config_hash)
+            return AdapterFile(file.path, part, spec.model.config, spec.model.config_hash)
         if spec.group is not None:  # a shard that the starter sent
-            return ShardFile(file.path, part, spec.group.share(spec.config), spec.model.config_hash)
+            return ShardFile(file.path, part, spec.group.share(spec.model.config), spec.model.config_hash)
         return file
 
     def _own_weights(self, spec: StageSpec) -> WeightSource | None:
@@ -242,7 +242,7 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
     Plain weights are packed to see whether they are the same, which is quick only where nothing is rounded.
     """
     assert spec.group is not None
-    packing, share = spec.group.packing, spec.group.share(spec.config)
+    packing, share = spec.group.packing, spec.group.share(spec.model.config)
     if source.packing is not None:
         return ShardSource(source, share, packing) if source.packing == packing else None
     is_quick = packing.blocks not in ROUNDED

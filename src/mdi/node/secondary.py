@@ -306,7 +306,7 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        rows = request.extent.row_bytes(request.model.config.n_embd, request.replay_bytes)
+        rows = request.extent.row_bytes(request.model.spec.width, request.replay_bytes)
         claim = Claim(
             request.run, request.epoch, request.keep_caches, rows, request.cache_share,
             request.keeps_received,
@@ -414,7 +414,7 @@ class SecondaryNode:
     ) -> memoryview:
         worker, stage = self._computing(request.run, request.blocks)
         start, stop = request.blocks
-        shape = request.n_texts, request.n_tokens, worker.request.model.config.n_embd
+        shape = request.n_texts, request.n_tokens, worker.request.model.spec.width
         n_rows = 4 * math.prod(shape) * (1 + request.is_backward)
         if request.n_tokens > worker.request.extent.max_length or n_bytes != n_rows:
             raise ControlError(f"{n_bytes} bytes are not {request.n_texts} texts of {request.n_tokens} tokens", 400)

@@ -41,13 +41,13 @@ class SwarmModel:
     @classmethod
     def of(cls, source: WeightSource) -> SwarmModel:
         """Of files on this machine. Raises CheckpointError."""
-        last = source.info(f"block.{source.config.n_layer - 1}")
+        last = source.info(f"block.{source.spec.n_layer - 1}")
         parts = (PartSpec(last.name, last.sha256, last.n_bytes),)
         return cls(ModelFacts(source.model_id, parts), source)
 
     @property
     def n_layer(self) -> int:
-        return self.facts.model.config.n_layer
+        return self.facts.model.spec.n_layer
 
     @property
     def is_whole(self) -> bool:

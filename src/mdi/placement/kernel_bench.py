@@ -13,7 +13,6 @@ from mdi.host.threads import n_threads
 from mdi.kernels.blocks import Context, Head
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack
 from mdi.kernels.weight_formats import PANEL, weight_format
-from mdi.model.plain import spec_of
 from mdi.model.tensors import EMBEDDING
 from mdi.placement.profiling import Bench
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -60,7 +59,7 @@ class KernelBench(Bench):
             return self._weights(part)
 
         parts = Resident([f"block.{i}" for i in range(start, stop)], weights)
-        stage = KernelStage(self._subject.config, start, stop, parts, n_threads())
+        stage = KernelStage(self._spec, start, stop, parts, n_threads())
         stage.prepare(max_length)
         return stage
 
@@ -69,11 +68,10 @@ class KernelBench(Bench):
         return random_weights(shapes, self._packing)
 
     def head(self) -> Callable[[np.ndarray], object]:
-        config = self._subject.config
-        return Head(spec_of(config), self._weights("head"), config.padded_vocab_size, Context(n_threads()))
+        return Head(self._spec, self._weights("head"), self._spec.n_rows, Context(n_threads()))
 
     def rows(self, n: int) -> np.ndarray:
-        return self._random.standard_normal((n, self._subject.config.n_embd), dtype=np.float32)
+        return self._random.standard_normal((n, self._spec.width), dtype=np.float32)
 
     def synchronize(self) -> None:
         """Calls of the kernels end when they are done."""

@@ -7,6 +7,7 @@ weighted 5 to 1 (OPA, algorithm 1, with the weights that give the paper's table 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from mdi.block_ranges import split_layers
@@ -96,8 +97,9 @@ def place(cost: CostModel, method: str = DEFAULT_PLACEMENT) -> Placement:
 
 def even(cost: CostModel) -> Placement:
     """As many blocks for each node as for any other, as they are listed; the head counts as the blocks that it is worth."""
-    order = range(min(cost.n_nodes, cost.n_layer + 1))
-    counts = split_layers(cost.n_layer, len(order), cost.shape.head_macs / cost.shape.reference.macs)
+    order = range(min(cost.n_nodes, cost.shape.most_nodes))
+    head_blocks = cost.shape.head_macs / cost.shape.reference.macs
+    counts = split_layers(cost.n_layer, len(order), head_blocks, cost.shape.cuts)
     left = dict.fromkeys(range(len(order), cost.n_nodes), "there are more nodes than blocks")
     placement = Placement.of("even", cost.profile, order, counts, left)
     check_fits(cost, placement)
@@ -120,7 +122,7 @@ def _fastest(cost: CostModel, method: str) -> Placement:
     """
     simple = []
     if cost.n_nodes > 1:
-        simple.append(tuple(range(min(cost.n_nodes, cost.n_layer + 1))))
+        simple.append(tuple(range(min(cost.n_nodes, cost.shape.most_nodes))))
         simple.extend(starting_rings(cost))
     best = fastest(cost, simple)
     if best is None:
@@ -143,9 +145,10 @@ def _reason(cost: CostModel, i: int, order: Sequence[int], round_s: float) -> st
     """Why a node has no part: nothing fits it, or the best ring that it is put into is slower."""
     n_used = len(order) + 1
     terms = cost.terms(n_used)
-    if not any(terms.fits(i, k, k + 1) for k in range(cost.n_layer)):
+    cuts = range(cost.n_layer + 1) if cost.shape.cuts is None else cost.shape.cuts
+    if not any(terms.fits(i, start, stop) for start, stop in itertools.pairwise(cuts)):
         return "not one block fits"
-    if n_used > cost.n_layer + 1:
+    if n_used > cost.shape.most_nodes:
         return "there are more nodes than blocks"
     places = {n_used - 1} if cost.links.are_equal else {1, (n_used + 1) // 2, n_used - 1}
     rings = (ring_of(cost, [*order[:k], i, *order[k:]], terms.n_rows) for k in sorted(places))
@@ -161,7 +164,7 @@ def _reason(cost: CostModel, i: int, order: Sequence[int], round_s: float) -> st
 
 def misfit(cost: CostModel) -> PlacementError:
     """The refusal for a cluster that is too small: how much is missing, and where."""
-    n_used = min(cost.n_nodes, cost.n_layer + 1)
+    n_used = min(cost.n_nodes, cost.shape.most_nodes)
     nodes = cost.profile.nodes
     least = cost.memory(0, 0, 0, n_used).total
     if least > nodes[0].memory_bytes:

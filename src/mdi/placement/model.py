@@ -19,11 +19,10 @@ from mdi.host.device import why_not_kernels
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.weight_formats import WeightFormat, weight_format
 from mdi.model.caches import PAGE, CacheClass, kind_of
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import BlockSpec, Experts, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
-from mdi.spec.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class ModelShape:
         table_bytes: position tables, per position.
         kv_dtype: what caches hold, a name in model.caches.CACHE_TYPES.
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
+        cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
     """
 
     name: str
@@ -86,6 +86,7 @@ class ModelShape:
     table_bytes: int
     runtime_bytes: int = 0
     kv_dtype: str = "float32"
+    cuts: tuple[int, ...] | None = None
 
     @property
     def n_layer(self) -> int:
@@ -98,7 +99,13 @@ class ModelShape:
 
     @property
     def is_uniform(self) -> bool:
-        return all(block == self.blocks[0] for block in self.blocks)
+        """Whether a stage is told by how many blocks it has: all are alike, and the model may be cut everywhere."""
+        return self.cuts is None and all(block == self.blocks[0] for block in self.blocks)
+
+    @property
+    def most_nodes(self) -> int:
+        """Each secondary has a block at least."""
+        return self.n_layer + 1 if self.cuts is None else len(self.cuts)
 
     @property
     def weight_bytes(self) -> int:
@@ -190,10 +197,11 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         head_macs=math.prod(tensors["lm_head.weight"]),
         n_head=max(block.mixer.n_head for block in spec.kinds),
         vocab_size=spec.n_rows,
-        work_row_bytes=_widest(config, tensors) * form.value_bytes,
+        work_row_bytes=_widest(spec.width, tensors) * form.value_bytes,
         table_bytes=table_bytes(spec.blocks, PAGE) // PAGE,
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
+        cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
     )
 
 
@@ -215,10 +223,10 @@ def _used(mlp: Mlp, name: str) -> float:
     return mlp.n_used / mlp.n if isinstance(mlp, Experts) and ".experts." in name else 1.0
 
 
-def _widest(config: ModelConfig, tensors: _Shapes) -> int:
+def _widest(width: int, tensors: _Shapes) -> int:
     """Values that a row has at the same time in a block: in, normed, out, and two of the widest layer."""
     outputs = [shape[0] for name, shape in tensors.items() if name.startswith("transformer.h.") and len(shape) == 2]
-    return int(3 * config.n_embd + 2 * max(outputs))
+    return int(3 * width + 2 * max(outputs))
 
 
 def with_paths(profile: ClusterProfile, config: ModelConfig, config_hash: str, form: str) -> ClusterProfile:

@@ -18,6 +18,7 @@ from mdi.files import default_cache_dir
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device
 from mdi.kernels.weight_formats import SMALLER
+from mdi.model.plain import ModelConfig
 from mdi.placement.cluster_measurement import ClusterMeasurement
 from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import PlanReport, left_out_lines, plan
@@ -25,7 +26,6 @@ from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.placement.profiler import Profiler
 from mdi.placement.profiling import Subject
 from mdi.spec.cluster import ClusterConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.spec.options import Requested
 

@@ -29,7 +29,7 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.slices import Slice
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.units import size
 
 WIDTH = 1024  # numbers in a row
@@ -124,6 +124,7 @@ class Bench(ABC):
     ) -> None:
         self._subject = subject
         self._shapes = model_shapes(subject.config, "the model to be measured")
+        self._spec = spec_of(subject.config)
         self._span_s = span_s
         self._n_blocks = 1
         self.progress = progress
@@ -185,7 +186,7 @@ class Bench(ABC):
 
     def _blocks(self) -> Any:
         """A stage of blocks from the middle of the model."""
-        n_layer, context = self._subject.config.n_layer, self._subject.config.block_size
+        n_layer, context = self._spec.n_layer, self._spec.max_length
         per_block = self._all_bytes(f"transformer.h.{n_layer // 2}.")
         n_blocks = max(1, min(N_BLOCKS_LIMIT, n_layer, int(WORKING_SET_BYTES // max(per_block, 1))))
         self._check_capacity(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")

@@ -161,6 +161,9 @@ class _Different(_Fill):
     def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
         self._n_layer, self._terms, self._order = cost.n_layer, terms, order
         self._weights, self._held = cost.weights, cost.held
+        cuts = range(self._n_layer + 1) if cost.shape.cuts is None else cost.shape.cuts
+        # Of each place the last one, up to it, where the model may be cut.
+        self._cut_at = list(itertools.accumulate((i if i in cuts else -1 for i in range(self._n_layer + 1)), max))
 
     def shortest(self, stage_s: float) -> tuple[int, ...] | None:
         return self._within([stage_s] * len(self._order))
@@ -186,7 +189,7 @@ class _Different(_Fill):
         """Whether the nodes hold all blocks if each takes as many as it can: cheap, and mostly decides."""
         stop = 0
         for i, limit in zip(self._order, limits, strict=True):
-            stop = self._terms.reach(i, stop, limit * (1 + 1e-9))
+            stop = self._cut_at[self._terms.reach(i, stop, limit * (1 + 1e-9))]
         return stop == self._n_layer
 
     def _with(self, i: int, best: list[float], stage_s: float, is_starter: bool) -> tuple[list[float], list[int]]:
@@ -201,7 +204,8 @@ class _Different(_Fill):
             for stop in range(n + 1):
                 if base + prefix[stop] > limit or not terms.fits(i, 0, stop):
                     break
-                result[stop] = base + prefix[stop]
+                if self._cut_at[stop] == stop:
+                    result[stop] = base + prefix[stop]
             return result, start_of
         low = 0
         for stop in range(1, n + 1):
@@ -217,7 +221,7 @@ class _Different(_Fill):
                 low += 1
             while window and window[0] < low:
                 window.popleft()
-            if window and best[window[0]] < _INF:
+            if window and best[window[0]] < _INF and self._cut_at[stop] == stop:
                 start_of[stop] = window[0]
                 result[stop] = best[window[0]] + base + prefix[stop] - prefix[window[0]]
         return result, start_of
@@ -381,7 +385,7 @@ def fastest(cost: CostModel, also: Iterable[Sequence[int]] = (), clock: Clock = 
         also: more orders of nodes to be tried.
     """
     best: Spread | None = None
-    for n_used in range(1, min(cost.n_nodes, cost.n_layer + 1) + 1):
+    for n_used in range(1, min(cost.n_nodes, cost.shape.most_nodes) + 1):
         if cost.n_nodes > EXACT_NODES and best is not None and n_used > 2 * len(best.order) + NEAR:
             break  # longer rings have not been better for a while
         best = fastest_of(cost, n_used, best.round_s if best else _INF) or best
@@ -430,7 +434,7 @@ def _neighbours(cost: CostModel, best: Spread) -> Iterator[list[int]]:
     # Two at a time as well: with one less, frames may have as many rows as before, and the ring gains nothing yet.
     for left_out in (*((i,) for i in slow_first), *itertools.combinations(slow_first[:NEAR], 2)):
         yield [i for i in order if i not in left_out]
-    for new in unused if len(order) <= cost.n_layer else ():
+    for new in unused if len(order) < cost.shape.most_nodes else ():
         yield [*order, new]
     for new in unused[:2]:
         for node in slow_first[:NEAR]:
@@ -500,7 +504,7 @@ def _may_do(cost: CostModel, order: tuple[int, ...], below_s: float) -> bool:
 
 def useful_nodes(cost: CostModel) -> int:
     """How many nodes can compute at the same time: one sequence is on one node at a time."""
-    return min(cost.timed.n_sequences, cost.n_nodes, cost.n_layer + 1)
+    return min(cost.timed.n_sequences, cost.n_nodes, cost.shape.most_nodes)
 
 
 def preferred(cost: CostModel, best: Spread) -> Spread:

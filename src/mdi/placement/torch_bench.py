@@ -21,13 +21,12 @@ class TorchBench(Bench):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._config = self._subject.config
         computing = self._subject.computing
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._generator = torch.Generator().manual_seed(1)
 
     def blocks_of(self, start: int, stop: int, max_length: int) -> Stage:
-        stage = Stage(self._config, start, stop, self._cancel)
+        stage = Stage(self._spec, start, stop, self._cancel)
         parts = [f"block.{i}" for i in range(start, stop)]
         stage.load(parts, self._weights, self._device, self._dtype)
         stage.prepare(max_length, self._device, self._dtype)
@@ -46,14 +45,14 @@ class TorchBench(Bench):
         return some.repeat(-(-math.prod(shape) // some.numel()))[: math.prod(shape)].view(shape).to(self._dtype)
 
     def head(self) -> Callable[[torch.Tensor], object]:
-        stage = StarterStage(self._config, 0)
+        stage = StarterStage(self._spec, 0)
         given = install(stage, self._weights("head"), lambda: layers_for(self._device, self._dtype))
         stage.load_state_dict({name: t.to(self._device) for name, t in given.items()}, strict=False, assign=True)
         stage.requires_grad_(False)
         return stage.head
 
     def rows(self, n: int) -> torch.Tensor:
-        x = torch.randn(n, self._config.n_embd, generator=self._generator)
+        x = torch.randn(n, self._spec.width, generator=self._generator)
         return x.to(device=self._device, dtype=self._dtype)
 
     def bytes_of(self, name: str) -> float:

@@ -22,6 +22,8 @@ from mdi.host.device import check_format, choose_device, choose_dtype, load_torc
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
+from mdi.model.plain import ModelConfig
+from mdi.model.spec import ModelSpec
 from mdi.placement.cost import CostModel
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
@@ -35,7 +37,6 @@ from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.combinations import NAMED_GROUPS, STAGES, TORCH, facts_of, refuse
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import DEFAULT_PLACEMENT, Requested, StarterOptions
 from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
@@ -68,13 +69,13 @@ class Choice:
         held: the nodes that hold the blocks already; None: they get them.
         sharing: gives nodes shares of blocks; None if each has its blocks whole.
         extent: of the run, from `place` on.
-        weights, config, directory, codec: of the model, from `open` on: the weights with the cut, its configuration, the
+        weights, spec, directory, codec: of the model, from `open` on: the weights with the cut, what it is, the
             folder, the tokenizer.
         computing: of the starter.
     """
 
     weights: StarterWeights
-    config: ModelConfig
+    spec: ModelSpec
     directory: Path
     codec: TextCodec
     computing: Computing
@@ -123,7 +124,7 @@ class Choice:
                 check_adapters(self.family, weights, options)
                 weights.take_adapters([one for one in names if one.name not in options.sides])
             self.codec = self.family.open_codec(weights.directory, options.prompt_style)
-            self.weights, self.config = weights, weights.config
+            self.weights, self.spec = weights, weights.model.spec
             self.directory = weights.directory
             stack.pop_all()
         self._is_open = True
@@ -152,7 +153,7 @@ class Choice:
     @property
     def context_length(self) -> int:
         """Most tokens of a sequence: the user's choice, else the model's context."""
-        return context_length(self.config, self.family.max_length(self.config), self.options.sequence_length)
+        return context_length(self.spec, self.family.max_length(self.spec), self.options.sequence_length)
 
     @property
     def extent(self) -> Extent:
@@ -175,7 +176,7 @@ class Choice:
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
-        check_prompt(prompt_ids, self.config, self.context_length, self.directory)
+        check_prompt(prompt_ids, self.spec, self.context_length, self.directory)
 
     def _set_format(self, form: str | None) -> None:
         if self._is_auto:
@@ -218,7 +219,9 @@ class Choice:
         last = weights.spec(f"block.{weights.n_layer - 1}").sha256
         identity = weights_id(weights.model, last)
         arithmetic = self.computing.arithmetic("auto")
-        self.held = part = swarm.choose(identity, arithmetic, weights.n_layer, weights.model.name, cancel)
+        self.held = part = swarm.choose(
+            identity, arithmetic, weights.model.spec.allowed_cuts(), weights.model.name, cancel
+        )
         weights.cut_anew((0, *(one.stop - one.start for one in part.chain)))
         self.cluster = cluster = with_chain(self.cluster, part)
         self.left_out = [node for node in part.nodes if node not in cluster.secondaries]

@@ -12,7 +12,6 @@ from mdi.engine.rows import ArrayRows
 from mdi.errors import Code, UsageError
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import AUTO
-from mdi.model.plain import spec_of
 from mdi.run.choice import Choice, starter_computing
 from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
@@ -38,10 +37,10 @@ def draft_memory(model: Choice, extent: Extent) -> int:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
             return 0  # it is refused when it is opened
-        own = replace(extent, max_length=min(extent.max_length, family.max_length(weights.config)))
+        own = replace(extent, max_length=min(extent.max_length, family.max_length(weights.model.spec)))
         spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, own), window=None)
         caches = own.n_sequences * spec.run_bytes(family)
-        return spec.weight_bytes({}) + caches + work_bytes(spec_of(weights.config), LEARN_ROWS, 1)
+        return spec.weight_bytes({}) + caches + work_bytes(weights.model.spec, LEARN_ROWS, 1)
     finally:
         weights.close()
 
@@ -75,8 +74,8 @@ def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> D
         names = stage_parts(0, weights.n_layer, starter=True)
         held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, cancel))
         kv_dtype = computing.cache_type(extent.kv_dtype)
-        stage = KernelStage(weights.config, 0, weights.n_layer, held, n_threads(), kv_dtype)
-        length = min(extent.max_length, family.max_length(weights.config))
+        stage = KernelStage(weights.model.spec, 0, weights.n_layer, held, n_threads(), kv_dtype)
+        length = min(extent.max_length, family.max_length(weights.model.spec))
         stage.prepare(length)
     finally:
         weights.close()

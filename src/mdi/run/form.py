@@ -44,7 +44,6 @@ from mdi.run.supply import StarterSupply
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import Requested, StarterOptions
 from mdi.spec.window import window_of
 from mdi.stages.group_part import GroupPart
@@ -73,7 +72,7 @@ class Basis:
 
     Attributes:
         run: its id; ring n of the run has the id `run + n`.
-        family, config: of the model; weights: with the cut of the ring that is formed.
+        family: of the model; weights: with the cut of the ring that is formed.
         options: the user's choices; `computing` is what follows from them.
         extent: of the run; its frames are those that the user wants.
         process: a number that the starter's process drew.
@@ -88,7 +87,6 @@ class Basis:
 
     run: int
     family: ModelFamily
-    config: ModelConfig
     options: StarterOptions
     computing: Computing
     weights: StarterWeights
@@ -364,7 +362,7 @@ class Former:
         )  # fmt: skip
         assert basis.listener is not None
         try:
-            limits = ring_limits(basis.family.widest_row(basis.config))
+            limits = ring_limits(basis.family.widest_row(basis.weights.model.spec))
             link = close_starter_ring(basis.listener, seat, len(cluster.nodes), limits, cancel=cancel)
         except MdiError:
             FanOut({name: partial(client.stop, alone.run_id, timeout_s=REACH_S)}).join(DROP_S)
@@ -442,7 +440,7 @@ class Former:
             return LoopbackRing(n_frames, seat.epoch)
         n_places = basis.options.n_places(n_frames, n_nodes)
         limits, allocate = (
-            ring_limits(basis.family.widest_row(basis.config), len(basis.taps)),
+            ring_limits(basis.family.widest_row(basis.weights.model.spec), len(basis.taps)),
             receive_buffers(basis.computing.device),
         )
         try:
@@ -823,7 +821,7 @@ class Preparation:
     def _reckon_memory(self, held: HeldStage, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
         basis, nodes, setups = self.task.basis, self.task.cluster.nodes, self.setups
-        kept = basis.extent.row_bytes(basis.weights.config.n_embd, self.task.replay_bytes) if setups else 0
+        kept = basis.extent.row_bytes(basis.weights.model.spec.width, self.task.replay_bytes) if setups else 0
         held.replay_bytes, held.sent = kept, None  # its engine has the rows
         own = basis.caches.grant(held)
         is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)

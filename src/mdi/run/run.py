@@ -156,7 +156,7 @@ class Run(StatusOnly):
         for name, folder in self.options.sides.items():
             self._sides[name] = read_side(folder, n_threads())
             shape = self._sides[name].shape
-            check_base(shape, base_of(model.weights), model.weights.config, folder)
+            check_base(shape, base_of(model.weights), model.spec, folder)
             if shape.head != LM:
                 raise UsageError(
                     f"--adapter {folder}: it tells {len(shape.labels)} classes apart, and writes no text",
@@ -243,7 +243,7 @@ class Run(StatusOnly):
         """The loop, and how blocks are cut again; None if the first ring is the only one."""
         options, weights, computing, cluster = model.options, model.weights, model.computing, model.cluster
         basis = Basis(
-            self._id, model.family, model.config, options, computing, weights, self.extent, self._process,
+            self._id, model.family, options, computing, weights, self.extent, self._process,
             self._ports.listener, self._ports.caches, model.sharing, self._taps, model.held is not None, self._gradients,
             draft_memory(model, self.extent),
         )  # fmt: skip
@@ -287,8 +287,8 @@ class Run(StatusOnly):
         if self.run_trace is not None:
             recorder = self.run_trace.recorder
             self.run_trace.read_clocks(self.clients)
-        scheduler = model.family.scheduler(model.config, self.cluster.n_nodes) or Scheduler(
-            chunk_rows=prompt_rows(options.weight_memory, model.config), memory=ring.memory
+        scheduler = model.family.scheduler(model.spec, self.cluster.n_nodes) or Scheduler(
+            chunk_rows=prompt_rows(options.weight_memory, model.spec), memory=ring.memory
         )
         self.engine = engine = StarterEngine(
             ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype, self._taps
@@ -355,8 +355,8 @@ class Run(StatusOnly):
         if options.draft != "auto":
             draft = open_draft(model, Path(options.draft), self.extent, self._cancel)
         has_window = window_of(options.weight_memory) is not None
-        most_rows = most_rows_of(bool(model.config.n_expert), has_window)
-        return Speculation(most_rows, draft, n_vocabulary=model.config.padded_vocab_size)
+        most_rows = most_rows_of(model.spec.has_experts, has_window)
+        return Speculation(most_rows, draft, n_vocabulary=model.spec.n_rows)
 
     def _measure(self, client: ControlClient) -> NodeProfile:
         """A node that has come, as it measures itself. Raises MdiError."""

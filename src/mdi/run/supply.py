@@ -46,7 +46,7 @@ class StarterSupply:
             beside: see StageSpec.
         """
         weights, group = self._weights, self._weights.group_of(0)
-        n_rows = most_rows_of(bool(weights.config.n_expert), True) if self._has_guesses else 1
+        n_rows = most_rows_of(weights.model.spec.has_experts, True) if self._has_guesses else 1
         share = "" if group is None else f"{group.rank} of {group.shares} {group.packing}"
         parts = tuple(
             PartInfo(part, f"{weights.id} {share} {part}", self._holder_of(part).part_bytes(part))

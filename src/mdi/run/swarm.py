@@ -70,24 +70,25 @@ class Swarm:
             cancel.wait(POLL_S)
 
     def choose(
-        self, weights: str, arithmetic: Arithmetic, n_layer: int, model: str, cancel: Cancel
+        self, weights: str, arithmetic: Arithmetic, cuts: Sequence[int], model: str, cancel: Cancel
     ) -> SwarmPart:  # fmt: skip
         """The chain of a first ring, and the nodes that may take part later.
 
         Args:
             weights: of the model, see Announced.
+            cuts: where the model may be cut.
             arithmetic: of this node. Others must have weights in the same formats; the same class of kernels is rather taken.
 
         Raises:
             PlacementError: not all blocks are on nodes that answer, after a time.
         """
-        end = time.monotonic() + self._wait_s
+        end, n_layer = time.monotonic() + self._wait_s, cuts[-1]
         while True:
             wanted = weights, arithmetic.formats, n_layer
             nodes = [one for one in self.usable if (one.weights, one.arithmetic.formats, one.n_layer) == wanted]
             for kind in sorted({one.kind for one in nodes}, key=lambda kind: (kind[1] != arithmetic, str(kind[1]))):
                 able = self._answering([one for one in nodes if one.kind == kind], cancel)
-                if (chain := choose_chain([self.holder(one) for one in able], n_layer)) is not None:
+                if (chain := choose_chain([self.holder(one) for one in able], n_layer, cuts)) is not None:
                     return SwarmPart(self, kind, chain, [one.config() for one in able])
             if time.monotonic() > end:
                 raise PlacementError(self._lacking(nodes, weights, arithmetic.formats.only, n_layer, model))

@@ -17,7 +17,7 @@ from mdi.engine.sequence import FAILED, UNTRUE, Event, Events, Request, Sampling
 from mdi.engine.starter import StarterEngine
 from mdi.errors import Code, UsageError
 from mdi.metrics import SampleMetrics
-from mdi.spec.model import ModelConfig
+from mdi.model.spec import ModelSpec
 from mdi.text.answers.stream import InlineStream
 from mdi.text.texts import TextCodec, TextStream, stop_test
 
@@ -337,11 +337,11 @@ class RunTexts:
             self._end = time.perf_counter()
 
 
-def context_length(config: ModelConfig, longest: int, wanted: int | None) -> int:
+def context_length(spec: ModelSpec, longest: int, wanted: int | None) -> int:
     """Tokens that a sequence may have.
 
     Args:
-        config: of the model; `longest` is what that allows.
+        spec: of the model; `longest` is what that allows.
         wanted: by the user; None leaves it to the model.
 
     Raises:
@@ -349,14 +349,12 @@ def context_length(config: ModelConfig, longest: int, wanted: int | None) -> int
     """
     if wanted is None:
         return longest
-    if not 1 <= wanted <= config.block_size:
-        raise UsageError(
-            f"--sequence-length {wanted}: {config.name or 'the model'} has a context of {config.block_size}"
-        )
+    if not 1 <= wanted <= spec.max_length:
+        raise UsageError(f"--sequence-length {wanted}: {spec.name or 'the model'} has a context of {spec.max_length}")
     return wanted
 
 
-def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, n_context: int, directory: Path) -> None:
+def check_prompt(prompt_ids: Sequence[int], spec: ModelSpec, n_context: int, directory: Path) -> None:
     """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
     if not prompt_ids:
         raise UsageError("a prompt without any token cannot be continued: give it some text")
@@ -365,8 +363,8 @@ def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, n_context: int,
             f"a prompt has {len(prompt_ids)} tokens, but the context holds {n_context}: shorten it, or choose a larger "
             "--sequence-length if the model allows it"
         )
-    if max(prompt_ids) >= config.padded_vocab_size:
+    if max(prompt_ids) >= spec.n_rows:
         raise UsageError(
-            f"a prompt has the token {max(prompt_ids)}, but the model knows {config.padded_vocab_size} tokens: the "
+            f"a prompt has the token {max(prompt_ids)}, but the model knows {spec.n_rows} tokens: the "
             f"tokenizer in {directory} belongs to another model"
         )

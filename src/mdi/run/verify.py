@@ -603,7 +603,7 @@ class RowVerifier:
             assert self.engine is not None
             dtype, n_cols, data = self.engine.sent.fill([Slice(seq_id, start, stop - start)])
             return Frame(FrameType.BATCH, 0, 0, dtype, stop - start, n_cols, payload=data)
-        n_cols = self._former.basis.weights.config.n_embd
+        n_cols = self._former.basis.weights.model.spec.width
         most = max(1, ROWS_BYTES // (8 * n_cols))
         pieces = [
             self._ask(ring, index, seq_id, at, min(stop, at + most), "sent", is_whole=True)

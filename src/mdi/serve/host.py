@@ -488,7 +488,7 @@ class ModelHost:
             run.close()
             raise NoMemoryError(f"the other models leave no memory for the caches of one text of {name}")
         run.engine.pace = PromptPace()
-        directory, n_vocabulary = run.model.directory, run.model.config.padded_vocab_size
+        directory, n_vocabulary = run.model.directory, run.model.spec.n_rows
         outlet = Outlet(name, run.engine, run.model.codec, self._lines)
         self.loaded[name] = Loaded(name, run, outlet, directory, n_vocabulary)
         n_virtual = {one.name: one.n_virtual for one in run.model.weights.adapters}

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from mdi.errors import MdiError
+from mdi.model.plain import ModelConfig, decode_with_config, spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.decode import Meta, ShortName, Text, Whole, decode
-from mdi.spec.model import ModelConfig, decode_with_config
 
 T = TypeVar("T")
 
@@ -52,6 +53,10 @@ class ModelId:
     config_hash: Text
     dtype: Text
     formats: Formats | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_of(self.config)
 
     @property
     def format(self) -> str | None:

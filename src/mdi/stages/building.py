@@ -31,9 +31,8 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
-from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.cluster import WeightMemory
-from mdi.spec.model import ModelConfig
 from mdi.spec.window import window_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
@@ -75,7 +74,7 @@ def build_stage(
     if spec.is_torch:
         from mdi.stages.torch_stage import TorchStage
 
-        inner = family.stage(spec.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
+        inner = family.stage(spec.model.config, spec.blocks, spec.has_ends, spec.n_nodes, cancel)
         stage = TorchStage(inner, computing, spec.extent.kv_dtype, None if spec.model.formats else spec.model.dtype)
         stage.load(names, lambda name: torch_weights(source(name), name, computing))
         if computing.compile:
@@ -84,7 +83,7 @@ def build_stage(
     weights: Resident | Any
     if spec.window is not None:
         n_rows = spec.extent.n_sequences * spec.n_rows
-        work = work_bytes(spec_of(spec.config) if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
+        work = work_bytes(spec.model.spec if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
         run = RunMemory(
             spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
         )  # fmt: skip
@@ -98,17 +97,16 @@ def build_stage(
         )
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
-        group = None if spec.group is None else GroupSum(spec.group.share(spec.config))
-        return KernelStage(spec.config, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
+        group = None if spec.group is None else GroupSum(spec.group.share(spec.model.config))
+        return KernelStage(spec.model.spec, *spec.blocks, weights, n_threads(), spec.extent.kv_dtype, group, adapters)
     except BaseException:
         weights.close()
         raise
 
 
-def prompt_rows(memory: WeightMemory, config: ModelConfig) -> int:
+def prompt_rows(memory: WeightMemory, spec: ModelSpec) -> int:
     """Rows of prompts in a frame at most; of a model that looks back a fixed number of positions, what its caches hold."""
-    has_sliding_window = config.sliding_window_size is not None
-    return CHUNK_ROWS if window_of(memory) is None or has_sliding_window else PROMPT_ROWS
+    return CHUNK_ROWS if window_of(memory) is None or spec.has_window else PROMPT_ROWS
 
 
 POPULATE_BYTES = 64 << 20  # bytes that are loaded between two looks at whether it goes on

@@ -24,11 +24,9 @@ from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import PageClass, cache_classes
-from mdi.model.plain import spec_of
 from mdi.model.spec import ModelSpec, Norm
 from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
@@ -72,7 +70,7 @@ class StageWeights(Protocol):
     def table(self) -> EmbeddingTable | None:
         """The embedding."""
 
-    def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
+    def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         """The head for so many tokens. Raises KernelError if it is for others."""
 
     def check(self) -> None:
@@ -122,8 +120,8 @@ class Resident:
     def table(self) -> EmbeddingTable | None:
         return array_of(self._parts["embedding"], EMBEDDING)
 
-    def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
-        return Head(spec_of(config), self._parts["head"], n_tokens, context)
+    def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
+        return Head(spec, self._parts["head"], n_tokens, context)
 
     def check(self) -> None:
         """There is no limit."""
@@ -233,7 +231,7 @@ class KernelStage:
     """Blocks [start, stop), and the ends if the weights have them.
 
     Args:
-        config: of the whole model.
+        spec: of the whole model.
         weights: of these blocks, and of the ends; in a group, of this node's share.
         n_threads: see kernels.blocks.Context.
         cache_type: what caches hold, one of model.caches.CACHE_TYPES.
@@ -252,21 +250,19 @@ class KernelStage:
     head: HeadFunction
 
     def __init__(
-        self, config: ModelConfig, start: int, stop: int, weights: StageWeights, n_threads: int = 1,
+        self, spec: ModelSpec, start: int, stop: int, weights: StageWeights, n_threads: int = 1,
         cache_type: str = "float32", group: GroupSum | None = None, adapters: Mapping[str, Weights] | None = None,
     ) -> None:  # fmt: skip
-        self.config, self._adapters = config, adapters or {}
+        self.spec, self._adapters = spec, adapters or {}
         self.start, self.stop, self.n_blocks = start, stop, stop - start
-        self.n_embd = self.returned_width = config.n_embd
+        self.n_embd = self.returned_width = spec.width
         self.cache_type = cache_type
         self.weights, self.group = weights, group
         self.max_length = 0
         self._context = Context(n_threads)
-        self._learned = LearnedRows(self._adapters, config, start, stop, cache_type)
+        self._learned = LearnedRows(self._adapters, spec, start, stop, cache_type)
         if group is None:
-            self._blocks = Blocks(
-                spec_of(config), start, stop, self._of_block, cache_type, self._context, self._low_rank_of
-            )
+            self._blocks = Blocks(spec, start, stop, self._of_block, cache_type, self._context, self._low_rank_of)
             self._forward = self._blocks.forward if weights.ready is None else self._forward_in_halves
         else:
             self._blocks = self._shares = ShardBlocks(
@@ -279,7 +275,7 @@ class KernelStage:
         self._own_logits: HeadFunction | None = None  # of a node of a group that only has rows of the head
         if "embedding" in weights:
             assert head is not None
-            self.ends = Ends(spec_of(config), weights, head)
+            self.ends = Ends(spec, weights, head)
             self.embed, self.head, self.is_head_shared = self.ends.embed, self.ends.head, self.ends.is_head_shared
         else:
             self._own_logits = head
@@ -301,14 +297,14 @@ class KernelStage:
             found = own.get(name)
             return found if isinstance(found, np.ndarray) else None
 
-        return low_rank(part, index, norm, self.config)
+        return low_rank(part, index, norm, self.spec)
 
     def _made_head(self) -> HeadFunction | None:
         """The head, or this node's rows of it."""
         rows = None if self.group is None else self.group.share.vocabulary
         if rows is None:
-            return self.weights.head(self.config, self.config.padded_vocab_size, self._context)
-        own = self.weights.head(self.config, rows[1] - rows[0], self._context) if rows[0] < rows[1] else None
+            return self.weights.head(self.spec, self.spec.n_rows, self._context)
+        own = self.weights.head(self.spec, rows[1] - rows[0], self._context) if rows[0] < rows[1] else None
         assert self.group is not None
         return SharedHead(self.group, own) if "embedding" in self.weights else own
 

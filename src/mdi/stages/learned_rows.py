@@ -20,9 +20,7 @@ from mdi.kernels.cache_rows import piece_of
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slice, Slices, adapter_of
 from mdi.kernels.stage_caches import CacheRun
-from mdi.model.plain import spec_of
-from mdi.model.spec import Attention
-from mdi.spec.model import ModelConfig
+from mdi.model.spec import Attention, ModelSpec
 
 Take = Callable[[], None]
 Forward = Callable[[np.ndarray, Slices, Sequence[int], Take], None]  # as Blocks.forward
@@ -47,14 +45,12 @@ class LearnedRows:
         KernelError: a prefix is not there for each block [start, stop), or rows of an adapter are of different numbers.
     """
 
-    def __init__(
-        self, parts: Mapping[str, Weights], config: ModelConfig, start: int, stop: int, cache_type: str
-    ) -> None:
+    def __init__(self, parts: Mapping[str, Weights], spec: ModelSpec, start: int, stop: int, cache_type: str) -> None:
         self._start = start
         self._n_rows: dict[int, int] = {}  # by the number of the adapter
         self._prompts: dict[int, dict[int, np.ndarray]] = {}  # by adapter and block
         kept: dict[int, dict[tuple[int, str], np.ndarray]] = {}  # keys and values, by adapter
-        mixer = spec_of(config).blocks[start].mixer
+        mixer = spec.blocks[start].mixer
         assert isinstance(mixer, Attention)
         shape = mixer.n_groups, mixer.head_size
         for part in parts.values():

@@ -17,8 +17,9 @@ from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.messages import InitRequest
 from mdi.errors import Code, ControlError
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import ModelSpec
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.stages.starter_weights import StarterWeights
 from mdi.tensor.group import group_of
 
@@ -86,15 +87,16 @@ class ModelFamily:
         """
         from mdi.stages.torch_stage import Stage, StarterStage
 
-        return StarterStage(config, blocks[1]) if has_ends else Stage(config, *blocks, cancel)
+        return StarterStage(spec_of(config), blocks[1]) if has_ends else Stage(spec_of(config), *blocks, cancel)
 
     def stage_bytes(self, config: ModelConfig, blocks: tuple[int, int], extent: Extent) -> int:
         """Memory of that stage besides its weights, with the caches of one sequence; computed without building it."""
         from mdi.stages.torch_cache import TORCH_TYPES
         from mdi.stages.torch_stage import module_bytes, run_bytes
 
-        caches = run_bytes(config, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
-        return caches + module_bytes(config, *blocks)
+        spec = spec_of(config)
+        caches = run_bytes(spec, *blocks, extent.max_length, TORCH_TYPES[extent.kv_dtype])
+        return caches + module_bytes(spec, *blocks)
 
     def check(self, request: InitRequest) -> None:
         """Raises ControlError if this secondary cannot play the part that it is given."""
@@ -106,14 +108,14 @@ class ModelFamily:
                 "this node can only hold blocks, but was asked to hold the head as well", 409, code=Code.ROLE
             )
 
-    def widest_row(self, config: ModelConfig) -> int:
+    def widest_row(self, spec: ModelSpec) -> int:
         """Columns that a row on the ring can have."""
-        return config.n_embd
+        return spec.width
 
-    def max_length(self, config: ModelConfig) -> int:
+    def max_length(self, spec: ModelSpec) -> int:
         """Tokens that a text may reach, prompt included."""
-        return config.block_size
+        return spec.max_length
 
-    def scheduler(self, config: ModelConfig, n_nodes: int) -> Scheduler | None:
+    def scheduler(self, spec: ModelSpec, n_nodes: int) -> Scheduler | None:
         """The scheduler of frames; None is the engine's own."""
         return None

@@ -22,8 +22,7 @@ from mdi.checkpoint.packing import norm_before, plain
 from mdi.errors import Code, UsageError
 from mdi.host.resources import free_memory_bytes
 from mdi.kernels.blocks import Weights
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.spec import ModelSpec
 from mdi.stages.torch_attention import Positions, Texts
 from mdi.stages.torch_block import Block, Heads
 from mdi.stages.trained_tensors import NONE, Trained, is_learned, of_blocks
@@ -65,18 +64,17 @@ class PlainBlocks:
     """Blocks that gradients go through.
 
     Args:
-        config: of the model, as the kernels have it.
+        spec: of the model.
         weights: of block i, by their names in the model; packed ones are made plain while the block is computed.
         each: called after each block.
         kept: where the inputs of blocks are kept from a forward pass to its backward pass; None: nowhere.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Callable[[int], Weights], each: Each = lambda: None,
+        self, spec: ModelSpec, weights: Callable[[int], Weights], each: Each = lambda: None,
         kept: KeptInputs | None = None,
     ) -> None:  # fmt: skip
-        self._config, self._spec = config, spec_of(config)
-        self._weights, self._each, self._kept = weights, each, kept
+        self._spec, self._weights, self._each, self._kept = spec, weights, each, kept
 
     def forward(self, x: np.ndarray, start: int, stop: int, trained: Trained = NONE) -> np.ndarray:
         """float32 (texts, tokens, n_embd) before block `start` -> the same before block `stop`
@@ -158,10 +156,10 @@ class PlainBlocks:
                 continue
             layer, _, first, _ = name.rsplit(".", 3)
             a, b = own[name], own[f"{name[:-1]}b"]
-            norm = (norm_before(f"{prefix}{layer}.weight", self._config) or "").removeprefix(prefix)
+            norm = (norm_before(f"{prefix}{layer}.weight", self._spec) or "").removeprefix(prefix)
             gain, here = own.get(f"{norm.removesuffix('weight')}gain"), norms.get(norm)
             if gain is not None and here is not None:
-                factor = gain_factor(prefix + norm, gain.numpy(), here.numpy(), self._config)
+                factor = gain_factor(prefix + norm, gain.numpy(), here.numpy(), self._spec)
                 a = a if factor is None else a * torch.tensor(factor)
             block.get_submodule(layer).register_forward_hook(partial(_added, a=a, b=b, first=int(first)))
 

@@ -28,8 +28,8 @@ from mdi.errors import CheckpointError, Code, KernelError, UsageError
 from mdi.files import replacing
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import pack
+from mdi.model.spec import ModelSpec
 from mdi.spec.decode import Meta, Name, Text, decode_text, one_of
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import SIDE_FILE
 
 KEY = "mdi_side"  # of the file's metadata
@@ -201,11 +201,11 @@ def read_side(folder: Path, n_threads: int = 1) -> SideNetwork:
     return SideNetwork(shape, tensors, n_threads, hashlib.sha256(data).hexdigest())
 
 
-def check_base(shape: SideShape, base: Base, config: ModelConfig, folder: Path) -> None:
-    """Raises UsageError if the side network in `folder` belongs to another model than `base`, which has that config."""
+def check_base(shape: SideShape, base: Base, spec: ModelSpec, folder: Path) -> None:
+    """Raises UsageError if the side network in `folder` belongs to another model than `base`, which has that spec."""
     own = shape.base
     is_other = own.config_hash != base.config_hash or (own.form == base.form and own.sha256 != base.sha256)
-    fits = shape.n_embd == config.n_embd and all(tap < config.n_layer for tap in shape.taps)
+    fits = shape.n_embd == spec.width and all(tap < spec.n_layer for tap in shape.taps)
     if is_other or not fits:
         raise UsageError(
             f"{folder} was trained for {own.model}, whose weights or shape are not those of {base.model}",

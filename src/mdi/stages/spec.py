@@ -14,12 +14,10 @@ from mdi.host.computing import Computing
 from mdi.host.device import load_torch
 from mdi.host.threads import n_threads
 from mdi.kernels.weight_formats import held_bytes
-from mdi.model.plain import spec_of
 from mdi.model.spec import ModelSpec
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.combinations import GRADIENTS, TOGETHER, TORCH, WINDOW, refuse
 from mdi.spec.extent import Extent
-from mdi.spec.model import ModelConfig
 from mdi.spec.model_id import Formats, ModelId
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import run_bytes
@@ -59,10 +57,6 @@ class StageSpec:
     def has_ends(self) -> bool:
         """Whether it is a starter's, with the embedding."""
         return any(part.name == "embedding" for part in self.parts)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -111,12 +105,12 @@ class StageSpec:
     @property
     def own_spec(self) -> ModelSpec:
         """The model with its blocks as this node has them."""
-        return spec_of(self.config) if self.group is None else self.group.share(self.config).spec
+        return self.model.spec if self.group is None else self.group.share(self.model.config).spec
 
     def run_bytes(self, family: ModelFamily) -> int:
         """Memory besides the weights, with the caches of one sequence of full length."""
         if self.is_torch:
-            return family.stage_bytes(self.config, self.blocks, self.extent)
+            return family.stage_bytes(self.model.config, self.blocks, self.extent)
         return run_bytes(self.own_spec, *self.blocks, self.extent)
 
     def weight_bytes(self, without: Mapping[str, Any]) -> int:

@@ -26,7 +26,7 @@ from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels.weight_formats import OWN_FORMAT
-from mdi.spec.model import ModelConfig
+from mdi.model.plain import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.tensor.group import Group
 from mdi.tensor.shard_source import ShardSource
@@ -212,9 +212,9 @@ class StarterWeights:
         return len(self._chunks) == n_nodes and layers is None
 
     def _cut(self, n_nodes: int, layers: str | None) -> list[tuple[int, int]]:
-        n_layer = self.config.n_layer
+        n_layer = self.n_layer
         if layers is not None:
-            return ranges(parse_layers(layers, n_layer, n_nodes))
+            return ranges(parse_layers(layers, n_layer, n_nodes, self.model.spec.allowed_cuts()))
         names = ["starter"] + [f"secondary{i}" for i in range(n_nodes - 1)]
         if all(name in self._chunks for name in names):
             blocks = [self._chunks[name].manifest.blocks for name in names]
@@ -222,7 +222,7 @@ class StarterWeights:
                 told = ", ".join(f"{name} {span(*pair)}" for name, pair in zip(names, blocks, strict=True))
                 raise CheckpointError(f"the chunks beside {self._chunks['starter'].path} do not fit each other: {told}")
             return blocks
-        return ranges(default_split(self.config, n_nodes))
+        return ranges(default_split(self.model.spec, n_nodes))
 
     def _source_of(self, part: str) -> WeightSource:
         for source in self.sources:
@@ -297,7 +297,7 @@ class StarterWeights:
 
     @property
     def n_layer(self) -> int:
-        return self.config.n_layer
+        return self.model.spec.n_layer
 
     def close(self) -> None:
         """Harmless if repeated."""

@@ -108,7 +108,7 @@ def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> 
         refuse({GRADIENTS: GRADIENTS, TORCH: "these blocks are not whole in the kernels' form"})
     assert isinstance(stage, KernelStage)
     kept = _KEPT_INPUTS.setdefault(stage, KeptInputs())
-    return PlainBlocks(stage.config, lambda index: stage.weights[f"block.{index}"], each, kept)
+    return PlainBlocks(stage.spec, lambda index: stage.weights[f"block.{index}"], each, kept)
 
 
 def check_capacity(name: str, stage: Backend, max_length: int, device: str, promised: int = 0) -> None:

@@ -21,8 +21,7 @@ from mdi.host.computing import Computing
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import cache_classes
-from mdi.model.plain import spec_of
-from mdi.spec.model import ModelConfig
+from mdi.model.spec import Experts, ModelSpec
 from mdi.stages.torch_attention import Batch, Positions
 from mdi.stages.torch_block import Block, keep_rows_apart, norm_of
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
@@ -47,10 +46,9 @@ class Stage(nn.Module):
     caches: TorchCaches
     _positions: Positions
 
-    def __init__(self, config: ModelConfig, start: int, stop: int, cancel: Cancel | None = None) -> None:
+    def __init__(self, spec: ModelSpec, start: int, stop: int, cancel: Cancel | None = None) -> None:
         super().__init__()
-        self.config, self.spec = config, spec_of(config)
-        self.n_embd = config.n_embd
+        self.spec, self.n_embd = spec, spec.width
         self.start, self.stop = start, stop
         self.n_finished = 0  # blocks, so far
         blocks = {}
@@ -58,7 +56,7 @@ class Stage(nn.Module):
             for i in range(start, stop):
                 if cancel is not None:
                     cancel.check()
-                blocks[str(i)] = Block(self.spec.blocks[i], config.n_embd, i - start)
+                blocks[str(i)] = Block(spec.blocks[i], spec.width, i - start)
         self.transformer = nn.ModuleDict({"h": nn.ModuleDict(blocks)})
         self.eval().requires_grad_(False)
 
@@ -108,7 +106,7 @@ class Stage(nn.Module):
 
     def run_bytes(self, max_length: int, dtype: torch.dtype) -> int:
         """Memory that a run takes beside the weights: position tables, and the caches of one sequence of full length."""
-        return run_bytes(self.config, self.start, self.stop, max_length, dtype)
+        return run_bytes(self.spec, self.start, self.stop, max_length, dtype)
 
     def prepare(
         self, max_length: int, device: torch.device, dtype: torch.dtype, cache_limit: int | None = None
@@ -116,7 +114,7 @@ class Stage(nn.Module):
         """Build what depends on the longest sequence of a run: position tables and, empty, the caches.
 
         Args:
-            max_length: tokens that a sequence may reach; at most config.block_size.
+            max_length: tokens that a sequence may reach; at most the model's.
             dtype: number type of the caches.
             cache_limit: bytes that all caches together will take at most; None is not known.
         """
@@ -180,9 +178,8 @@ class Stage(nn.Module):
             raise EngineError(f"--compile: torch cannot compile here: {(str(e).splitlines() or [''])[0]}") from e
 
 
-def run_bytes(config: ModelConfig, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
+def run_bytes(spec: ModelSpec, start: int, stop: int, max_length: int, dtype: torch.dtype) -> int:
     """`Stage.run_bytes` of blocks that need not be built."""
-    spec = spec_of(config)
     tables, classes = (
         table_bytes(spec.blocks[start:stop], max_length),
         cache_classes(spec, start, stop, CACHE_TYPE_OF[dtype])[0],
@@ -190,9 +187,10 @@ def run_bytes(config: ModelConfig, start: int, stop: int, max_length: int, dtype
     return int(tables + sum(c.n_bytes(max_length) for c in classes))
 
 
-def module_bytes(config: ModelConfig, start: int, stop: int) -> int:
-    """Memory of the blocks as Python objects, without one weight: nothing, but where a config asks for many experts."""
-    return (stop - start) * (BLOCK_BYTES + config.n_expert * EXPERT_BYTES)
+def module_bytes(spec: ModelSpec, start: int, stop: int) -> int:
+    """Memory of the blocks as Python objects, without one weight: nothing, but where a model asks for many experts."""
+    n_experts = max(one.mlp.n if isinstance(one.mlp, Experts) else 0 for one in spec.kinds)
+    return (stop - start) * (BLOCK_BYTES + n_experts * EXPERT_BYTES)
 
 
 class StarterStage(Stage):
@@ -200,9 +198,9 @@ class StarterStage(Stage):
 
     is_head_shared = False
 
-    def __init__(self, config: ModelConfig, stop: int) -> None:
-        super().__init__(config, 0, stop)
-        spec, ends = self.spec, self.spec.ends
+    def __init__(self, spec: ModelSpec, stop: int) -> None:
+        super().__init__(spec, 0, stop)
+        ends = spec.ends
         with torch.device("meta"):
             self.transformer["wte"] = nn.Embedding(spec.n_rows, spec.width)
             if ends.n_positions:

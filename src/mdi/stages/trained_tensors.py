@@ -26,8 +26,8 @@ from mdi.checkpoint.adapters import check_stored
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, row_widths
 from mdi.errors import CheckpointError, ControlError
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.decode import Meta, decode_text
-from mdi.spec.model import ModelConfig
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def read_shapes(data: bytes | bytearray, config: ModelConfig, start: int, stop: 
     shapes: Shapes = dict(decode_text(_ShapesForm, bytes(data), "the tensors", refused)) if data else {}
     adapters: dict[int, dict[str, TensorSpec]] = {}
     n_virtual = set[tuple[str, int]]()
-    width = row_widths(config)
+    width = row_widths(spec_of(config))
     for name, shape in shapes.items():
         block, what = block_of(name), name.split(".", 3)[3]
         if not start <= block < stop:

@@ -31,9 +31,8 @@ from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
 from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import weight_format
-from mdi.model.plain import spec_of
+from mdi.model.spec import ModelSpec
 from mdi.model.tensors import EMBEDDING
-from mdi.spec.model import ModelConfig
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
@@ -545,8 +544,8 @@ class Windowed:
         """Rows of the embedding are read as tokens ask for them."""
         return self._stored["embedding"].table
 
-    def head(self, config: ModelConfig, n_tokens: int, context: Context) -> HeadFunction:
-        return PiecedHead(config, self._stored[HEAD].arrays, self.window, n_tokens, context)
+    def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
+        return PiecedHead(spec, self._stored[HEAD].arrays, self.window, n_tokens, context)
 
     def close(self) -> None:
         self.window.close()
@@ -556,7 +555,7 @@ class PiecedHead:
     """Rows that went through all blocks -> logits, as kernels.blocks.Head, from pieces that are in memory while they are used.
 
     Args:
-        config: of the model.
+        spec: of the model.
         weights: the small tensors of the part "head".
         n_tokens: how many of the vocabulary it is for.
 
@@ -564,7 +563,7 @@ class PiecedHead:
         KernelError: the window's head has another number of rows.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, window: Window, n_tokens: int, context: Context) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, window: Window, n_tokens: int, context: Context) -> None:
         self._window, self._n_tokens = window, n_tokens
         self._pieces: list[Head] = []
         n_rows, bias = 0, weights.get(_HEAD_BIAS)
@@ -573,7 +572,7 @@ class PiecedHead:
             of_piece: dict[str, Matrix | np.ndarray] = {**weights, _HEAD: matrix}
             if isinstance(bias, np.ndarray):
                 of_piece[_HEAD_BIAS] = bias[n_rows : n_rows + matrix.n_out]
-            self._pieces.append(Head(spec_of(config), of_piece, matrix.n_out, context))
+            self._pieces.append(Head(spec, of_piece, matrix.n_out, context))
             n_rows += matrix.n_out
         if n_rows != n_tokens:
             raise KernelError(f"the head has {n_rows} rows, {n_tokens} expected")

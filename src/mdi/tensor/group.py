@@ -10,12 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mdi.block_ranges import default_split, ranges, split_layers
+from mdi.block_ranges import check_n_nodes, default_split, ranges, split_at, split_layers
 from mdi.checkpoint.packing import Packing
 from mdi.control.messages import ToldGroup, refused
 from mdi.errors import SplitError, UsageError
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import ClusterConfig
-from mdi.spec.model import ModelConfig
 from mdi.spec.options import ParallelOptions
 from mdi.tensor.shares import Share, Shares, share_out, why_not_shared_out
 
@@ -55,11 +55,14 @@ def groups_after(before: Mapping[str, str | None], names: Sequence[str]) -> dict
     return {name: before[name] if name in before else next(lost, None) for name in names}
 
 
-def counts_after(before: Mapping[str, int], stages: Sequence[RingStage]) -> tuple[int, ...]:
+def counts_after(
+    before: Mapping[str, int], stages: Sequence[RingStage], cuts: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Blocks of each stage of the next ring: as before if the stages are the same, else by their numbers of nodes.
 
     Args:
         before: blocks of each stage of the ring that broke, by its name.
+        cuts: where the model may be cut; None is everywhere.
 
     Raises:
         SplitError: there are more stages than blocks.
@@ -70,7 +73,10 @@ def counts_after(before: Mapping[str, int], stages: Sequence[RingStage]) -> tupl
     if len(stages) > n_layer:
         raise SplitError(f"{len(stages)} stages cannot each have one of {n_layer} blocks")
     if len(set(sizes)) == 1:
-        return split_layers(n_layer, len(sizes))
+        return split_layers(n_layer, len(sizes), cuts=cuts)
+    if cuts is not None and len(cuts) <= n_layer:
+        check_n_nodes(n_layer, len(sizes), cuts)
+        return split_at(cuts, sizes)
     bounds = [round(n_layer * sum(sizes[:i]) / sum(sizes)) for i in range(len(sizes) + 1)]
     counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
     while 0 in counts:  # a large one gives
@@ -202,7 +208,7 @@ def division_by_hand(
         raise UsageError(f"--shares names {len(options.parts)} nodes, but there are {len(names)}")
     counts = tuple(stop - start for start, stop in blocks)
     if len(counts) != len(stages):
-        counts = default_split(config, len(stages))
+        counts = default_split(spec_of(config), len(stages))
     return Division(stages, counts, dict(zip(names, options.parts or [1.0] * len(names), strict=True)))
 
 
@@ -253,7 +259,7 @@ class SharingOut:
         cluster = in_common_order(cluster, stages_of(groups), processes)
         self._groups = {node.name: groups[node.name] for node in cluster.nodes}
         stages = stages_of(self._groups)
-        counts = counts_after(self._counts, stages)
+        counts = counts_after(self._counts, stages, spec_of(self._config).allowed_cuts())
         self._counts = {stage.name: n for stage, n in zip(stages, counts, strict=True)}
         blocks = node_blocks(stages, counts)
         if cluster.n_nodes == 1:

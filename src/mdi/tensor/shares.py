@@ -13,9 +13,8 @@ from itertools import pairwise
 from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Range, skipped
-from mdi.model.plain import spec_of
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Alibi, Attention, BlockSpec, Dense, Experts, ModelSpec
-from mdi.spec.model import ModelConfig
 
 COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
 ROWS_TOGETHER = 16  # of the head

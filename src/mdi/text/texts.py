@@ -158,7 +158,7 @@ class TextCodec:
         bos_id = self._tokenizer.bos_id
         return ids[1:] if bos_id is not None and ids[:2] == [bos_id, bos_id] else ids
 
-    def encode_chat(self, history: Sequence[tuple[str, str]], question: str) -> list[int]:
+    def encode_chat(self, history: Sequence[tuple[str, str]], question: str, system: str = "") -> list[int]:
         """Ids of a conversation that waits for the answer to `question`.
 
         Styles that know whole conversations get one; with the others the turns follow each other, each answer
@@ -167,11 +167,18 @@ class TextCodec:
 
         Args:
             history: (question, answer) of the turns before.
+            system: what the model is told before all of them; "" is nothing.
+
+        Raises:
+            UsageError: there is such a message, and the style has no place for it.
         """
-        if self.prompt_style is None:
+        style = self.prompt_style
+        if system and not (style is not None and style.knows_conversations):
+            raise UsageError("this model's prompts have no system message: say it in a question", code=Code.VALUE)
+        if style is None:
             return self.encode("".join(f"{asked}{answer}\n" for asked, answer in history) + question)
-        if history and self.prompt_style.knows_conversations:
-            messages = []
+        if (history or system) and style.knows_conversations:
+            messages = [{"role": "system", "content": system}] if system else []
             for asked, answer in history:
                 messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
             return self.encode_prompt([*messages, {"role": "user", "content": question}])

@@ -19,11 +19,10 @@ from typing import Any
 from mdi.text.answers.events import Call, Event, Text, Tools, n_begun
 from mdi.text.answers.think import END_OF_THINK, THINK
 
-_ENDS = {f"<{name}>": f"</{name}>" for name in ("tool_call", "function_call", "minimax:tool_call")}
+_ENDS = {f"<{name}>": f"</{name}>" for name in ("tool_call", "function_call")}
 _MISTRAL = "[TOOL_CALLS]"
-_MARKS = (*_ENDS, _MISTRAL, "<|python_tag|>")
+_OPEN = (_MISTRAL, "<|python_tag|>")  # marks without an end
 _NO_MARK = ""  # of JSON alone
-_MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _BLANKS = re.compile(r"\s*")
 # What stands between a mark and the JSON of a call, and what may become that.
 _BEFORE_JSON = re.compile(r"\s*(?=[{\[])"), re.compile(r"\s*")
@@ -75,10 +74,16 @@ class Calls:
     Args:
         tools: those that may be called.
         read: reads what stands between marks and is no JSON.
+        ends: by further marks, the ends that belong to them.
         is_call: whether the answer is nothing but calls: of one that is cut off, nothing is text.
     """
 
-    def __init__(self, tools: Tools, read: ReadCalls = coder_calls, is_call: bool = False) -> None:
+    def __init__(
+        self, tools: Tools, read: ReadCalls = coder_calls, is_call: bool = False, ends: Mapping[str, str] = {}
+    ) -> None:
+        self._ends = {**_ENDS, **ends}
+        self._marks = (*self._ends, *_OPEN)
+        self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._read, self._is_call = read, is_call
         self._step = self._in_words
@@ -139,13 +144,15 @@ class Calls:
                 self._say_until(self._at + len(THINK))
                 self._step = self._in_reasoning
                 return True
-            if n_begun(self._text, (THINK, *_MARKS), self._at) == len(self._text) - self._at:  # or there is nothing yet
+            if (
+                n_begun(self._text, (THINK, *self._marks), self._at) == len(self._text) - self._at
+            ):  # or there is nothing yet
                 return False
-            if self._text[self._at] in "{[" and not _MARK.match(self._text, self._at):
+            if self._text[self._at] in "{[" and not self._any_mark.match(self._text, self._at):
                 return self._open(_NO_MARK)
-        found = _MARK.search(self._text, self._at)
+        found = self._any_mark.search(self._text, self._at)
         if found is None:
-            self._say_until(len(self._text) - n_begun(self._text, _MARKS, self._at))
+            self._say_until(len(self._text) - n_begun(self._text, self._marks, self._at))
             return False
         self._say_until(found.start())
         return self._open(found[0])
@@ -168,7 +175,7 @@ class Calls:
             return True
         if len(head) < _LONGEST_HEAD and begun.fullmatch(head):
             return False
-        if self._mark not in _ENDS:
+        if self._mark not in self._ends:
             return self._is_no_call()
         self._step = self._in_marks
         return True
@@ -183,7 +190,7 @@ class Calls:
 
     def _in_marks(self) -> bool:
         """Between two marks, but no JSON."""
-        end = _ENDS[self._mark]
+        end = self._ends[self._mark]
         longest = self._at + LONGEST_CALL - self._n_written
         at = self._text.find(end, self._at, longest)
         if at >= 0:
@@ -198,12 +205,12 @@ class Calls:
 
     def _behind_call(self) -> bool:
         self._take_blanks()
-        for end in _ENDS.values():
+        for end in self._ends.values():
             if self._is_at(end):
                 self._at += len(end)
                 self._blanks = []
                 return True
-        if n_begun(self._text, tuple(_ENDS.values()), self._at) == len(self._text) - self._at:
+        if n_begun(self._text, tuple(self._ends.values()), self._at) == len(self._text) - self._at:
             return False
         if self._text[self._at] in ";,":
             self._blanks.append(self._text[self._at])

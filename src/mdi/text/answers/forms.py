@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mdi.text.answers import calls, harmony, marked, think
@@ -27,7 +27,7 @@ class Form:
         special: the marks that are special tokens, which have no text; letters that read the same are no marks.
         first: makes the parser of a form of its own.
         thinks: whether reasoning stands in <think>.
-        read: reads calls between marks.
+        read: reads calls between marks; `ends` are marks of its own, and what ends a call behind each.
         messages, tools: for the template.
         quiet: what a prompt goes on with for an answer without reasoning.
         is_plain: whether the model has no template: the prompt ends without a blank, which an answer begins with.
@@ -37,6 +37,7 @@ class Form:
     first: Callable[[Tools | None], Parser] | None = None
     thinks: bool = False
     read: ReadCalls = calls.coder_calls
+    ends: Mapping[str, str] = field(default_factory=dict)
     messages: Callable[[Messages], Messages] = _as_they_are
     tools: Callable[[Tools], Tools] = _as_they_are
     quiet: str = ""
@@ -46,7 +47,7 @@ class Form:
         """What an answer goes through: the text of each is the next one's. See AnswerStream."""
         found: list[Parser] = [self.first(tools)] if self.first is not None else []
         found += [Thoughts(begins_in_reasoning)] if self.thinks else []
-        return [*found, Calls(tools, self.read, is_call)] if tools else found
+        return [*found, Calls(tools, self.read, is_call, self.ends)] if tools else found
 
 
 WORDS = Form()
@@ -56,7 +57,7 @@ _BY_TEMPLATE = {  # the first whose mark the template has
         harmony.MARKS, Channels, messages=harmony.template_messages, tools=harmony.template_tools, quiet=harmony.FINAL
     ),
     "<arg_key>": Form(thinks=True, read=marked.glm_calls),
-    marked.MINIMAX: Form(thinks=True, read=marked.minimax_calls),
+    marked.MINIMAX: Form(thinks=True, read=marked.minimax_calls, ends=marked.MINIMAX_CALL),
     think.THINK: Form(thinks=True),
     think.END_OF_THINK: Form(thinks=True),
 }
