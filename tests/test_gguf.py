@@ -22,10 +22,10 @@ from gguf_reference.write_ids import write_nano
 from loopback import CPU
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.gguf import GgufTensor, read_gguf, read_tensor
-from mdi.checkpoint.ggufconfig import llama3_scaling
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
+from mdi.families.llama import llama3_scaling
 from mdi.kernels.layout import Matrix, bf16_from_float32, unpack
 from mdi.model.plain import spec_of
 from mdi.stages.torch_stage import StarterStage
