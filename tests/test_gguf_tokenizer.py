@@ -99,6 +99,7 @@ LIKE_LLAMA_3 = (
         ("tekken", "12 HelloWorld", ["1", "2", " Hello", "World"]),
         ("qwen35", "12 ye\u0301s e\u0301!", ["1", "2", " ye\u0301s", " e\u0301", "!"]),
         ("qwen2", "ye\u0301s", ["ye", "\u0301s"]),
+        ("bloom", "12 it's a, b", ["12", " it's", " a", ",", " b"]),
         ("deepseek-llm", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf", "\u02b0", "!", "  "]),
         ("deepseek-coder", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf\u02b0", "!", "  "]),
         *((name, "12345 it'S", ["123", "45", " it", "'S"]) for name in LIKE_LLAMA_3),

@@ -105,7 +105,7 @@ class GgufSource(WeightSource):
         pieces = self._pieces[name]
         kinds = {self._part(piece).type_name for piece in pieces}
         kind = kinds.pop()
-        if kinds or CARRIED_OVER.get(kind) != form or any(piece.plus for piece in pieces):
+        if kinds or CARRIED_OVER.get(kind) != form:
             return None
 
         def read(at: slice) -> Halves:
