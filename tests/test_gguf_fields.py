@@ -136,6 +136,8 @@ LARGE = {"attention.key_length": 6, "attention.value_length": 6}
         ("phi3", {"rope.dimension_count": 2}, {}, {"sliding_window": None, "partial_rotary_factor": 0.5}),
         ("phi3", {"attention.sliding_window": 0}, {}, {"sliding_window": None}),
         ("phi3", {"attention.sliding_window": 9}, {}, {"sliding_window": 9}),
+        ("ernie4_5", {}, {}, {"model_type": "ernie4_5", "use_bias": False}),
+        ("ernie4_5", {}, BIASES, {"use_bias": True}),
         ("bloom", {}, {}, {"model_type": "bloom", "layer_norm_epsilon": 2.0**-16}),
         ("gpt2", {}, {}, {"model_type": "gpt2", "layer_norm_epsilon": 2.0**-16}),
     ],
