@@ -143,8 +143,8 @@ def sizes(fields: Fields) -> Json:
     n_groups = fields.size("attention.head_count_kv", n_head)
     head_size = fields.size("attention.key_length", max(n_embd // n_head, 1))
     numbers = {int(m[1]) for name in fields.shapes if (m := re.match(r"blk\.(\d{1,9})\.", name))}
-    if numbers != set(range(len(numbers))) or len(numbers) != n_layer:
-        raise ValueError(f"it names {n_layer} blocks, but has tensors of {len(numbers)}")
+    if len(numbers) != n_layer or numbers != set(range(n_layer)):
+        raise ValueError(f"it names {n_layer} blocks, but its tensors are not those of blocks 0 to {n_layer - 1}")
     n_layer -= fields.count("nextn_predict_layers")  # the last ones predict further tokens, and are left out
     n_vocab, width = fields.shape("token_embd.weight")
     if width != n_embd:
