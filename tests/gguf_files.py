@@ -36,7 +36,7 @@ def gguf_families() -> list[str]:
 
 def write_gguf(
     path: Path, family: str, config: Config, state: State, matrices: str = "F32", tokens: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None, more: dict[str, np.ndarray] | None = None,
+    changes: dict[str, Any] | None = None, more: dict[str, np.ndarray] | None = None, types: dict[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """One file with all weights; norms, biases and routers in F32 as llama.cpp wants them.
 
@@ -45,6 +45,7 @@ def write_gguf(
         tokens: the tokenizer's fields; None is a file without one.
         changes: fields that are to be wrong, or others.
         more: tensors that no checkpoint has.
+        types: ggml's names of the types of some tensors, by theirs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[HF_KINDS[family][0]])
@@ -54,7 +55,7 @@ def write_gguf(
     for key, value in (changes or {}).items():
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
-    _write(writer, {**gguf_arrays(family, config, state), **(more or {})}, matrices)
+    _write(writer, {**gguf_arrays(family, config, state), **(more or {})}, matrices, types)
     return path
 
 
@@ -69,10 +70,14 @@ def write_shard(path: Path, family: str, config: Config, state: State, index: in
     _write(writer, {name: arrays[name] for name in sorted(arrays)[index::n_files]}, "F32")
 
 
-def _write(writer: gguf.GGUFWriter, arrays: dict[str, np.ndarray], matrices: str) -> None:
+def _write(
+    writer: gguf.GGUFWriter, arrays: dict[str, np.ndarray], matrices: str, types: dict[str, str] | None = None
+) -> None:
     for name, data in arrays.items():
         is_matrix = data.ndim > 1 and "ffn_gate_inp" not in name
         wanted = Kind[matrices] if is_matrix else Kind.F32
+        if types and name in types:
+            wanted = Kind[types[name]]
         if data.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
             wanted = Kind.F16
         writer.add_tensor(name, gguf.quants.quantize(data, wanted), raw_dtype=wanted)

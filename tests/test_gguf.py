@@ -22,10 +22,10 @@ from gguf_reference.write_ids import write_nano
 from loopback import CPU
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.gguf import GgufTensor, read_gguf, read_tensor
-from mdi.checkpoint.ggufconfig import llama3_scaling
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing, plain
 from mdi.errors import CheckpointError
+from mdi.families.llama import llama3_scaling
 from mdi.kernels.layout import Matrix, bf16_from_float32, unpack
 from mdi.model.plain import spec_of
 from mdi.stages.torch_stage import StarterStage
@@ -351,6 +351,28 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as e:
         GgufSource(path)
     assert "'mamba'" in str(e.value)
+
+
+def test_norms_of_gemma_that_are_rounded_are_refused(tmp_path: Path) -> None:
+    """The one that they have in the file is larger than most weights, whose lowest bits are then lost."""
+    config, state = tiny_state("Gemma-2b")
+    types = {"blk.1.ffn_norm.weight": "F16"}
+    path = write_gguf(tmp_path / "m.gguf", "Gemma-2b", config, _tied(config, state), types=types)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_norm\.weight is not in F32"):
+        GgufSource(path)
+
+
+def test_queries_and_keys_of_other_types_than_values(tmp_path: Path) -> None:
+    """They become one matrix, of the type that holds all of them; int4 is none of theirs alone."""
+    config, state = tiny_state("Llama-3.1-8B", n_embd=96, head_size=16, intermediate_size=128)
+    types = {"blk.1.attn_v.weight": "F32", "blk.0.attn_v.weight": "Q8_0"}
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", "Llama-3.1-8B", config, state, "Q4_0", types=types))
+    name = "transformer.h.1.attn.qkv.weight"
+    assert [source.specs[f"transformer.h.{i}.attn.qkv.weight"].dtype for i in range(2)] == ["F16", "F32"]
+    n_before = (config.n_head + config.n_query_groups) * config.head_size
+    assert np.array_equal(source.array(name)[n_before:], state[name].numpy()[n_before:])
+    assert source.carried_over("transformer.h.0.attn.qkv.weight", "int4") is None
+    assert source.carried_over("transformer.h.2.attn.qkv.weight", "int4") is not None
 
 
 def test_scaling_of_positions_by_yarn_is_read_from_the_file(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ LIKE_LLAMA_3 = (
         ("tekken", "12 HelloWorld", ["1", "2", " Hello", "World"]),
         ("qwen35", "12 ye\u0301s e\u0301!", ["1", "2", " ye\u0301s", " e\u0301", "!"]),
         ("qwen2", "ye\u0301s", ["ye", "\u0301s"]),
+        ("bloom", "12 it's a, b", ["12", " it's", " a", ",", " b"]),
         ("deepseek-llm", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf", "\u02b0", "!", "  "]),
         ("deepseek-coder", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf\u02b0", "!", "  "]),
         *((name, "12345 it'S", ["123", "45", " it", "'S"]) for name in LIKE_LLAMA_3),
@@ -188,22 +189,22 @@ def test_an_unknown_way_of_cutting_is_said(tmp_path: Path, caplog: pytest.LogCap
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("arch", ["phi3", "llama"])
-def test_marks_of_phi_3_take_the_blanks_behind_them(tmp_path: Path, arch: str) -> None:
-    """As the tokenizer does that the model was trained with; its file says nothing of it."""
-    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "\u2581a", "<|user|>", "<|endoftext|>"]
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_marks_of_phi_3_take_the_blanks_behind_them(tmp_path: Path, is_whole: bool) -> None:
+    """As the tokenizer does that the model was trained with; its file says nothing of it. One mark alone is another's."""
+    marks = ["<|user|>", "<|endoftext|>", *(["<|assistant|>", "<|end|>"] if is_whole else [])]
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "\u2581a", *marks]
     fields = {
-        "general.architecture": arch,
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": [0.0] * len(tokens),
-        "tokenizer.ggml.token_type": [2, 3, 4, 1, 1, 1, 3, 3],
+        "tokenizer.ggml.token_type": [2, 3, 4, 1, 1, 1, *[3] * len(marks)],
     }
     write_tokenizer(fields, tmp_path, Path("m.gguf"))
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for mark, is_stripped in (("<|user|>", True), ("</s>", True), ("<s>", False), ("<|endoftext|>", False)):
         pieces = made.encode(f"{mark}  a", add_special_tokens=False).tokens
-        assert (pieces[1:] == ["\u2581a"]) is (is_stripped and arch == "phi3"), mark
+        assert (pieces[1:] == ["\u2581a"]) is (is_stripped and is_whole), mark
 
 
 def test_the_chat_template_is_kept(tmp_path: Path, spm: sentencepiece.SentencePieceProcessor) -> None:

@@ -215,7 +215,6 @@ BORDERS = {
     "mdi.families.gemma": "reads config.json",
     "mdi.families.glm": "reads config.json",
     "mdi.families.qwen": "reads config.json",
-    "mdi.checkpoint.ggufconfig": "makes what config.json would say",
     "mdi.checkpoint.folder": "looks for one number in files of which nothing is known yet",
     "mdi.checkpoint.quantized": "reads config.json",
     "mdi.text.tokenizer": "reads tokenizer_config.json",

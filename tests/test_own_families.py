@@ -101,6 +101,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+# Of which only the GGUF file is tried here.
+IN_GGUF = {"ernie": {**_SMALL, "model_type": "ernie4_5", "intermediate_size": 80}}
 Arrays = dict[str, np.ndarray]
 
 
@@ -110,7 +112,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> LitCheckpoint:
 
 
 def made(family: str, tmp_path: Path, **sizes: Any) -> LitCheckpoint:
-    config = derive_config({**_SIZES, **FAMILIES[family], **sizes}, family, Path("config.json"))
+    config = derive_config({**_SIZES, **{**FAMILIES, **IN_GGUF}[family], **sizes}, family, Path("config.json"))
     generator, folder = np.random.default_rng(5), tmp_path / family
     state = {}
     for name, shape in model_shapes(config, "").items():
@@ -467,12 +469,13 @@ OF_LLAMA_CPP = {
 }  # fmt: skip
 
 
-ARCHITECTURES = {"glm": "glm4moe", "minimax": "minimax-m2", "bloom": "bloom", "gpt2": "gpt2"}
+ARCHITECTURES = {"glm": "glm4moe", "minimax": "minimax-m2", "bloom": "bloom", "gpt2": "gpt2", "ernie": "ernie4_5"}
 
 
 def write_gguf(path: Path, source: LitCheckpoint, **changes: Any) -> Path:
     """As llama.cpp's own converter does, with a block of GLM's that predicts further tokens."""
     c, is_glm = source.config, source.model == "glm"
+    is_llama_like = c.norm_class_name == "RMSNorm"
     arch = ARCHITECTURES[source.model]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_string("tokenizer.ggml.model", "none")
@@ -481,14 +484,18 @@ def write_gguf(path: Path, source: LitCheckpoint, **changes: Any) -> Path:
         "feed_forward_length": c.intermediate_size, "attention.head_count": 6,
         "attention.head_count_kv": c.n_query_groups,
     }  # fmt: skip
-    if c.n_expert:
+    if is_llama_like:
         fields |= {
-            "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8, "rope.freq_base": 1e4,
-            "attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 7, "expert_used_count": 3, "expert_gating_func": 2,
-            "expert_feed_forward_length": c.moe_intermediate_size or c.intermediate_size,
+            "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": c.rope_n_elem,
+            "rope.freq_base": 1e4, "attention.layer_norm_rms_epsilon": 1e-5,
         }  # fmt: skip
     else:
         fields["attention.layer_norm_epsilon"] = 1e-5
+    if c.n_expert:
+        fields |= {
+            "expert_count": 7, "expert_used_count": 3, "expert_gating_func": 2,
+            "expert_feed_forward_length": c.moe_intermediate_size or c.intermediate_size,
+        }  # fmt: skip
     if is_glm:
         fields |= {
             "leading_dense_block_count": 1, "expert_shared_count": 2, "expert_weights_scale": 2.5,
@@ -506,7 +513,7 @@ def write_gguf(path: Path, source: LitCheckpoint, **changes: Any) -> Path:
         theirs = theirs.replace("norm_2", "post_attention_norm" if is_glm else "ffn_norm")
         if "_exps" in theirs:
             stacked.setdefault(theirs, []).append(array)
-        elif ".qkv." in theirs and c.n_expert:
+        elif ".qkv." in theirs and is_llama_like:
             for x, part in zip("qkv", np.split(array, [96, 128]), strict=True):
                 written[theirs.replace("attn.qkv", f"attn_{x}")] = part
         else:
@@ -533,6 +540,7 @@ GREEDY = {
     "glm": [2, 84, 20, 37, 62, 10, 44, 2, 87, 53, 2, 87, 54, 68, 12, 10, 2, 83, 37, 20, 60, 86, 92, 87],
     "minimax": [38, 70, 13, 55, 86, 55, 39, 38, 35, 46, 15, 89, 11, 86, 13, 56, 31, 87, 86, 83, 56, 15, 44, 15],
     "bloom": [65, 36, 23, 51, 38, 62, 77, 77, 77, 77, 26, 80, 35, 54, 26, 26, 26, 26, 75, 26, 75, 26, 75, 26],
+    "ernie": [21, 27, 13, 31, 27, 30, 85, 37, 39, 45, 35, 3, 90, 47, 11, 11, 11, 37, 22, 40, 3, 78, 2, 17],
     "gpt2": [61, 0, 32, 0, 11, 34, 32, 32, 32, 32, 32, 34, 68, 32, 32, 32, 32, 32, 61, 61, 89, 0, 0, 33],
 }
 

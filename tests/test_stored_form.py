@@ -26,7 +26,6 @@ OWN = {
 OWNERS = ("mdi/families/", "mdi/model/plain.py")
 # Others, and why. This list must only get shorter.
 STILL = {
-    "mdi/checkpoint/ggufsource.py": "goes to the families with GGUF's names",
     "mdi/checkpoint/hfconfig.py": "compares the stored form with a config.json, field by field",
     "mdi/checkpoint/manifest.py": "checks that a file agrees with the stored form in it, which may describe no model",
     "mdi/control/messages.py": "checks a request against the stored form in it, which may describe no model",

@@ -97,11 +97,6 @@ def _read_one(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} is not a GGUF file, or damaged: {e}") from None
 
 
-def shown_field(value: Any) -> str:
-    """A field in an error message, in one line."""
-    return "a list" if isinstance(value, np.ndarray) else shown(value)
-
-
 class _Parser:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
@@ -125,7 +120,7 @@ class _Parser:
         infos = [self._tensor_info() for _ in range(n_tensors)]
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment is {shown_field(alignment)}")
+            raise ValueError(f"general.alignment is {shown(alignment)}")
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, type_number, shape, offset in infos:

@@ -1,5 +1,5 @@
 """A GGUF file as a source of weights: its tensors under litgpt's names, and the folder that stands for it beside other
-checkpoints, with config, tokenizer and a note with its path.
+checkpoints, with config, tokenizer and a note with its path. What its fields and tensors mean, its family knows.
 
 All that is done to a weight concerns whole rows, so that it can be done to the file's quantized blocks as well.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FI
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
     PLAIN,
+    GgufHeader,
     GgufTensor,
     halves_of,
     read_gguf,
@@ -28,119 +28,27 @@ from mdi.checkpoint.gguf import (
     slice_tensor,
     spec_of,
 )
-from mdi.checkpoint.ggufconfig import gguf_config
 from mdi.checkpoint.gguftokenizer import write_tokenizer
+from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, main_dtype
-from mdi.checkpoint.shapes import check_tensors, model_shapes
+from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
+from mdi.families.gguf import Fields
+from mdi.families.names import Names, Piece
+from mdi.families.registry import GGUF, family_in_gguf
 from mdi.files import replacing
 from mdi.kernels.layout import Halves, Matrix, pack_halves
-from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
+from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
 from mdi.kernels.weight_formats import PACKED_ROWS
 from mdi.model.plain import ModelConfig
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.cluster import what_is_there
+from mdi.spec.decode import shown
 from mdi.spec.settings_file import parse_json
-
-_TOP = {
-    "transformer.wte": "token_embd",
-    "transformer.wte_norm": "token_embd_norm",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "lm_head": "output",
-}
-_BLOCK = {
-    "norm_1": "attn_norm",
-    "norm_2": "ffn_norm",
-    "attn.proj": "attn_output",
-    "attn.norm_q": "attn_q_norm",
-    "attn.norm_k": "attn_k_norm",
-    "post_attention_norm": "post_attention_norm",
-    "post_mlp_norm": "post_ffw_norm",
-    "mlp.fc_1": "ffn_gate",
-    "mlp.fc_2": "ffn_up",
-    "mlp.fc": "ffn_up",
-    "mlp.proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_experts.fc_1": "ffn_gate_shexp",
-    "mlp.shared_experts.fc_2": "ffn_up_shexp",
-    "mlp.shared_experts.proj": "ffn_down_shexp",
-}
-_EXPERT = {"fc_1": "ffn_gate_exps", "fc_2": "ffn_up_exps", "proj": "ffn_down_exps"}
-
-
-@dataclass(frozen=True)
-class GgufPiece:
-    """Some rows of a tensor in the file.
-
-    Attributes:
-        tensor: its name there.
-        expert: which of the stacked matrices, or None.
-        rows: (start, stop), or None for all.
-        paired_heads: if not 0, the rows of each of so many heads lie in pairs, as llama.cpp's Llama rotates them, and are
-            to be put into two halves.
-    """
-
-    tensor: str
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
-    paired_heads: int = 0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Pieces, one below the other; `minus` is taken off (llama.cpp keeps Gemma's norms with the one that is added)."""
-
-    pieces: tuple[GgufPiece, ...]
-    minus: float = 0.0
-
-
-def recipe(name: str, config: ModelConfig, arch: str, tensors: Mapping[str, GgufTensor]) -> Recipe:
-    """How `name` of litgpt's model is made."""
-    is_norm = "norm" in name.rsplit(".", 2)[-2] or "ln_f" in name
-    minus = 1.0 if arch.startswith("gemma") and is_norm else 0.0
-    return Recipe(tuple(_pieces(name, config, arch, tensors)), minus)
-
-
-def _pieces(name: str, config: ModelConfig, arch: str, tensors: Mapping[str, GgufTensor]) -> list[GgufPiece]:
-    stem, ending = name.rsplit(".", 1)
-    if stem in _TOP:
-        found = f"{_TOP[stem]}.{ending}"
-        tied = stem == "lm_head" and ending == "weight" and found not in tensors
-        return [GgufPiece(f"{_TOP['transformer.wte']}.weight" if tied else found)]
-    match = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", stem)
-    assert match is not None  # the only ones in litgpt's models
-    prefix, part = f"blk.{match[1]}.", match[2]
-    if ending == "e_score_correction_bias":
-        return [GgufPiece(f"{prefix}exp_probs_b.bias")]
-    if part == "norm_2" and arch == "glm4moe":
-        return [GgufPiece(f"{prefix}post_attention_norm.{ending}")]
-    if part == "attn.qkv":
-        return _qkv(prefix, ending, config, arch, tensors)
-    if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", part):
-        return [GgufPiece(f"{prefix}{_EXPERT[expert[2]]}.{ending}", expert=int(expert[1]))]
-    if part in ("mlp.fc_1", "mlp.fc_2") and f"{prefix}ffn_gate.weight" not in tensors:  # Phi 3: one above the other
-        n_rows = config.intermediate_size
-        rows = (0, n_rows) if part == "mlp.fc_1" else (n_rows, 2 * n_rows)
-        return [GgufPiece(f"{prefix}ffn_up.{ending}", rows=rows)]
-    if ending == "sinks":
-        return [GgufPiece(f"{prefix}attn_sinks.weight")]
-    if part == "norm_2" and arch == "gpt-oss":
-        return [GgufPiece(f"{prefix}post_attention_norm.{ending}")]
-    return [GgufPiece(f"{prefix}{_BLOCK[part]}.{ending}")]
-
-
-def _qkv(
-    prefix: str, ending: str, config: ModelConfig, arch: str, tensors: Mapping[str, GgufTensor]
-) -> list[GgufPiece]:
-    if f"{prefix}attn_qkv.{ending}" in tensors:
-        return [GgufPiece(f"{prefix}attn_qkv.{ending}")]
-    heads = (config.n_head, config.n_query_groups) if arch == "llama" else (0, 0)
-    paired = {"q": heads[0], "k": heads[1], "v": 0}
-    return [GgufPiece(f"{prefix}attn_{which}.{ending}", paired_heads=n) for which, n in paired.items()]
 
 
 class GgufSource(WeightSource):
@@ -158,15 +66,13 @@ class GgufSource(WeightSource):
         self.path = path
         header = read_gguf(path)
         self._tensors = header.tensors
-        self.config = gguf_config(header)
+        self.config, self._names = _derived(header)
         self.config_hash = config_hash(self.config)
         self.model = gguf_name(path)  # as the user knows it, and not as its publisher called it once
-        arch = header.fields["general.architecture"]
-        self._recipes = {
-            name: recipe(name, self.config, arch, header.tensors) for name in model_shapes(self.config, str(path))
+        self._pieces = {
+            name: self._pieces_of(name, shape) for name, shape in model_shapes(self.config, str(path)).items()
         }
-        self.specs = {name: self._spec(made) for name, made in self._recipes.items()}
-        check_tensors(self.config, self.specs, self.part_names(), str(path))
+        self.specs = {name: self._spec(pieces) for name, pieces in self._pieces.items()}
         self.dtype = main_dtype(self.specs.values())
         kinds = {tensor.type_name for tensor in self._tensors.values()}
         self.native = next((form for kind, form in reversed(CARRIED_OVER.items()) if kind in kinds), None)
@@ -187,42 +93,43 @@ class GgufSource(WeightSource):
         return whole
 
     def rows(self, name: str) -> Rows:
-        made, spec = self._recipes[name], self.specs[name]
+        pieces, spec = self._pieces[name], self.specs[name]
 
-        def read(piece: GgufPiece, part: GgufTensor) -> np.ndarray:
-            return cast(read_tensor(part, piece.tensor), spec_of(part), spec.dtype)
+        def read(piece: Piece, part: GgufTensor) -> np.ndarray:
+            found = cast(read_tensor(part, piece.tensor), spec_of(part), spec.dtype)
+            return found - np.float32(piece.plus) if piece.plus else found
 
-        minus = np.float32(made.minus)
-        found = LazyRows(spec.shape, lambda at: joined(self._some(made, at, read)))
-        return changed(found, lambda some: some - minus) if made.minus else found
+        return LazyRows(spec.shape, lambda at: joined(self._some(pieces, at, read)))
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
-        made = self._recipes[name]
-        kinds = {self._part(piece).type_name for piece in made.pieces}
+        pieces = self._pieces[name]
+        kinds = {self._part(piece).type_name for piece in pieces}
         kind = kinds.pop()
-        if kinds or CARRIED_OVER.get(kind) != form or made.minus:
+        if kinds or CARRIED_OVER.get(kind) != form:
             return None
 
         def read(at: slice) -> Halves:
-            rows = joined(self._some(made, at, lambda piece, part: read_rows(part)))
+            rows = joined(self._some(pieces, at, lambda piece, part: read_rows(part)))
             return halves_of(kind, rows, f"{self.path}: {name}")
 
         n_out, n_in = self.specs[name].shape
         return pack_halves(form, n_out, n_in, read)
 
-    def _some(self, made: Recipe, at: slice, read: Callable[[GgufPiece, GgufTensor], np.ndarray]) -> list[np.ndarray]:
+    def _some(
+        self, pieces: Sequence[Piece], at: slice, read: Callable[[Piece, GgufTensor], np.ndarray]
+    ) -> list[np.ndarray]:
         """Some rows of a tensor; a vector is given whole.
 
         Args:
             read: gives what a tensor of the file, or some rows of it, has.
         """
-        parts = [self._part(piece) for piece in made.pieces]
+        parts = [self._part(piece) for piece in pieces]
         if len(parts[0].shape) < 2:
-            whole = zip(made.pieces, parts, strict=True)
+            whole = zip(pieces, parts, strict=True)
             return [read(piece, part)[self._places(piece, part.shape[0], slice(None))] for piece, part in whole]
         found = []
         for i, own in spans([part.shape[0] for part in parts], at):
-            piece, part = made.pieces[i], parts[i]
+            piece, part = pieces[i], parts[i]
             first, last, places = own.start, own.stop, self._places(piece, part.shape[0], own)
             if not isinstance(places, slice) and len(places):
                 first, last = int(places.min()), int(places.max()) + 1
@@ -231,48 +138,80 @@ class GgufSource(WeightSource):
         return found
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.config.n_layer, starter=True)
+        return stage_parts(0, self.spec.n_layer, starter=True)
 
     def release(self) -> None:
         """Nothing stays mapped between two tensors."""
 
-    def _spec(self, made: Recipe) -> TensorSpec:
-        specs = [spec_of(self._part(piece)) for piece in made.pieces]
+    def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        tied = (EMBEDDING,) if name == HEAD else ()
+        places = [found for one in (name, *tied) for found in self._names.places(one, shape, self.config)]
+        for pieces in places:
+            if all(piece.tensor in self._tensors for piece in pieces):
+                return pieces
+        missing = next(
+            (piece.tensor for found in places[:1] for piece in found if piece.tensor not in self._tensors), name
+        )
+        raise CheckpointError(f"{self.path} lacks the tensor {missing}")
+
+    def _spec(self, pieces: Sequence[Piece]) -> TensorSpec:
+        specs = [spec_of(self._part(piece)) for piece in pieces]
         codes = {spec.dtype for spec in specs}
-        if any(spec.shape[1:] != specs[0].shape[1:] for spec in specs):
-            raise CheckpointError(f"{self.path}: {' and '.join(p.tensor for p in made.pieces)} are not equally wide")
-        if made.minus and codes != {"F32"}:
-            raise CheckpointError(f"{self.path}: {made.pieces[0].tensor} is not in F32, as llama.cpp keeps norms")
+        if any(piece.plus for piece in pieces) and codes != {"F32"}:
+            raise CheckpointError(f"{self.path}: {pieces[0].tensor} is not in F32, as llama.cpp keeps norms")
         # of several types the one that holds all
         return TensorSpec(
             codes.pop() if len(codes) == 1 else "F32", (sum(s.shape[0] for s in specs), *specs[0].shape[1:])
         )
 
-    def _part(self, piece: GgufPiece) -> GgufTensor:
-        """The bytes of a piece in the file."""
-        if piece.tensor not in self._tensors:
-            raise CheckpointError(f"{self.path} lacks the tensor {piece.tensor}")
+    def _part(self, piece: Piece) -> GgufTensor:
+        """The bytes of a piece in the file. Raises CheckpointError: the tensor is of another shape."""
         found = self._tensors[piece.tensor]
+        if found.shape != piece.shape:
+            raise CheckpointError(
+                f"{self.path}: tensor {piece.tensor} has the shape {list(found.shape)}, expected {list(piece.shape)} by the "
+                "file's fields"
+            )
         if piece.expert is not None:
-            if len(found.shape) != (2 if piece.tensor.endswith(".bias") else 3) or piece.expert >= found.shape[0]:
-                raise CheckpointError(f"{self.path}: {piece.tensor} has the shape {list(found.shape)}")
             found = slice_tensor(found, piece.expert, piece.expert + 1, found.shape[1:])
         if piece.rows is not None:
-            start, stop = piece.rows
-            if len(found.shape) < 2 or stop > found.shape[0]:
-                raise CheckpointError(f"{self.path}: {piece.tensor} has {found.shape[0]} rows, expected {stop}")
+            start, stop, _ = piece.rows
             found = slice_tensor(found, start, stop, (stop - start, *found.shape[1:]))
         return found
 
     @staticmethod
-    def _places(piece: GgufPiece, n_rows: int, at: slice) -> np.ndarray | slice:
-        """Where litgpt's rows are: it rotates element i with i + head_size / 2, llama.cpp's Llama 2 i with 2 i + 1."""
-        if not piece.paired_heads:
+    def _places(piece: Piece, n_rows: int, at: slice) -> np.ndarray | slice:
+        """Where our rows are: where those of one half of a head come first, the file may have them in pairs."""
+        if not piece.n_paired:
             return at
-        return np.arange(n_rows).reshape(piece.paired_heads, -1, 2).transpose(0, 2, 1).reshape(-1)[at]
+        return np.arange(n_rows).reshape(piece.n_paired, -1, 2).transpose(0, 2, 1).reshape(-1)[at]
 
 
-WRITER = 2  # raised when config or tokenizer of a file are read otherwise than before
+def _derived(header: GgufHeader) -> tuple[ModelConfig, Names]:
+    """The configuration of the model in a file, and the names of its tensors.
+
+    Raises:
+        CheckpointError: an architecture that is not supported, or fields that are missing or contradict the tensors.
+    """
+    tensors = header.tensors
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    fields = Fields(header.fields, shapes, lambda name: read_tensor(tensors[name], name))
+    try:
+        found = family_in_gguf(fields)
+        if found is None:
+            raise ValueError(
+                f"its architecture is {shown(fields.arch)}, and only {', '.join(GGUF)} can be read from GGUF"
+            )
+        family, of = found
+        hf = {"model_type": family.model_type, **of.config_json(fields)}
+    except (ValueError, TypeError, OverflowError) as e:
+        raise CheckpointError(f"{header.path} cannot be used: {e}") from None
+    name = header.fields.get("general.name")
+    name = name[:100] if isinstance(name, str) and name else header.path.stem
+    return derive_config(hf, re.sub(r"[^\w.+-]+", "-", name)[:100], header.path), of.names
+
+
+WRITER = 3  # raised when config or tokenizer of a file are read otherwise than before
 
 
 def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> Path:

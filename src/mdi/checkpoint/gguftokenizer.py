@@ -13,69 +13,18 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from mdi.checkpoint.gguf import shown_field
 from mdi.errors import CheckpointError
 from mdi.files import replacing
+from mdi.spec.decode import shown
+from mdi.text.pretokenizers import GPT2, NOT_STRIPPED, PRE_TOKENIZERS, STRIPPING, PreTokenizer
 
 logger = logging.getLogger("mdi")
 
+# By tokenizer.ggml.model: whether pairs of bytes are merged, as by GPT-2, or pieces of sentencepiece's vocabularies.
+_MERGES_BYTES = {"gpt2": True, "llama": False}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 _MAX_PIECE = 256  # characters; a longer one is not a word, and splitting it would take long
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_EAST_ASIAN = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_LETTERS_WITH_CASE = (  # those of some Unicode version
-    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
-    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-"
-    "\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-"
-    "\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-"
-    "\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115"
-    "\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-"
-    "\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-"
-    "\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-"
-    "\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
-)
-# How texts are cut before pairs are merged, by tokenizer.ggml.pre: each expression cuts the pieces of those before. Names that
-# are not here are cut as by GPT-2.
-_CUTS: dict[str, tuple[str, ...]] = {
-    "llama-bpe": (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
-    ),
-    "qwen2": (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",),
-    "qwen35": (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}",
-    ),
-    "tekken": (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
-    ),
-    "gpt-4o": (  # of o200k
-        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTIONS}?"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
-        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
-    ),
-    "bloom": (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",),
-    "deepseek-llm": (
-        r"[\r\n]", rf"\s?[{_LETTERS_WITH_CASE}]+", r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$",
-        _EAST_ASIAN, r"\p{N}",
-    ),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
-}  # fmt: skip
-# Names of the same.
-_SAME = {
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
-    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), "qwen2"),
-    **dict.fromkeys(("llama4", "minimax-m2"), "gpt-4o"),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), "chatglm-bpe"),
-    "glm5": "glm4",
-    **dict.fromkeys(("default", "phi-2", "olmo", "mpt", "jina-en", "trillion", "exaone4", "a.x-4.0"), "gpt-2"),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "minerva-7b"), "smollm"),
-}
-_CUTS["glm4"] = _CUTS["chatglm-bpe"] = _CUTS["llama-bpe"]
-_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken", "glm4")
-_BEGIN_WITH_BOS = ("llama-bpe", "tekken")
 # Tokens that end a turn where the template has them, which older files do not say.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
@@ -107,33 +56,38 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     whole = fields.get("tokenizer.huggingface.json")
     if isinstance(whole, str):
         return Tokenizer.from_str(whole)
-    kind = fields.get("tokenizer.ggml.model")
+    merges_bytes = _merges_bytes(fields)
     tokens = fields.get("tokenizer.ggml.tokens")
-    if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
-        raise ValueError(f"its type is {shown_field(kind)}, only 'gpt2' and 'llama' are supported")
+    if merges_bytes is None or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
+        kind = fields.get("tokenizer.ggml.model")
+        raise ValueError(f"its type is {shown(kind)}, only {' and '.join(map(repr, _MERGES_BYTES))} are supported")
     if len(set(tokens)) != len(tokens):
         raise ValueError("it has a token twice")
     types = [int(n) for n in fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
     if len(types) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens, and types of {len(types)}")
-    made = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens, types)
-    # What follows these tokens of Phi 3 loses its blanks; the file does not say it.
-    strips = kind == "llama" and fields.get("general.architecture") == "phi3"
+    made = _byte_level(fields, tokens) if merges_bytes else _sentencepiece(fields, tokens, types)
+    strips = not merges_bytes and set(tokens) >= STRIPPING
 
     def added(token: str, is_special: bool) -> AddedToken:
-        is_stripped = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+        is_stripped = strips and token not in NOT_STRIPPED
         return AddedToken(token, special=is_special, normalized=False, rstrip=is_stripped)
 
     made.add_special_tokens([added(t, True) for t, n in zip(tokens, types, strict=True) if n in (_CONTROL, _UNKNOWN)])
     own = [t for t, n in zip(tokens, types, strict=True) if n == _USER_DEFINED]
-    spaced = [t.replace(_SPACE, " ") if kind == "llama" else t for t in own]
+    spaced = [t if merges_bytes else t.replace(_SPACE, " ") for t in own]
     made.add_tokens([added(t, False) for t, s in zip(own, spaced, strict=True) if t == s])
     return made
 
 
-def _cut(fields: dict[str, Any]) -> str:
-    name = str(fields.get("tokenizer.ggml.pre", "default"))
-    return _SAME.get(name, name)
+def _merges_bytes(fields: dict[str, Any]) -> bool | None:
+    """None if it is of another type."""
+    return _MERGES_BYTES.get(str(fields.get("tokenizer.ggml.model")))
+
+
+def _pre_tokenizer(fields: dict[str, Any]) -> PreTokenizer | None:
+    """None if its name is unknown."""
+    return PRE_TOKENIZERS.get(str(fields.get("tokenizer.ggml.pre", "default")))
 
 
 def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
@@ -141,18 +95,16 @@ def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
     if any(len(merge) != 2 for merge in merges):
         raise ValueError("one of its merges is not of two parts")
-    cut = _cut(fields)
-    made = Tokenizer(
-        BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=cut in _WHOLE_WORDS_FIRST, fuse_unk=False)
-    )
-    steps: list[Any] = []
-    if cut in _CUTS:
-        steps += [pre_tokenizers.Split(Regex(one), "isolated") for one in _CUTS[cut]]
-    elif cut == "smollm":
+    cut = _pre_tokenizer(fields)
+    if cut is None:
+        name = fields["tokenizer.ggml.pre"]
+        logger.warning("the tokenizer splits texts in an unknown way (%s): they are split as by GPT-2", name)
+        cut = GPT2
+    made = Tokenizer(BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=cut.keeps_words, fuse_unk=False))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(one), "isolated") for one in cut.patterns]
+    if cut.has_single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    elif cut != "gpt-2":
-        logger.warning("the tokenizer splits texts in an unknown way (%s): they are split as by GPT-2", cut)
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut not in _CUTS))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.patterns))
     made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()
     return made
@@ -185,7 +137,8 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str], types: list[int]) 
 
 def _wants_bos(fields: dict[str, Any]) -> bool:
     """llama.cpp's own defaults where the file does not say."""
-    usual = fields.get("tokenizer.ggml.model") == "llama" or _cut(fields) in _BEGIN_WITH_BOS
+    cut = _pre_tokenizer(fields)
+    usual = _merges_bytes(fields) is False or (cut is not None and cut.begins)
     has_bos = fields.get("tokenizer.ggml.bos_token_id") is not None
     return has_bos and bool(fields.get("tokenizer.ggml.add_bos_token", usual))
 

@@ -2,7 +2,7 @@
 
 A file of this package has one or more values of the class Family (one for each model_type of config.json), in a tuple
 FAMILIES; `mdi.families.registry` has all of them. A file knows no other one: what several need is in `config_json` (words of
-config.json) and `names` (names of tensors).
+config.json), `names` (names of tensors) and `gguf` (files in GGUF).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mdi.families.config_json import Json, rope, sizes
+from mdi.families.gguf import Gguf
 from mdi.families.names import Names
 from mdi.model.plain import ModelConfig
 
@@ -31,6 +32,7 @@ class Family:
         defaults: what its config.json may leave out.
         name_word: a word that names of its models have, because litgpt sees in it how norms are computed.
         has_one_matrix: whether embedding and head are always one.
+        gguf: its files in GGUF; None if none are read.
         published: models that litgpt's table lacks, by their names on the hub: what of config.json says how large they are.
     """
 
@@ -43,6 +45,7 @@ class Family:
     defaults: Json = field(default_factory=dict)
     name_word: str | None = None
     has_one_matrix: bool = False
+    gguf: Gguf | None = None
     published: Mapping[str, Json] = field(default_factory=dict)
 
     def settings(self, hf: Json) -> Json:

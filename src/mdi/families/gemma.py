@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mdi.families.config_json import LLAMA_LIKE, Json, gelu, layer_types, refuse, rope_type, said, whole, windows, words
 from mdi.families.family import Family
-from mdi.families.names import LLAMA, LLAMA_BLOCK, LLAMA_ENDS, NORMS_BEHIND, QK_NORMS, Names
+from mdi.families.gguf import BLOCK, ENDS, Fields, Gguf, names, rms_eps
+from mdi.families.names import LLAMA, LLAMA_BLOCK, LLAMA_ENDS, NORMS_BEHIND, QK_NORMS, Names, held
 from mdi.model.plain import ModelConfig
 
 _BEHIND: Json = {"post_attention_norm": True, "post_mlp_norm": True}
@@ -71,10 +73,45 @@ _GEMMA2 = Names({**LLAMA_BLOCK, "norm_2": "pre_feedforward_layernorm", **NORMS_B
 _GEMMA3 = Names({**_GEMMA2.block, **QK_NORMS}, LLAMA_ENDS)
 _ALL: dict[str, Any] = {"name_word": "Gemma", "has_one_matrix": True}
 
+
+def _plus_one(*modules: str, of: Json) -> Json:
+    """Norms as llama.cpp keeps them: with the one that is added."""
+    return {module: replace(held(of[module]), plus=1.0) for module in modules}
+
+
+_NORMS = ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", *QK_NORMS)
+_GGUF_NAMES = names(_plus_one(*_NORMS, of=BLOCK), _plus_one("transformer.ln_f", of=ENDS))
+
+
+def _query_scalar(hf: Json, largest: int) -> Json:
+    """Not in the file; llama.cpp knows it by the number of blocks of the 27 B models."""
+    is_largest = hf["num_hidden_layers"] == largest
+    return {"query_pre_attn_scalar": hf["hidden_size"] // hf["num_attention_heads"] if is_largest else hf["head_dim"]}
+
+
+def _read_gguf2(fields: Fields, hf: Json) -> Json:
+    caps = {word: float(fields.get(word, cap)) for word, cap in zip(_CAPS, (50.0, 30.0), strict=True)}
+    window = {"sliding_window": fields.size("attention.sliding_window", 4096)}
+    return {**rms_eps(fields, hf), **_query_scalar(hf, 46), **caps, **window}
+
+
+def _read_gguf3(fields: Fields, hf: Json) -> Json:
+    return {
+        **rms_eps(fields, hf), **_query_scalar(hf, 62), "sliding_window": fields.size("attention.sliding_window"),
+        "rope_theta": float(fields.get("rope.freq_base", 1e6)),
+        "rope_local_base_freq": float(fields.get("rope.freq_base_swa", 10000.0)),
+    }  # fmt: skip
+
+
+_GGUF = Gguf("gemma", rms_eps, _GGUF_NAMES)
+_GGUF2 = Gguf("gemma2", _read_gguf2, _GGUF_NAMES)
+_GGUF3 = Gguf("gemma3", _read_gguf3, _GGUF_NAMES)
+
 FAMILIES = (
-    Family("gemma", "GemmaForCausalLM", _read, _write, lambda _: LLAMA, **_ALL),
-    Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, lambda _: _GEMMA2, **_ALL),
+    Family("gemma", "GemmaForCausalLM", _read, _write, lambda _: LLAMA, gguf=_GGUF, **_ALL),
+    Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, lambda _: _GEMMA2, gguf=_GGUF2, **_ALL),
     Family(
-        "gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, lambda _: _GEMMA3, defaults=_GEMMA3_DEFAULTS, **_ALL
+        "gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, lambda _: _GEMMA3, defaults=_GEMMA3_DEFAULTS,
+        gguf=_GGUF3, **_ALL,
     ),
 )  # fmt: skip

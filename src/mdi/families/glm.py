@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, said, words
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, partial_rotary, rms_eps
 from mdi.families.names import EXPERTS, GATED, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
 from mdi.model.plain import ModelConfig
 
@@ -38,6 +41,27 @@ def _write(config: ModelConfig) -> Json:
 _SHARED = {f"mlp.shared_experts.{ours}": f"mlp.shared_experts.{GATED[ours]}" for ours in GATED}
 _NAMES = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS, **_SHARED}, LLAMA_ENDS)
 
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    check_sigmoid(fields)
+    if np.any(fields.get("rope.dimension_sections", 0)):
+        raise ValueError("positions of images are not supported")
+    n_dense = fields.count("leading_dense_block_count")
+    return {
+        **rms_eps(fields, hf), **partial_rotary(fields, hf), **experts(fields, "n_routed_experts", n_dense),
+        "attention_bias": "blk.0.attn_q.bias" in fields.shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.shapes,
+        "first_k_dense_replace": n_dense,
+        "moe_intermediate_size": fields.size("expert_feed_forward_length"),
+        "n_shared_experts": fields.count("expert_shared_count"),
+        "n_group": fields.count("expert_group_count", 1) or 1,
+        "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
+        "routed_scaling_factor": float(fields.get("expert_weights_scale", 0.0)) or 1.0,
+    }  # fmt: skip
+
+
+_GGUF = Gguf("glm4moe", _read_gguf, names({"norm_2": "post_attention_norm"}))
+
 _SIZES: Json = {
     "model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 3, "head_dim": 128, "hidden_size": 5120,
     "intermediate_size": 12288, "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "n_routed_experts": 160,
@@ -59,7 +83,7 @@ _PUBLISHED: dict[str, Json] = {
 _ALL: dict[str, Any] = {"names": lambda _: _NAMES}
 
 FAMILIES = (
-    Family("glm4_moe", "Glm4MoeForCausalLM", _read, _write, published=_PUBLISHED, **_ALL),
+    Family("glm4_moe", "Glm4MoeForCausalLM", _read, _write, gguf=_GGUF, published=_PUBLISHED, **_ALL),
     Family(
         "glm4v_moe_text", "Glm4vMoeForConditionalGeneration", _read, None, defaults={"attention_bias": True}, **_ALL
     ),

@@ -6,6 +6,7 @@ from typing import Any
 
 from mdi.families.config_json import LLAMA_LIKE, Json, layer_types, refuse, said, windows, words
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf, experts, names, rms_eps
 from mdi.families.names import ATTENTION, LLAMA_ENDS, NORMS_BEFORE, Held, Names
 from mdi.model.plain import ModelConfig
 
@@ -51,6 +52,16 @@ _NAMES = Names(
     LLAMA_ENDS,
 )
 
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    own: Json = {**experts(fields, "num_local_experts"), "sliding_window": fields.size("attention.sliding_window")}
+    if (scaling := hf.get("rope_scaling")) is not None:  # the file cannot say it, and llama.cpp truncates
+        own["rope_scaling"] = {**scaling, "truncate": False}
+    return {**rms_eps(fields, hf), **own}
+
+
+_GGUF = Gguf("gpt-oss", _read_gguf, names({"norm_2": "post_attention_norm"}))
+
 _SIZES: Json = {
     "model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "max_position_embeddings": 131072,
     "num_attention_heads": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000,
@@ -68,6 +79,6 @@ _PUBLISHED = {
 FAMILIES = (
     Family(
         "gpt_oss", "GptOssForCausalLM", _read, _write, lambda _: _NAMES, defaults={"swiglu_limit": 7.0},
-        published=_PUBLISHED,
+        gguf=_GGUF, published=_PUBLISHED,
     ),
 )  # fmt: skip

@@ -1,10 +1,15 @@
-"""Llama, Mistral and Mixtral, as transformers has them."""
+"""Llama, Mistral and Mixtral, as transformers and llama.cpp have them."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
-from mdi.families.names import ATTENTION, LLAMA, LLAMA_ENDS, MIXTRAL_EXPERTS, NORMS_BEFORE, Names
+from mdi.families.gguf import Fields, Gguf, experts, names, rms_eps
+from mdi.families.names import ATTENTION, LLAMA, LLAMA_ENDS, MIXTRAL_EXPERTS, NORMS_BEFORE, Held, Names
 from mdi.model.plain import ModelConfig
 
 
@@ -34,8 +39,70 @@ _WINDOW = {"sliding_window": "sliding_window_size"}
 _EXPERTS = {"num_experts_per_tok": "n_expert_per_token", "num_local_experts": "n_expert"}
 _MIXTRAL = Names({**NORMS_BEFORE, **ATTENTION, **MIXTRAL_EXPERTS}, LLAMA_ENDS)
 
+# Mistral's files are Llama's as well: the format has no field for its window.
+_ROPE_FACTORS = "rope_freqs.weight"
+# llama.cpp rotates neighbours. A file whose queries and keys are in one matrix is not one of its converter's.
+_GGUF_NAMES = names({"attn.qkv": Held(("attn_q", "attn_k", "attn_v"), is_paired=True)})
+
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    own = {**rms_eps(fields, hf), "hidden_act": "silu"}
+    if _ROPE_FACTORS not in fields.shapes:
+        return own
+    factors = fields.numbers(_ROPE_FACTORS)
+    if len(factors) != hf["head_dim"] // 2:
+        raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} numbers for heads of {hf['head_dim']}")
+    return {**own, "rope_scaling": llama3_scaling(factors, hf["rope_theta"])}
+
+
+def _read_gguf_experts(fields: Fields, hf: Json) -> Json:
+    return {**_read_gguf(fields, hf), **experts(fields, "num_local_experts")}
+
+
+def _has_experts(fields: Fields) -> bool:
+    return bool(fields.get("expert_count"))
+
+
+def llama3_scaling(factors: np.ndarray, theta: float) -> Json | None:
+    """The settings of Llama 3.1's scaling that give these factors, one for each frequency (head_size / 2); None: none.
+
+    The files have only the factors. Between the two bounds a factor's inverse is a straight line over the frequency, from which
+    the bounds follow. With less than two frequencies there, every bound that separates the others will do.
+
+    Raises:
+        ValueError: they are not of that kind.
+    """
+    factors = factors.astype(np.float64)
+    frequencies = theta ** (-np.arange(len(factors)) / len(factors))
+    factor = float(factors.max())
+    if (factors == 1).all():
+        return None
+    blend = (1 / factors - 1 / factor) / max(1 - 1 / factor, 1e-9)
+    between = (blend > 1e-4) & (blend < 1 - 1e-4)
+    low, high = 1.0, 4.0  # as in all that were published
+    if between.sum() >= 2:
+        slope, intercept = np.polyfit(frequencies[between], blend[between], 1)
+        high = round(float(low - low / intercept), 2)
+        original = 2 * math.pi * float(slope) * (high - low)
+    elif between.any():
+        original = 2 * math.pi * float(((low + (high - low) * blend[between]) / frequencies[between])[0])
+    else:
+        bounds = frequencies[blend >= 0.5].min(initial=1.0) * frequencies[blend < 0.5].max(initial=0.0)
+        original = 2 * math.pi * math.sqrt(low * high / max(float(bounds), 1e-18))
+    smooth = np.clip((round(original) * frequencies / (2 * math.pi) - low) / max(high - low, 1e-9), 0, 1)
+    if factor <= 1 or not np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=2e-3):
+        raise ValueError(f"{_ROPE_FACTORS} scales in a way that is not supported")
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": round(original),
+    }  # fmt: skip
+
+
+_GGUF = Gguf("llama", _read_gguf, _GGUF_NAMES, is_one=lambda fields: not _has_experts(fields))
+_GGUF_MIXTRAL = Gguf("llama", _read_gguf_experts, _GGUF_NAMES, is_one=_has_experts)
+
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", _read_llama, words, lambda _: LLAMA),
+    Family("llama", "LlamaForCausalLM", _read_llama, words, lambda _: LLAMA, gguf=_GGUF),
     Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, lambda _: LLAMA),
-    Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, lambda _: _MIXTRAL),
+    Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, lambda _: _MIXTRAL, gguf=_GGUF_MIXTRAL),
 )

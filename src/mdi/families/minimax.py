@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, words
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, partial_rotary, rms_eps
 from mdi.families.names import ATTENTION, LLAMA_ENDS, MIXTRAL_EXPERTS, NORMS_BEFORE, QK_NORMS, Names
 from mdi.model.plain import ModelConfig
 
@@ -35,6 +36,14 @@ def _write(config: ModelConfig) -> Json:
 _CORRECTION = {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"}
 _NAMES = Names({**NORMS_BEFORE, **ATTENTION, **QK_NORMS, **MIXTRAL_EXPERTS, **_CORRECTION}, LLAMA_ENDS)
 
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    check_sigmoid(fields)
+    width = fields.size("expert_feed_forward_length", fields.size("feed_forward_length"))
+    own = {**experts(fields, "num_local_experts"), "intermediate_size": width}
+    return {**rms_eps(fields, hf), **partial_rotary(fields, hf), **own}
+
+
 _PUBLISHED: dict[str, Json] = {
     "MiniMaxAI/MiniMax-M2": {
         "model_type": "minimax_m2", "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
@@ -44,4 +53,9 @@ _PUBLISHED: dict[str, Json] = {
     },
 }  # fmt: skip
 
-FAMILIES = (Family("minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, lambda _: _NAMES, published=_PUBLISHED),)
+FAMILIES = (
+    Family(
+        "minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, lambda _: _NAMES, gguf=Gguf("minimax-m2", _read_gguf),
+        published=_PUBLISHED,
+    ),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names of a family's tensors in Hugging Face's files, by ours (mdi.model.tensors). Each table is read in both directions."""
+"""Names of a family's tensors in files of others, by ours (mdi.model.tensors). Each table is read in both directions."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Piece:
         expert: which of the matrices (or rows) that are stacked in the tensor; None if there is one.
         is_interleaved: whether they are query, key and value group by group, and not all queries first.
         is_transposed: whether the tensor has the outputs in its columns.
+        n_paired: of so many heads each, row i of the one half and row i of the other lie beside each other; 0: all rows of the
+            one half come first.
+        plus: what was added to the numbers.
     """
 
     tensor: str
@@ -38,6 +41,8 @@ class Piece:
     expert: int | None = None
     is_interleaved: bool = False
     is_transposed: bool = False
+    n_paired: int = 0
+    plus: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Held:
         is_in_turn: whether the rows of both halves come in turn.
         n_before: rows before ours, which mean nothing here.
         is_stacked: whether the module has those of all experts, one behind the other.
-        is_interleaved, is_transposed: see Piece.
+        is_paired: whether the halves of each head of query and key lie in pairs, as Piece.n_paired says.
+        is_interleaved, is_transposed, plus: see Piece.
         otherwise: what holds it in files of another kind. What is written is never that.
     """
 
@@ -61,6 +67,8 @@ class Held:
     is_stacked: bool = False
     is_interleaved: bool = False
     is_transposed: bool = False
+    is_paired: bool = False
+    plus: float = 0.0
     otherwise: Held | None = None
 
 
@@ -71,12 +79,20 @@ def held(where: Where) -> Held:
     return where if isinstance(where, Held) else Held((where,) if isinstance(where, str) else where)
 
 
+def _attention(config: ModelConfig, block: int) -> Attention:
+    mixer = spec_of(config).blocks[block].mixer
+    assert isinstance(mixer, Attention)  # the only one with query, key and value
+    return mixer
+
+
 def row_counts(config: ModelConfig, block: int) -> tuple[int, int, int]:
     """Rows of query, key and value."""
-    mixer = spec_of(config).blocks[block].mixer
-    assert isinstance(mixer, Attention)  # the only one with such a layer
-    n_keys = mixer.n_groups * mixer.head_size
-    return mixer.n_head * mixer.head_size, n_keys, n_keys
+    return _row_counts(_attention(config, block))
+
+
+def _row_counts(of: Attention) -> tuple[int, int, int]:
+    n_keys = of.n_groups * of.head_size
+    return of.n_head * of.head_size, n_keys, n_keys
 
 
 @dataclass(frozen=True)
@@ -138,13 +154,19 @@ class Names:
         of = None if where is None else held(where)
         while of is not None:
             tensors = [f"{path}{module}{ending}".format(i=expert) for module in of.modules]
-            counts = (shape[0],) if match is None or len(tensors) == 1 else row_counts(config, int(match[1]))
-            pairs = zip(tensors, counts, strict=True)
-            yield tuple(_piece(of, tensor, (n, *shape[1:]), expert, config.n_expert) for tensor, n in pairs)
+            of_three = None if match is None or len(tensors) == 1 else _attention(config, int(match[1]))
+            counts = (shape[0],) if of_three is None else _row_counts(of_three)
+            heads = (0,) if of_three is None else (of_three.n_head, of_three.n_groups, 0)
+            yield tuple(
+                _piece(of, tensor, (n_rows, *shape[1:]), expert, config.n_expert, n_heads * of.is_paired)
+                for tensor, n_rows, n_heads in zip(tensors, counts, heads, strict=True)
+            )
             of = of.otherwise
 
 
-def _piece(of: Held, tensor: str, shape: tuple[int, ...], expert: int | None, n_experts: int) -> Piece:
+def _piece(
+    of: Held, tensor: str, shape: tuple[int, ...], expert: int | None, n_experts: int, n_paired: int
+) -> Piece:  # fmt: skip
     n, rows = shape[0], None
     if of.half is not None:
         rows, n = ((of.half, 2 * n, 2) if of.is_in_turn else (of.half * n, (of.half + 1) * n, 1)), 2 * n
@@ -153,7 +175,8 @@ def _piece(of: Held, tensor: str, shape: tuple[int, ...], expert: int | None, n_
     shape = (n, *shape[1:])
     is_transposed = of.is_transposed and len(shape) == 2
     whole = ((n_experts,) if of.is_stacked else ()) + (shape[::-1] if is_transposed else shape)
-    return Piece(tensor, whole, rows, expert if of.is_stacked else None, of.is_interleaved, is_transposed)
+    number = expert if of.is_stacked else None
+    return Piece(tensor, whole, rows, number, of.is_interleaved, is_transposed, n_paired, of.plus)
 
 
 # Of Llama, which most families follow.

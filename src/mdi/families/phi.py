@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mdi.families.config_json import LLAMA_LIKE, SILU, TANH, Json, refuse, rotated_share, words
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf, layer_eps, names, partial_rotary, rms_eps
 from mdi.families.names import LLAMA_BLOCK, LLAMA_ENDS, Held, Names
 from mdi.model.plain import ModelConfig
 
@@ -53,7 +54,22 @@ _PHI3 = Names(
     LLAMA_ENDS,
 )
 
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    return {**layer_eps(fields, hf, "layer_norm_eps"), **partial_rotary(fields, hf)}
+
+
+def _read_gguf3(fields: Fields, hf: Json) -> Json:
+    has_window = bool(fields.get("attention.sliding_window"))  # 0 is none
+    window = {"sliding_window": fields.size("attention.sliding_window") if has_window else None}
+    return {**rms_eps(fields, hf), **partial_rotary(fields, hf), **window}
+
+
+_GGUF = Gguf("phi2", _read_gguf)
+_HALVES = {f"mlp.fc_{half + 1}": Held(("ffn_up",), half=half) for half in (0, 1)}
+_GGUF3 = Gguf("phi3", _read_gguf3, names(_HALVES))
+
 FAMILIES = (
-    Family("phi", "PhiForCausalLM", _read_phi, _write_phi, lambda _: _PHI),
-    Family("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, lambda _: _PHI3),
+    Family("phi", "PhiForCausalLM", _read_phi, _write_phi, lambda _: _PHI, gguf=_GGUF),
+    Family("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, lambda _: _PHI3, gguf=_GGUF3),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf, experts, rms_eps
 from mdi.families.names import EXPERTS, LLAMA, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
 from mdi.model.plain import ModelConfig
 
@@ -35,6 +36,11 @@ def _write_moe(config: ModelConfig) -> Json:
     return {**words(config, _EXPERTS), "norm_topk_prob": True}
 
 
+def _read_gguf_moe(fields: Fields, hf: Json) -> Json:
+    own = {"moe_intermediate_size": fields.size("expert_feed_forward_length"), "norm_topk_prob": True}
+    return {**rms_eps(fields, hf), **experts(fields, "num_experts"), **own}
+
+
 _EXPERTS = {
     "num_experts_per_tok": "n_expert_per_token", "num_experts": "n_expert", "moe_intermediate_size": "moe_intermediate_size",
 }  # fmt: skip
@@ -42,7 +48,9 @@ _QWEN3 = Names({**LLAMA_BLOCK, **QK_NORMS}, LLAMA_ENDS)
 _MOE = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS}, LLAMA_ENDS)
 
 FAMILIES = (
-    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, words, lambda _: LLAMA),
-    Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, words, lambda _: _QWEN3),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_moe, _write_moe, lambda _: _MOE),
+    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, words, lambda _: LLAMA, gguf=Gguf("qwen2", rms_eps)),
+    Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, words, lambda _: _QWEN3, gguf=Gguf("qwen3", rms_eps)),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _read_moe, _write_moe, lambda _: _MOE, gguf=Gguf("qwen3moe", _read_gguf_moe)
+    ),
 )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from mdi.errors import CheckpointError
 from mdi.families.config_json import Json
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf
 from mdi.families.names import Held, held
 from mdi.model.plain import ModelConfig
 
@@ -16,6 +17,11 @@ from . import bloom, ernie, falcon, gemma, glm, gpt2, gpt_oss, llama, minimax, n
 _FILES = (llama, qwen, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie)
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
+# Those of which GGUF files are read, by their architecture there.
+GGUF: dict[str, list[tuple[Family, Gguf]]] = {}
+for _family in FAMILIES.values():
+    if _family.gguf is not None:
+        GGUF.setdefault(_family.gguf.architecture, []).append((_family, _family.gguf))
 # not what is computed
 _NOT_COMPARED = ("name", "hf_config", "vocab_size", "padding_multiple")
 
@@ -23,6 +29,12 @@ _NOT_COMPARED = ("name", "hf_config", "vocab_size", "padding_multiple")
 def stated_family(hf: Json) -> Family | None:
     """That which config.json names; None if it names none that is here."""
     return FAMILIES.get(str(hf.get("model_type")))
+
+
+def family_in_gguf(fields: Fields) -> tuple[Family, Gguf] | None:
+    """That of a file; None if it is of an architecture that is not here. Raises ValueError."""
+    known = GGUF.get(fields.arch, ()) if isinstance(fields.arch, str) else ()
+    return next((found for found in known if found[1].is_one(fields)), None)
 
 
 def written(config: ModelConfig) -> tuple[Family, Json]:

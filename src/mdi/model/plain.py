@@ -2,7 +2,7 @@
 
 The names are those of litgpt's Config. The plain form (`ModelConfig.plain`: a dict of numbers, texts, lists and dicts) is that
 of model_config.yaml, chunks, requests to nodes and the hash. It becomes a ModelConfig where it is read, by `ModelConfig.of`; so
-do a config.json by checkpoint/hfconfig.py, the head of a GGUF file by checkpoint/ggufconfig.py, and litgpt's own Config by
+do a config.json by checkpoint/hfconfig.py, the head of a GGUF file by checkpoint/ggufsource.py, and litgpt's own Config by
 `from_litgpt`. What litgpt's Config cannot say has fields of our own (`OWN_FIELDS`), which the plain form has only where they
 say more than litgpt's fields do. Needs no litgpt. Everything that computes, counts, plans or packs reads `spec_of` of it.
 """

@@ -128,7 +128,7 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, Mapping):
         return "an object"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
         return str(list(value)) if 0 < len(value) <= 4 and all(type(v) in (int, float) for v in value) else "a list"
     if isinstance(value, int) and abs(value) > 1 << 64:
         return "a number without bounds"  # to write it out may take long, and Python may refuse to

@@ -1,0 +1,215 @@
+"""GGUF files of a family: metadata as words of config.json, and names of tensors by ours, where most families agree."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mdi.families.config_json import Json
+from mdi.families.names import Held, Names
+from mdi.spec.decode import shown
+
+LARGEST_SIZE = 1 << 27
+_SIGMOID = 2  # of llama.cpp's functions of routers
+
+
+class Fields:
+    """What a file says of its model.
+
+    Args:
+        values: its metadata: numbers, texts, lists of texts, and numpy arrays of numbers.
+        shapes: of its tensors, rows first.
+        numbers: reads a tensor.
+
+    Attributes:
+        arch: general.architecture. Names of fields are given without it.
+
+    All methods raise ValueError for a field, or a tensor, that is missing or not what is expected.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        numbers: Callable[[str], np.ndarray],
+    ) -> None:
+        self.values, self.shapes, self._numbers = values, shapes, numbers
+        self.arch = values.get("general.architecture")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(f"{self.arch}.{name}", default)
+
+    def need(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise ValueError(f"it lacks the field {self.arch}.{name}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A number above 0, the same for all blocks."""
+        value = self.need(name) if default is None else self.get(name, default)
+        if isinstance(value, np.ndarray) and value.size and bool((value == value[0]).all()):
+            value = int(value[0])
+        if type(value) is not int or not 0 < value <= LARGEST_SIZE:
+            raise ValueError(f"{self.arch}.{name} is {shown(value)}: expected one whole number for all blocks")
+        return value
+
+    def count(self, name: str, default: int = 0) -> int:
+        """A number that may be 0."""
+        value = self.get(name, default)
+        if type(value) is not int or not 0 <= value <= LARGEST_SIZE:
+            raise ValueError(f"{self.arch}.{name} is {shown(value)}: expected a whole number")
+        return value
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        if tensor not in self.shapes:
+            raise ValueError(f"it lacks the tensor {tensor}")
+        return self.shapes[tensor]
+
+    def numbers(self, tensor: str) -> np.ndarray:
+        """All of a tensor, one behind the other, float32."""
+        self.shape(tensor)
+        return self._numbers(tensor).reshape(-1).astype(np.float32)
+
+
+# The names of most families: those of the GPT-NeoX form (query, key and value in one matrix) as well as Llama's.
+BLOCK: dict[str, Any] = {
+    "norm_1": "attn_norm",
+    "norm_2": "ffn_norm",
+    "attn.qkv": Held(("attn_q", "attn_k", "attn_v"), otherwise=Held(("attn_qkv",))),
+    "attn.proj": "attn_output",
+    "attn.norm_q": "attn_q_norm",
+    "attn.norm_k": "attn_k_norm",
+    "attn.sinks": "attn_sinks.weight",
+    "post_attention_norm": "post_attention_norm",
+    "post_mlp_norm": "post_ffw_norm",
+    "mlp.fc": "ffn_up",
+    "mlp.fc_1": "ffn_gate",
+    "mlp.fc_2": "ffn_up",
+    "mlp.proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.{i}.fc_1": Held(("ffn_gate_exps",), is_stacked=True),
+    "mlp.experts.{i}.fc_2": Held(("ffn_up_exps",), is_stacked=True),
+    "mlp.experts.{i}.proj": Held(("ffn_down_exps",), is_stacked=True),
+    "mlp.shared_experts.fc_1": "ffn_gate_shexp",
+    "mlp.shared_experts.fc_2": "ffn_up_shexp",
+    "mlp.shared_experts.proj": "ffn_down_shexp",
+}
+ENDS: dict[str, Any] = {
+    "transformer.wte": "token_embd",
+    "transformer.wte_norm": "token_embd_norm",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
+
+
+def names(own: Mapping[str, Any] | None = None, ends: Mapping[str, Any] | None = None) -> Names:
+    """The usual names, but for a family's `own` within a block, and its `ends`."""
+    return Names({**BLOCK, **(own or {})}, {**ENDS, **(ends or {})}, head="output", prefixes=("",), blocks="blk")
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """Files of one family.
+
+    Attributes:
+        architecture: theirs, as general.architecture has it.
+        read: of a file, and of the words of config.json that `sizes` and `rope` find in it: its other words, which may take the
+            place of these. What the file does not say is as llama.cpp has it. Raises ValueError, TypeError, OverflowError.
+        names: of their tensors.
+        is_one: whether a file of the architecture is one of the family, where several have the same.
+    """
+
+    architecture: str
+    read: Callable[[Fields, Json], Json]
+    names: Names = names()
+    is_one: Callable[[Fields], bool] = lambda _: True
+
+    def config_json(self, fields: Fields) -> Json:
+        """What config.json would say, but for model_type. Raises as `read`."""
+        found = {**sizes(fields), **rope(fields)}
+        return {**found, **self.read(fields, found)}
+
+
+def sizes(fields: Fields) -> Json:
+    """What all files say. It is compared with the tensors, so that a file cannot ask for more than it holds."""
+    n_layer, n_embd, n_head = (fields.size(n) for n in ("block_count", "embedding_length", "attention.head_count"))
+    n_groups = fields.size("attention.head_count_kv", n_head)
+    head_size = fields.size("attention.key_length", max(n_embd // n_head, 1))
+    numbers = {int(m[1]) for name in fields.shapes if (m := re.match(r"blk\.(\d{1,9})\.", name))}
+    if len(numbers) != n_layer or numbers != set(range(n_layer)):
+        raise ValueError(f"it names {n_layer} blocks, but its tensors are not those of blocks 0 to {n_layer - 1}")
+    n_layer -= fields.count("nextn_predict_layers")  # the last ones predict further tokens, and are left out
+    n_vocab, width = fields.shape("token_embd.weight")
+    if width != n_embd:
+        raise ValueError(f"it names an embedding of width {n_embd}, but its tensor has {width}")
+    is_fused = "blk.0.attn_qkv.weight" in fields.shapes
+    rows = fields.shape(f"blk.0.attn_{'qkv' if is_fused else 'q'}.weight")[0]
+    expected = head_size * (n_head + 2 * n_groups if is_fused else n_head)
+    if rows != expected or fields.size("attention.value_length", head_size) != head_size:
+        raise ValueError(f"its heads ({n_head} and {n_groups}, of {head_size}) do not fit its tensors of {rows} rows")
+    return {
+        "num_hidden_layers": n_layer, "hidden_size": n_embd, "num_attention_heads": n_head, "num_key_value_heads": n_groups,
+        "head_dim": head_size, "intermediate_size": fields.size("feed_forward_length"), "vocab_size": n_vocab,
+        "max_position_embeddings": fields.size("context_length"),
+    }  # fmt: skip
+
+
+def rope(fields: Fields) -> Json:
+    hf: Json = {"rope_theta": float(fields.get("rope.freq_base", 10000.0))}
+    kind, factors = fields.get("rope.scaling.type", "none"), "rope_factors_long.weight" in fields.shapes
+    if kind not in ("none", "linear", "yarn", "longrope") or (factors and kind not in ("none", "longrope")):
+        raise ValueError(f"rope scaling of the type {shown(kind)} is not supported")
+    factor, attention = fields.get("rope.scaling.factor"), float(fields.get("rope.scaling.attn_factor", 1.0))
+    if kind == "linear":
+        factor = fields.get("rope.scale_linear", 1.0) if factor is None else factor
+        return hf if factor in (0.0, 1.0) else {**hf, "rope_scaling": {"rope_type": kind, "factor": float(factor)}}
+    if not factors and kind != "yarn":
+        return hf
+    own: Json = {"original_max_position_embeddings": fields.size("rope.scaling.original_context_length")}
+    if factors:
+        by_length = {f"{n}_factor": fields.numbers(f"rope_factors_{n}.weight").tolist() for n in ("short", "long")}
+        own |= {"rope_type": "longrope", "attention_factor": attention, **by_length}
+    else:
+        factor = float(fields.need("rope.scaling.factor"))
+        # llama.cpp multiplies what it computes itself with a factor of its own
+        own |= {"rope_type": kind, "factor": factor, "attention_factor": (0.1 * math.log(factor) + 1.0) * attention}
+        betas = {beta: fields.get(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
+        own |= {beta: float(value) for beta, value in betas.items() if value is not None}
+    return {**hf, "rope_scaling": own}
+
+
+def rms_eps(fields: Fields, hf: Json) -> Json:
+    """All that many families `read`."""
+    return {"rms_norm_eps": float(fields.need("attention.layer_norm_rms_epsilon"))}
+
+
+def layer_eps(fields: Fields, hf: Json, word: str = "layer_norm_epsilon") -> Json:
+    return {word: float(fields.need("attention.layer_norm_epsilon"))}
+
+
+def experts(fields: Fields, word: str, first: int = 0) -> Json:
+    """How many there are, in the blocks from `first` on, in this word, and how many a row is sent to."""
+    n, n_used = fields.size("expert_count"), fields.size("expert_used_count")
+    if fields.shape(f"blk.{first}.ffn_gate_exps.weight")[0] != n or n_used > n:
+        raise ValueError(f"it says that it has {n} experts, which its tensors do not")
+    return {word: n, "num_experts_per_tok": n_used}
+
+
+def check_sigmoid(fields: Fields) -> None:
+    """Of the router of experts."""
+    if fields.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise ValueError(f"a router of the kind {shown(fields.get('expert_gating_func'))} is not supported")
+
+
+def partial_rotary(fields: Fields, hf: Json) -> Json:
+    """The share of a head that is rotated, such that litgpt's rounding gives the number again."""
+    n_rotated, head_size = fields.size("rope.dimension_count", hf["head_dim"]), hf["head_dim"]
+    share = n_rotated / head_size
+    return {"partial_rotary_factor": share if int(share * head_size) == n_rotated else math.nextafter(share, 1.0)}
