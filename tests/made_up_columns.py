@@ -92,6 +92,8 @@ class ColumnStage:
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
         assert x.shape == (sum(one.n_rows for one in slices), self.row_in.width)
+        if self.start == self.stop:
+            return x
         # What a row does not carry, no one may read: it is no number.
         out, at = np.full((len(x), self.row_out.width), np.nan, dtype=np.float32), 0
         for part in slices:

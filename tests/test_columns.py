@@ -147,7 +147,7 @@ def test_columns_come_back_from_every_number_format(rows: Any, wire: str, is_ski
     found = hop(x, SLICES)
     expected, kept = x.copy(), [6, 7] if is_skipped else [*range(8)]
     expected[[i for i in range(8) if i not in kept], :73] = 0
-    np.testing.assert_allclose(found, expected, atol={"auto": 0, "fp16": 0.5, "int8": 20}[wire])
+    np.testing.assert_allclose(found, expected, atol={"auto": 0, "fp16": 1.1, "int8": 20}[wire])
     np.testing.assert_allclose(found[:, 73:], x[:, 73:], atol={"auto": 0, "fp16": 2e-3, "int8": 0.02}[wire])
     alone = [hop(x[i : i + 1], [Slice(1, 0, 1, int(i in kept))]) for i in range(8)]
     assert np.array_equal(np.concatenate(alone), found)

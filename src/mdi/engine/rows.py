@@ -261,7 +261,7 @@ def whole_rows(rows: FrameRows, frame: Frame, layout: RowLayout) -> Any:
         WireError: the frame has other columns.
     """
     n_cached = layout.cached.width
-    if frame.n_cached != n_cached:
+    if frame.n_cached != (n_cached if frame.slices else 0):
         raise WireError(f"rows with {frame.n_cached} numbers for caches; this model's have {n_cached} at this cut")
     if not (n_cached or layout.is_skipped):
         return rows.read(frame, layout.width)

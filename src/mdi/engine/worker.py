@@ -206,11 +206,16 @@ class TappedStage:
         done = self._rows.joined([done, *parts]) if parts else done
         own = done[:, :-n_cached] if n_cached else done
         dtype, payload = self._rows.payload(own, wire)
-        if n_cached and n:
+        if n_cached and slices:
             dtype, cached = self._rows.payload(x[:n, -n_cached:], wire)
             payload = memoryview(b"".join((payload, cached)))
         return replace(
-            frame, dtype=dtype, n_rows=len(own), n_cols=own.shape[1], n_cached=n_cached if n else 0, payload=payload
+            frame,
+            dtype=dtype,
+            n_rows=len(own),
+            n_cols=own.shape[1],
+            n_cached=n_cached if slices else 0,
+            payload=payload,
         )
 
 
