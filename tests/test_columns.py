@@ -4,25 +4,34 @@ which the tokens are those of a plain computation on one list.
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+import mdi.run.verify
 from loopback import CPU
 from made_up_columns import BLOCKS, SPEC, ColumnStage, block, plain_tokens
 from made_up_rings import N_TOKENS, Ring, Source, prompt
+from mdi.control.messages import ToldRows
 from mdi.engine.replay import SentRows
 from mdi.engine.rows import ArrayRows, TensorRows, whole_rows
 from mdi.engine.worker import SecondaryLoop, TappedStage
-from mdi.errors import RingError, WireError
+from mdi.errors import RingError, UsageError, WireError
 from mdi.kernels.slices import Slice, SliceTable
 from mdi.model.rows import Column, RowLayout
 from mdi.net.wire import PLAIN, Frame, FrameCodec, FrameType, Limits
+from mdi.run.policy import Stage
+from mdi.run.recomputing import OwnBlocks
+from mdi.run.run import Run
+from mdi.run.verify import RowVerifier
 
 HIDDEN_TEXT_SHARED = ["hidden", "text", "shared"]
 
@@ -166,6 +175,54 @@ def test_a_node_keeps_the_columns_that_a_replay_needs(start: int, stop: int, wid
     before, after = (whole_rows(ArrayRows(), one, layout) for one in (out, again))
     skipped = layout.width - layout.cached.width if layout.is_skipped else 0
     assert np.array_equal(after[:, skipped:], before[[5, 6, 7], skipped:]) and not after[:, :skipped].any()
+
+
+def test_blocks_that_are_computed_again_give_what_the_node_sent() -> None:
+    """All columns, in this process and on another node."""
+    part = Slice(7, 0, 5, 5)
+    before = frame_at(1, SliceTable([part]))
+    after = sent_on(before, 1, 3)
+    held = SimpleNamespace(stage=ColumnStage(1, 3), spec=SimpleNamespace(arithmetic=None))
+    own = OwnBlocks(cast(Any, held), cast(Any, None), "auto")
+    assert own.compute(7, 0, before) == (after.dtype, bytes(after.payload)) and after.n_cached == 3
+
+
+def test_rows_that_a_node_tells_in_pieces_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = SentRows(1 << 20)
+    sent_on(frame_at(1, SliceTable([Slice(7, 0, 5, 1)])), 1, 3, sent)
+    asked: list[tuple[int, int]] = []
+
+    def ask(ring: Any, index: int, seq_id: int, start: int, stop: int, which: str, is_whole: bool) -> ToldRows:
+        asked.append((start, stop))
+        found = sent.fill(Frame(FrameType.BATCH, 0, slices=SliceTable([Slice(seq_id, start, stop - start)])))
+        return ToldRows(found.dtype, found.n_cols, "", cast(Any, None), base64.b64encode(found.payload).decode())
+
+    monkeypatch.setattr(mdi.run.verify, "ROWS_BYTES", 2 * 8 * 7)
+    ring = SimpleNamespace(stages=[Stage("starter", 0, 1), Stage("secondary0", 1, 3), Stage("secondary1", 3, 8)])
+    model = SimpleNamespace(spec=SPEC)
+    former = SimpleNamespace(basis=SimpleNamespace(weights=SimpleNamespace(model=model)))
+    verifier: Any = SimpleNamespace(_former=former, _ask=ask, n_fetched=0)
+    verifier._row_at = partial(RowVerifier._row_at, verifier)
+    found = RowVerifier._rows_of(verifier, cast(Any, ring), 1, 7, 0, 5)
+    whole = sent.fill(Frame(FrameType.BATCH, 0, slices=SliceTable([Slice(7, 0, 5)])))
+    assert found == replace(whole, payload=found.payload) and found.payload == whole.payload
+    assert asked == [(0, 2), (2, 4), (4, 5)] and verifier.n_fetched == 4 * 5 * 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"_taps": (1,)}, "side networks cannot"), ({"_gradients": True}, "training over a ring cannot"),
+        ({"verify": 0.5}, "--verify cannot"), ({"_taps": (1,), "verify": 0.5}, "side networks and --verify cannot"),
+    ],
+)  # fmt: skip
+def test_what_knows_only_hidden_is_refused(asked: dict[str, Any], words: str) -> None:
+    run: Any = SimpleNamespace(**{"_taps": (), "_gradients": False, **asked})
+    choice: Any = SimpleNamespace(spec=SPEC, options=SimpleNamespace(verify=asked.get("verify", 0.0)))
+    with pytest.raises(UsageError, match=f"made up: its rows have columns besides hidden, which {words} use"):
+        Run._check_columns(run, choice)
+    choice.spec = replace(SPEC, blocks=(block(), block()))
+    Run._check_columns(run, choice)
 
 
 @pytest.mark.parametrize("loss", ["none", "link", "0", "1", "01", "all"])
