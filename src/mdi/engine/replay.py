@@ -73,8 +73,7 @@ class SentRows:
 
     def _keep(self, frame: Frame, sections: list[Section]) -> None:
         form: PayloadType = DTYPES[DTYPE_CODES[frame.dtype]]
-        n_cached = frame.n_cached
-        shape = frame.dtype, sum(one.n_cols for one in sections) - n_cached, n_cached
+        shape = frame.dtype, sum(one.n_cols for one in sections) - frame.n_cached, frame.n_cached
         if shape != self._shape:
             self.clear()
             self._shape = shape

@@ -267,13 +267,11 @@ def whole_rows(rows: FrameRows, frame: Frame, layout: RowLayout) -> Any:
         return rows.read(frame, layout.width)
     n_own = layout.width - n_cached
     kept = logit_rows(frame.slices) if layout.is_skipped else None
-    widths = n_own, n_cached
-    parts = [replace(frame, n_cached=0, **one._asdict()) for one in frame.sections]
-    own, *cached = [rows.read(part, n) for part, n in zip(parts, widths, strict=False)]
     whole = rows.zeros(frame.slices.n_rows, layout.width)
-    whole[slice(None) if kept is None else kept, :n_own] = own
-    for more in cached:
-        whole[:, n_own:] = more
+    own, *cached = [replace(frame, n_cached=0, **one._asdict()) for one in frame.sections]
+    whole[slice(None) if kept is None else kept, :n_own] = rows.read(own, n_own)
+    for section in cached:
+        whole[:, n_own:] = rows.read(section, n_cached)
     return whole
 
 

@@ -478,8 +478,7 @@ class StarterEngine:
         x = self.stage.embed(self._rows.ids(ids), slices) if ids else self._rows.zeros(0, self.stage.row_in.width)
         is_alone = ring.n_nodes == 1  # nothing travels
         tapped = TappedStage(self.stage, self._rows, self._taps, 0, getattr(self.stage, "stop", 0))
-        frame = self._frame(plan, slices, ring)
-        frame = tapped(frame, x, is_alone, "auto" if is_alone else self._wire)
+        frame = tapped(self._frame(plan, slices, ring), x, is_alone, "auto" if is_alone else self._wire)
         if not is_alone:
             self.sent.add(frame, self.stage.row_out.is_skipped)
         self.compute_s += time.perf_counter() - begin

@@ -197,7 +197,8 @@ class TappedStage:
             is_last: whether only the rows that need logits are wanted, and those below.
             wire: number format of the rows.
         """
-        slices, n_cached = frame.slices, self._row_out.cached.width
+        slices = frame.slices
+        n_cached = self._row_out.cached.width if slices else 0
         n, before = slices.n_rows, x
         if n:
             x = self._stage(x[:n], slices, self._own) if self._own else self._stage(x[:n], slices)
@@ -206,17 +207,11 @@ class TappedStage:
         done = self._rows.joined([done, *parts]) if parts else done
         own = done[:, :-n_cached] if n_cached else done
         dtype, payload = self._rows.payload(own, wire)
-        if n_cached and slices:
+        if n_cached:
             dtype, cached = self._rows.payload(x[:n, -n_cached:], wire)
             payload = memoryview(b"".join((payload, cached)))
-        return replace(
-            frame,
-            dtype=dtype,
-            n_rows=len(own),
-            n_cols=own.shape[1],
-            n_cached=n_cached if slices else 0,
-            payload=payload,
-        )
+        n_rows, n_cols = own.shape
+        return replace(frame, dtype=dtype, n_rows=n_rows, n_cols=n_cols, n_cached=n_cached, payload=payload)
 
 
 class SecondaryLoop:

@@ -185,17 +185,13 @@ class Run(StatusOnly):
 
     def _check_columns(self, model: Choice) -> None:
         """Refuse what knows rows of hidden alone, before any node is asked. Raises UsageError."""
-        spec = model.spec
-        refused = {
-            "side networks": bool(self._taps) and spec.widest_row > spec.width,
-            "training over a ring": self._gradients and spec.widest_row > spec.width,
-            "--verify": bool(model.options.verify) and spec.skipped_from < spec.n_layer,
-        }
-        if any(refused.values()):
-            what = " and ".join(name for name, is_refused in refused.items() if is_refused)
-            raise UsageError(
-                f"{spec.name}: its rows have columns besides hidden, which {what} cannot use", code=Code.FLAGS
-            )
+        spec, asked = model.spec, {"side networks": self._taps, "training over a ring": self._gradients}
+        refused = [what for what, is_asked in asked.items() if is_asked and spec.widest_row > spec.width]
+        if model.options.verify and spec.skipped_from < spec.n_layer:
+            refused.append("--verify")
+        if refused:
+            what = f"its rows have columns besides hidden, which {' and '.join(refused)} cannot use"
+            raise UsageError(f"{spec.name}: {what}", code=Code.FLAGS)
 
     def _waiting_for(self) -> str:
         """The step of opening, for a user who waits."""
