@@ -96,7 +96,7 @@ def links(draw: st.DrawFn, names: list[str]) -> tuple[LinkProfile, ...]:
 
 @st.composite
 def problems(draw: st.DrawFn, max_nodes: int = 4, max_blocks: int = 6) -> CostModel:
-    """A cluster, a model and a run. About half of the models have blocks that differ, about half of the clusters links."""
+    """A cluster, a model and a run. About half of the models have blocks that differ, or rows, and of the clusters links."""
     names = [f"n{i}" for i in range(draw(st.integers(1, max_nodes)))]
     profile = cluster(*(draw(nodes(name)) for name in names), links=draw(links(names)))
     starter, *others = profile.nodes
@@ -109,5 +109,8 @@ def problems(draw: st.DrawFn, max_nodes: int = 4, max_blocks: int = 6) -> CostMo
         inner = draw(st.sets(st.integers(1, max(1, n_layer - 1)), max_size=n_layer))
         if len(cuts := sorted({0, n_layer, *(c for c in inner if c < n_layer)})) <= n_layer:
             shape = replace(shape, cuts=tuple(cuts))
+    if draw(st.booleans()):  # at some cuts, rows have columns besides hidden
+        wide = draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=n_layer, max_size=n_layer))
+        shape = replace(shape, cut_bytes=(*(shape.row_bytes * n for n in wide), shape.row_bytes))
     workload = Workload(draw(st.sampled_from([1, 2, 3, 4, 8, 13, 40])), draw(st.sampled_from([100, 1000])))
     return CostModel(profile, shape, workload)

@@ -22,6 +22,7 @@ from mdi.engine.sequence import Event, Request, SamplingParams, TokenLogprobs
 from mdi.engine.starter import StarterEngine
 from mdi.engine.worker import SecondaryLoop
 from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.rows import HIDDEN, Column, RowLayout
 from mdi.net.handshake import close_starter_ring, join_ring
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
@@ -55,6 +56,11 @@ def load_from(gpt: GPT, stages: list[Stage]) -> None:
     for stage in stages:
         wanted = stage.state_dict().keys()
         stage.load(["all"], lambda _, wanted=wanted: {k: weights[k] for k in wanted}, CPU, torch.float32)
+
+
+def hidden_rows(width: int) -> RowLayout:
+    """Rows without further columns."""
+    return RowLayout((Column(HIDDEN, width),))
 
 
 def even_cuts(n_layer: int, n_nodes: int) -> tuple[int, ...]:

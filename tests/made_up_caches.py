@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from loopback import hidden_rows
 from mdi.engine.rows import ArrayRows
 from mdi.errors import EngineError
 from mdi.kernels.pages import PageStore, Pool
@@ -170,7 +171,8 @@ def output(kind: Paged | State, is_reader: bool, x: int, seen: Sequence[int]) ->
 class MadeUpStage:
     """Blocks [start, stop) of a model, whose rows are a number each; with `embed` and `head` for the starter."""
 
-    n_embd = returned_width = 1
+    returned_width = 1
+    row_in = row_out = hidden_rows(1)
     is_head_shared = False
     rows = ArrayRows()
 

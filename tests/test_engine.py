@@ -13,7 +13,7 @@ import torch
 from litgpt.model import GPT
 
 from families import CONTEXT, FAMILIES, VOCAB, greedy, model_of, prompt
-from loopback import CPU, DEADLINE_S, InProcessRing, Text, ring_of, stages_of
+from loopback import CPU, DEADLINE_S, InProcessRing, Text, hidden_rows, ring_of, stages_of
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.rows import ArrayRows, TensorRows
 from mdi.engine.scheduler import Scheduler
@@ -104,7 +104,8 @@ def test_sampling_gives_the_same_ids_on_any_ring_and_in_any_batch() -> None:
 class Formula:
     """A starter's stage whose logits follow from the last token alone, by a formula: the same on every machine."""
 
-    n_embd = returned_width = 1
+    returned_width = 1
+    row_in = row_out = hidden_rows(1)
     is_head_shared = False
 
     def __init__(self) -> None:

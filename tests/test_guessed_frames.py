@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guessing import Bold
+from loopback import hidden_rows
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
 from mdi.engine.rows import ArrayRows
 from mdi.engine.scheduler import MOST_GUESSES, Scheduler
@@ -33,7 +34,8 @@ MAX_LENGTH = 120
 class Remembering:
     """A stage whose rows follow from the last ids in its caches: a wrong one there gives other tokens."""
 
-    n_embd = returned_width = 2
+    returned_width = 2
+    row_in = row_out = hidden_rows(2)
     is_head_shared = False
 
     def __init__(self, window: int | None = None) -> None:

@@ -43,11 +43,25 @@ def batches(draw: st.DrawFn) -> Frame:
     only_logits = draw(st.booleans())
     n_rows = sum(s.n_logits if only_logits else s.n_rows for s in slices)
     n_cols = draw(st.integers(0, 16))
-    payload = draw(st.binary(min_size=kind.n_bytes(n_rows, n_cols), max_size=kind.n_bytes(n_rows, n_cols)))
+    n_cached = draw(st.sampled_from([0, 0, 1, 9]))
+    n_bytes = kind.n_bytes(n_rows, n_cols) + kind.n_bytes(sum(rows), n_cached)
+    payload = draw(st.binary(min_size=n_bytes, max_size=n_bytes))
     freed = tuple(draw(st.lists(U64, max_size=8)))
     pairs = st.tuples(U64, U64).filter(lambda pair: pair[0] != pair[1])
     copies = tuple(draw(st.lists(pairs, max_size=8, unique_by=lambda pair: pair[1])))
-    return Frame(FrameType.BATCH, draw(U64), draw(U64), kind.name, n_rows, n_cols, slices, freed, payload, copies)
+    return Frame(
+        FrameType.BATCH,
+        draw(U64),
+        draw(U64),
+        kind.name,
+        n_rows,
+        n_cols,
+        slices,
+        freed,
+        payload,
+        copies,
+        n_cached=n_cached,
+    )
 
 
 def decoded(data: bytes, limits: Limits = SMALL, codec: FrameCodec | None = None) -> Frame:
@@ -128,7 +142,9 @@ LIES = [
     (changed(5, b"\x7f"), "unknown type of frame: 127"),
     (changed(6, b"\x09"), "unknown payload dtype 9"),
     (changed(7, b"\x02"), "flags 2"),
-    (changed(44, b"\x01"), "field 1"),
+    (changed(44, b"\x01"), "a payload of 24 bytes; rows and columns for caches take 36"),
+    (changed(44, u32(63)), "65 columns; .* at most 64"),
+    (changed(44, b"\x01", Frame(FrameType.PING, 1)), "field 1"),
     (changed(24, u32(9)), "9 slices; this node accepts at most 8"),
     (changed(28, u32(2**32 - 1)), "4294967295 freed sequences; .* at most 8"),
     (changed(32, u32(9)), "9 copies; .* at most 8"),
@@ -188,17 +204,18 @@ def test_a_mutated_frame_is_refused_or_still_consistent(frame: Frame, data: st.D
     logits = sum(s.n_logits for s in found.slices)
     assert found.type is not FrameType.BATCH or found.n_rows in (rows, logits)
     assert found.type is not FrameType.BATCH or len({s.seq_id for s in found.slices}) == len(found.slices)
-    assert len(found.payload) == DTYPES[DTYPE_CODES[found.dtype]].n_bytes(found.n_rows, found.n_cols)
+    form = DTYPES[DTYPE_CODES[found.dtype]]
+    assert len(found.payload) == form.n_bytes(found.n_rows, found.n_cols) + form.n_bytes(rows, found.n_cached)
     if not seal:
         assert mutated == encoded(frame)
 
 
 @settings(max_examples=300, deadline=None)
-@given(fields=st.tuples(*[st.integers(0, 255)] * 3, *[U64] * 2, *[U32] * 5, U64))
+@given(fields=st.tuples(*[st.integers(0, 255)] * 3, *[U64] * 2, *[U32] * 6, U64))
 def test_a_header_of_any_numbers_promises_no_more_than_the_limits(fields: tuple[int, ...]) -> None:
     kind, dtype, flags, *rest = fields
     *counts, n_bytes = rest
-    data = struct.pack("<4sBBBBQQIIIIIIQ", b"MDIr", VERSION, kind % 7, dtype % 6, flags % 2, *counts, 0, n_bytes)
+    data = struct.pack("<4sBBBBQQIIIIIIQ", b"MDIr", VERSION, kind % 7, dtype % 6, flags % 2, *counts, n_bytes)
     data += bytes(16)
     for limits in (SMALL, HANDSHAKE_LIMITS, Limits()):
         try:

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+import mdi.placement.model
 from clusters import MB, block, cluster, model, node
 from mdi.errors import UsageError
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.rows import Column
 from mdi.placement.cost import CostModel, time_of
-from mdi.placement.model import Workload
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import HOP_S, LinkProfile
+from tiny_checkpoint import tiny_config
 
 TIMES = ((1, 1.0), (4, 1.6), (16, 4.0))
 
@@ -52,6 +56,32 @@ def test_a_small_model_takes_time_and_memory_of_the_starter() -> None:
     assert beside.memory(1, 2, 4, 3) == cost.memory(1, 2, 4, 3)
     counts = [plan(cost.profile, cost.shape, one.workload).placement.counts for one in (cost, beside)]
     assert counts == [(8, 11, 11), (7, 12, 11)]
+
+
+def test_each_link_carries_the_columns_of_its_cut() -> None:
+    cost = equal(3, 1)
+    wide = CostModel(
+        cost.profile, replace(cost.shape, cut_bytes=(8192, 8192, 4096, 12288, 4096, 4096, 4096)), cost.workload
+    )
+    found = wide.predict((0, 1, 2), (1, 2, 3))
+    fixed = HOP_S + 150e-6
+    assert found.link_s == pytest.approx([fixed + n / 125e6 for n in (8192, 12288, 4096)])
+    kept = CostModel(wide.profile, wide.shape, replace(wide.workload, replay_bytes=1 << 40))
+    assert kept.kept_bytes == 100 * 12288, "as many as at the widest cut"
+    more = wide.activation_bytes(1, 1, 3) - cost.activation_bytes(1, 1, 3)
+    assert more == 2 * 3 * (1 + 64) * (12288 - 4096), "buffers of three frames, with a row and a piece of a prompt"
+
+
+def test_a_model_s_bytes_at_a_cut_are_those_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_litgpt(tiny_config())
+    spec = spec_of(config)
+    first, *others = spec.blocks
+    more = replace(first, gives=(Column("more", 5),)), *others[:-1], replace(others[-1], reads=("more",))
+    assert model_shape(config, "float32").cut_bytes is None
+    monkeypatch.setattr(mdi.placement.model, "spec_of", lambda _: replace(spec, blocks=more))
+    shape = mdi.placement.model._shape.__wrapped__(config, "float32", "auto")
+    n = 4 * spec.width
+    assert shape.cut_bytes == (n, *[n + 20] * (spec.n_layer - 1), n) and shape.row_bytes == n and not shape.is_uniform
 
 
 def test_one_sequence_waits_for_the_whole_way() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdi.run.loop
+from loopback import hidden_rows
 from mdi.engine.cohort import Beams
 from mdi.engine.recorder import Activity, RecordedRing, Recorder
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
@@ -274,7 +275,7 @@ def stepped(line: Line, is_hot: bool, replay: str = COMPUTE) -> SentRows:
     """A stage that doubles all numbers; the rows that it keeps."""
 
     class Stage:
-        n_embd = 1
+        row_in = row_out = hidden_rows(1)
         caches = SimpleNamespace(rearrange=lambda freed, copies: None)
 
         def __call__(self, x: Any, slices: Any) -> Any:
@@ -298,7 +299,9 @@ def test_a_hot_spare_sends_a_frame_on_before_it_computes_it(is_hot: bool) -> Non
     sent = stepped(line, is_hot)
     assert line.done == (["send", "compute", "release"] if is_hot else ["compute", "send", "release"])
     assert bytes(line.sent[0].payload) == (ROW if is_hot else DOUBLE), "the buffer has been used again since"
-    assert sent.fill([Slice(1, 0, 1)])[2] == DOUBLE, "what it would send in its node's place"
+    assert sent.fill(Frame(FrameType.BATCH, 0, slices=SliceTable([Slice(1, 0, 1)]))).payload == DOUBLE, (
+        "what it would send in its node's place"
+    )
 
 
 @pytest.mark.parametrize(("replay", "payload"), [(COMPUTE, b""), (PASS, ROW)])

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from loopback import hidden_rows
 from mdi.cancel import Cancel
 from mdi.errors import EngineError, RingError
 from mdi.model.caches import PAGE
@@ -44,7 +45,9 @@ def blocks_behind(link: Echo, n_pages: int) -> OthersBlocks:
     """On a node that has memory for so many pages."""
     client = SimpleNamespace(node=SimpleNamespace(name="secondary1"))
     caches = CacheReport(n_pages * PAGE_BYTES, True, (PageClass(None, PAGE_BYTES),), "cpu")
-    return OthersBlocks(VerifyRing(cast(Any, client), "1", cast(Any, link), "fused", caches), Cancel())
+    return OthersBlocks(
+        VerifyRing(cast(Any, client), "1", cast(Any, link), "fused", caches), hidden_rows(N_COLS), Cancel()
+    )
 
 
 def rows(n: int) -> Frame:

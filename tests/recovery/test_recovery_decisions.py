@@ -108,11 +108,14 @@ def test_memory_and_what_nodes_have_said_are_limits() -> None:
         st.tuples(st.integers(0, 5), st.integers(0, 4), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.1, 2.0])),
         min_size=1, max_size=4,
     ),
-    st.integers(1, 7), st.sampled_from([0.0, 1.0, 50.0]),
+    st.integers(1, 7), st.sampled_from([0.0, 1.0, 50.0]), st.none() | st.sets(st.integers(1, 6)),
 )  # fmt: skip
-def test_the_cut_is_the_best_of_all(nodes: list[tuple[int, int, float, float]], n: int, n_frames: float) -> None:
+def test_the_cut_is_the_best_of_all(
+    nodes: list[tuple[int, int, float, float]], n: int, n_frames: float, inner: set[int] | None
+) -> None:
     made = holders(*(((a, a + length), block_s, move_s, 99) for a, length, block_s, move_s in nodes))
-    found = cut(made, [1.0] * n, n_frames)
+    cuts = None if inner is None else sorted({0, n, *(c for c in inner if c < n)})
+    found = cut(made, [1.0] * n, n_frames, cuts)
 
     def cost(counts: tuple[int, ...]) -> float:
         ends = [0, *itertools.accumulate(counts)]
@@ -120,6 +123,7 @@ def test_the_cut_is_the_best_of_all(nodes: list[tuple[int, int, float, float]], 
         return moved + n_frames * slowest_s(made, counts)
 
     every = [c for c in itertools.product(range(n + 1), repeat=len(made)) if sum(c) == n and all(c[1:])]
+    every = [c for c in every if cuts is None or all(edge in cuts for edge in itertools.accumulate(c))]
     if not every:
         assert found is None
     else:

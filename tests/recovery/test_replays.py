@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopback import hidden_rows
 from mdi.engine.cohort import Beams, Cohort
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.replay import FILL, SentRows
@@ -38,6 +39,10 @@ def frame_of(dtype: str, n_cols: int, slices: list[Slice], first: int, **fields:
     return Frame(FrameType.BATCH, EPOCH, 0, dtype, n_rows, n_cols, tuple(slices), payload=payload, **fields)  # type: ignore[arg-type]
 
 
+def filled(sent: SentRows, *slices: Slice) -> Frame:
+    return sent.fill(Frame(FrameType.BATCH, EPOCH, slices=SliceTable(slices)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "row-scaled float16", "block-scaled int8"])
 def test_rows_come_back_byte_for_byte(dtype: str) -> None:
     sent = SentRows(1 << 20)
@@ -50,14 +55,16 @@ def test_rows_come_back_byte_for_byte(dtype: str) -> None:
     rows = [1, 2, 11, 3, 4, 10]  # where they were: in the first frame, and from 10 on in the second
     scale, value = form.n_scales(70) * form.scale_bytes, 70 * form.value_bytes
     payload = b"".join(bytes([r]) * scale for r in rows) + b"".join(bytes([r + 100]) * value for r in rows)
-    assert sent.fill(parts) == (dtype, 70, payload) and len(payload) == len(expected.payload)
+    found = filled(sent, *parts)
+    assert (found.dtype, found.n_rows, found.n_cols, found.payload) == (dtype, 6, 70, payload)
+    assert len(payload) == len(expected.payload)
 
 
 def test_a_slice_that_starts_earlier_replaces_what_is_behind_it() -> None:
     sent = SentRows(1 << 20)
     sent.add(frame_of("float32", 1, [Slice(1, 0, 4, 1)], 0))
     sent.add(frame_of("float32", 1, [Slice(1, 2, 1, 1)], 50))
-    assert sent.counts == {1: 3} and sent.fill([Slice(1, 0, 3, 0)])[2] == bytes([100] * 4 + [101] * 4 + [150] * 4)
+    assert sent.counts == {1: 3} and filled(sent, Slice(1, 0, 3, 0)).payload == bytes([100] * 4 + [101] * 4 + [150] * 4)
 
 
 def test_the_oldest_text_is_forgotten_first_and_as_a_whole() -> None:
@@ -68,9 +75,9 @@ def test_the_oldest_text_is_forgotten_first_and_as_a_whole() -> None:
     sent.add(frame_of("float32", 1, [Slice(1, 4, 1, 1)], 0))
     assert 1 not in sent.counts, "its beginning is gone"
     with pytest.raises(EngineError):
-        sent.fill([Slice(1, 0, 1, 0)])
+        filled(sent, Slice(1, 0, 1, 0))
     with pytest.raises(EngineError):
-        sent.fill([Slice(2, 2, 3, 0)])
+        filled(sent, Slice(2, 2, 3, 0))
     sent.add(frame_of("float32", 1, [Slice(3, 4, 1, 1)], 0, freed=(2,), copies=((3, 8),)))
     assert sent.counts == {3: 5, 8: 4}
     sent.clear()
@@ -84,7 +91,7 @@ def test_rows_after_a_gap_are_not_kept_and_what_was_there_is_forgotten() -> None
     sent.add(frame_of("float32", 1, [Slice(1, 5, 1, 1), Slice(2, 2, 1, 1)], 50))
     assert sent.counts == {2: 3} and sent.n_bytes == 12
     with pytest.raises(EngineError):
-        sent.fill([Slice(1, 0, 4, 0)])
+        filled(sent, Slice(1, 0, 4, 0))
 
 
 def test_a_copy_grows_apart_from_its_source() -> None:
@@ -92,8 +99,8 @@ def test_a_copy_grows_apart_from_its_source() -> None:
     sent.add(frame_of("float32", 1, [Slice(1, 0, 2, 1)], 0))
     sent.add(frame_of("float32", 1, [Slice(2, 2, 1, 1)], 50, copies=((1, 2),)))
     sent.add(frame_of("float32", 1, [Slice(1, 2, 1, 1)], 70))
-    assert sent.fill([Slice(1, 0, 3, 0)])[2] == bytes([100] * 4 + [101] * 4 + [170] * 4)
-    assert sent.fill([Slice(2, 0, 3, 0)])[2] == bytes([100] * 4 + [101] * 4 + [150] * 4)
+    assert filled(sent, Slice(1, 0, 3, 0)).payload == bytes([100] * 4 + [101] * 4 + [170] * 4)
+    assert filled(sent, Slice(2, 0, 3, 0)).payload == bytes([100] * 4 + [101] * 4 + [150] * 4)
     assert sent.n_bytes == 24
     sent.add(frame_of("float32", 1, [], 0, freed=(1,), copies=((2, 3),)))
     assert (sent.counts, sent.n_bytes) == ({2: 3, 3: 3}, 24)
@@ -108,7 +115,7 @@ def test_texts_that_wait_for_a_replay_are_not_forgotten_for_others() -> None:
         sent.add(frame_of("float32", 1, [Slice(3, end - 4, 4, 1)], 40))
         sent.add(Frame(FrameType.BATCH, EPOCH, 0, slices=(Slice(1, 0, end // 2, 0),), is_replay=True))
         assert sent.counts == {1: 4, 2: 4}, "there was no memory for text 3"
-    assert sent.fill([Slice(1, 2, 2, 0), Slice(2, 0, 1, 0)])[2] == bytes([102] * 4 + [103] * 4 + [120] * 4)
+    assert filled(sent, Slice(1, 2, 2, 0), Slice(2, 0, 1, 0)).payload == bytes([102] * 4 + [103] * 4 + [120] * 4)
     sent.add(frame_of("float32", 1, [Slice(1, 4, 2, 1)], 60))
     assert sent.counts == {1: 6, 2: 4}
     sent.add(frame_of("float32", 1, [Slice(4, 0, 1, 1)], 80))
@@ -138,7 +145,7 @@ class Feeding:
 class Idle:
     """A stage without blocks."""
 
-    n_embd = 1
+    row_in = row_out = hidden_rows(1)
     caches = SimpleNamespace(rearrange=lambda freed, copies: None)
 
     def __call__(self, x: np.ndarray, slices: object) -> np.ndarray:
@@ -271,7 +278,7 @@ class World:
             self._keep(plan, slices, np.array([] if plan.is_replay else sum(rows, []), dtype=np.float32))
             if plan.is_replay:
                 self.n_replayed += slices.n_rows
-                ids = np.frombuffer(self.sent.fill(slices)[2], dtype=np.float32).astype(int)
+                ids = np.frombuffer(filled(self.sent, *slices).payload, dtype=np.float32).astype(int)
                 ends = np.cumsum([part.n_rows for part in plan.slices])
                 rows = [part.tolist() for part in np.split(ids, ends[:-1])]
         return rows

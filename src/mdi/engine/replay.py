@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from mdi.engine.sequence import Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
-from mdi.kernels.slices import Slice, Slices
-from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType
+from mdi.kernels.slices import Slice
+from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType, Section
 
 COMPUTE, FILL, PASS = "compute", "fill", "pass"  # the parts that a node can have in replays, see SecondaryLoop
 
 
 @dataclass
 class _Text:
-    """Of one sequence, all positions from the first on: scales and values, row by row."""
+    """Of one sequence, all positions from the first on: of each section the scales, then the values, row by row."""
 
-    scales: bytearray = field(default_factory=bytearray)
-    values: bytearray = field(default_factory=bytearray)
+    parts: list[bytearray]
     n_rows: int = 0
 
     @property
     def n_bytes(self) -> int:
-        return len(self.scales) + len(self.values)
+        return sum(map(len, self.parts))
 
 
 class SentRows:
@@ -40,8 +39,8 @@ class SentRows:
         self._n_bytes = 0
         self._texts: dict[int, _Text] = {}  # the oldest first
         self._held: set[int] = set()  # those of them that wait for a replay, or are being replayed
-        self._dtype, self._n_cols = "bytes", 0
-        self._row_bytes = 0, 0  # of the scales and of the values of a row
+        self._shape = "bytes", 0, 0  # type of the rows, columns that only computed rows have, columns for caches
+        self._row_bytes: list[int] = []  # of each part of a row, see _Text
 
     @property
     def counts(self) -> dict[int, int]:
@@ -58,68 +57,75 @@ class SentRows:
         """
         self._held = set(self._texts)
 
-    def add(self, frame: Frame) -> None:
-        """A frame leaves, with all its rows."""
+    def add(self, frame: Frame, is_skipped: bool = False) -> None:
+        """A frame leaves, with all its rows.
+
+        Args:
+            is_skipped: only columns for caches are kept: a replay needs no others, where rows without logits have no others.
+        """
         self._rearrange(frame.freed, frame.copies)
         if not frame.is_replay:
             self._held.difference_update([part.seq_id for part in frame.slices])
-        if frame.n_rows and self._limit_bytes:
-            self._keep(frame)
+        if frame.has_rows and self._limit_bytes:
+            self._keep(frame, [one for one in frame.sections[is_skipped:] if one.n_rows])
         while self._n_bytes > self._limit_bytes:  # those that are held were here when there was memory for all
             self._forget(next(seq_id for seq_id in self._texts if seq_id not in self._held))
 
-    def _keep(self, frame: Frame) -> None:
-        if (frame.dtype, frame.n_cols) != (self._dtype, self._n_cols):
+    def _keep(self, frame: Frame, sections: list[Section]) -> None:
+        form: PayloadType = DTYPES[DTYPE_CODES[frame.dtype]]
+        shape = frame.dtype, sum(one.n_cols for one in sections) - frame.n_cached, frame.n_cached
+        if shape != self._shape:
             self.clear()
-            self._dtype, self._n_cols = frame.dtype, frame.n_cols
-            form: PayloadType = DTYPES[DTYPE_CODES[frame.dtype]]
-            self._row_bytes = form.n_scales(frame.n_cols) * form.scale_bytes, frame.n_cols * form.value_bytes
-        scale, value = self._row_bytes
-        payload = memoryview(frame.payload).cast("B")
-        scales, values = payload[: frame.n_rows * scale], payload[frame.n_rows * scale :]
+            self._shape = shape
+            sizes = [(form.n_scales(n) * form.scale_bytes, n * form.value_bytes) for n in shape[1:] if n]
+            self._row_bytes = [n_bytes for pair in sizes for n_bytes in pair]
+        parts: list[memoryview] = []
+        for section, scale in zip(sections, self._row_bytes[::2], strict=True):
+            split = section.n_rows * scale
+            parts += section.payload[:split], section.payload[split:]
         row = 0
-        for part in frame.slices:
-            end = row + part.n_rows
-            self._append(part, scales[row * scale : end * scale], values[row * value : end * value])
+        for one in frame.slices:
+            end = row + one.n_rows
+            self._append(one, [part[row * n : end * n] for part, n in zip(parts, self._row_bytes, strict=True)])
             row = end
 
-    def fill(self, slices: Slices) -> tuple[str, int, bytes]:
-        """The rows of these slices: their type, columns, and payload. Raises EngineError if some are not here."""
-        scale, value = self._row_bytes
-        scales, values = bytearray(), bytearray()
-        for part in slices:
-            text, end = self._texts.get(part.seq_id), part.start + part.n_rows
+    def fill(self, frame: Frame) -> Frame:
+        """The frame with the rows of its slices. Raises EngineError if some are not here."""
+        found = [bytearray() for _ in self._row_bytes]
+        for one in frame.slices:
+            text, end = self._texts.get(one.seq_id), one.start + one.n_rows
             if text is None or text.n_rows < end:
-                raise EngineError(f"the sent rows of sequence {part.seq_id} are not stored any more")
-            scales += text.scales[part.start * scale : end * scale]
-            values += text.values[part.start * value : end * value]
-        return self._dtype, self._n_cols, bytes(scales + values)
+                raise EngineError(f"the sent rows of sequence {one.seq_id} are not stored any more")
+            for whole, part, n in zip(found, text.parts, self._row_bytes, strict=True):
+                whole += part[one.start * n : end * n]
+        dtype, n_cols, n_cached = self._shape
+        n_rows = frame.slices.n_rows if n_cols else 0
+        return replace(frame, dtype=dtype, n_rows=n_rows, n_cols=n_cols, n_cached=n_cached, payload=b"".join(found))
 
     def clear(self) -> None:
         self._texts.clear()
         self._held.clear()
         self._n_bytes = 0
 
-    def _append(self, part: Slice, scales: memoryview, values: memoryview) -> None:
-        text = self._texts.get(part.seq_id)
+    def _append(self, rows: Slice, parts: list[memoryview]) -> None:
+        text = self._texts.get(rows.seq_id)
         if text is None:
-            if part.start:
+            if rows.start:
                 return  # its beginning was forgotten
-            text = self._texts[part.seq_id] = _Text()
-        if part.start > text.n_rows:
-            return self._forget(part.seq_id)
+            text = self._texts[rows.seq_id] = _Text([bytearray() for _ in parts])
+        if rows.start > text.n_rows:
+            return self._forget(rows.seq_id)
         before = text.n_bytes
-        scale, value = self._row_bytes
-        del text.scales[part.start * scale :], text.values[part.start * value :]
-        text.scales += scales
-        text.values += values
-        text.n_rows = part.start + part.n_rows
+        for whole, part, n in zip(text.parts, parts, self._row_bytes, strict=True):
+            del whole[rows.start * n :]
+            whole += part
+        text.n_rows = rows.start + rows.n_rows
         self._n_bytes += text.n_bytes - before
 
     def _rearrange(self, freed: Iterable[int], copies: Collection[tuple[int, int]]) -> None:
         """As CachePages.rearrange; what has been forgotten cannot be copied."""
         made = {
-            new_id: _Text(bytearray(text.scales), bytearray(text.values), text.n_rows)
+            new_id: _Text([part.copy() for part in text.parts], text.n_rows)
             for seq_id, new_id in copies
             if (text := self._texts.get(seq_id)) is not None
         }

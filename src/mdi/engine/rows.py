@@ -7,6 +7,7 @@ finite stays not finite, so that the starter's check finds it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,10 +15,13 @@ import numpy as np
 from mdi.errors import WireError
 from mdi.kernels.layout import bf16_from_float32, float32_from_bf16
 from mdi.kernels.slices import Slices, SliceTable
+from mdi.model.rows import RowLayout
 from mdi.net.wire import BLOCK_INT8, FRAME_ROWS, HANDSHAKE_LIMITS, ROW_FLOAT16, Allocate, Frame, Limits, PayloadType
 
 if TYPE_CHECKING:
     import torch
+
+    from mdi.engine.worker import FrameRows
 
 INT8_MAX = 127
 MARK = -128  # marks the place of a block's largest value
@@ -134,8 +138,8 @@ class ArrayRows:
     def ids(self, ids: list[int]) -> np.ndarray:
         return np.array(ids, dtype=np.int64)
 
-    def none(self, n_cols: int) -> Floats:
-        return np.empty((0, n_cols), dtype=np.float32)
+    def zeros(self, n_rows: int, n_cols: int) -> Floats:
+        return np.zeros((n_rows, n_cols), dtype=np.float32)
 
     def are_finite(self, x: Floats) -> bool:
         return bool(np.isfinite(x).all())
@@ -176,8 +180,8 @@ class TensorRows:
     def ids(self, ids: list[int]) -> torch.Tensor:
         return self._torch.tensor(ids, device=self._device)
 
-    def none(self, n_cols: int) -> torch.Tensor:
-        return self._torch.empty(0, n_cols, dtype=self._dtype)
+    def zeros(self, n_rows: int, n_cols: int) -> torch.Tensor:
+        return self._torch.zeros(n_rows, n_cols, device=self._device, dtype=self._dtype)
 
     def are_finite(self, x: torch.Tensor) -> bool:
         return bool(self._torch.isfinite(x).all())
@@ -245,6 +249,30 @@ def rows_of(frame: Frame, n_cols: int) -> Floats:
         return decoded(frame, n_cols)
     x = np.frombuffer(frame.payload, dtype=_PLAIN[frame.dtype]).reshape(frame.n_rows, n_cols)
     return float32_from_bf16(x) if frame.dtype == "bfloat16" else np.asarray(x, dtype=np.float32)
+
+
+def whole_rows(rows: FrameRows, frame: Frame, layout: RowLayout) -> Any:
+    """All rows of a frame's slices, (n_rows, layout.width); with 0 in the columns that a row does not carry.
+
+    Args:
+        rows: as the stage has them.
+
+    Raises:
+        WireError: the frame has other columns.
+    """
+    n_cached = layout.cached.width
+    if frame.n_cached != (n_cached if frame.slices else 0):
+        raise WireError(f"rows with {frame.n_cached} numbers for caches; this model's have {n_cached} at this cut")
+    if not (n_cached or layout.is_skipped):
+        return rows.read(frame, layout.width)
+    n_own = layout.width - n_cached
+    kept = logit_rows(frame.slices) if layout.is_skipped else None
+    whole = rows.zeros(frame.slices.n_rows, layout.width)
+    own, *cached = [replace(frame, n_cached=0, **one._asdict()) for one in frame.sections]
+    whole[slice(None) if kept is None else kept, :n_own] = rows.read(own, n_own)
+    for section in cached:
+        whole[:, n_own:] = rows.read(section, n_cached)
+    return whole
 
 
 def check_width(frame: Frame, n_cols: int) -> None:

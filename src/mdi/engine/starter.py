@@ -475,35 +475,28 @@ class StarterEngine:
         if plan.is_replay:
             return self._replay(plan, slices, ring)
         ids = [token for s in plan.slices for token in s.ids]
-        x = self.stage.embed(self._rows.ids(ids), slices) if ids else self._rows.none(self.stage.n_embd)
+        x = self.stage.embed(self._rows.ids(ids), slices) if ids else self._rows.zeros(0, self.stage.row_in.width)
         is_alone = ring.n_nodes == 1  # nothing travels
-        x = TappedStage(self.stage, self._rows, self._taps, 0, getattr(self.stage, "stop", 0))(x, slices, is_alone)
-        dtype, payload = self._rows.payload(x, "auto" if is_alone else self._wire)
-        n_rows, n_cols = x.shape
-        frame = Frame(
-            FrameType.BATCH, ring.epoch, plan.number, dtype, n_rows, n_cols, slices, plan.freed, payload, plan.copies
-        )
+        tapped = TappedStage(self.stage, self._rows, self._taps, 0, getattr(self.stage, "stop", 0))
+        frame = tapped(self._frame(plan, slices, ring), x, is_alone, "auto" if is_alone else self._wire)
         if not is_alone:
-            self.sent.add(frame)
+            self.sent.add(frame, self.stage.row_out.is_skipped)
         self.compute_s += time.perf_counter() - begin
         return frame
 
     def _replay(self, plan: Plan, slices: SliceTable, ring: Ring) -> Frame:
         """The frame of a replay, with its rows if the next node is to have them."""
-        frame = Frame(
-            FrameType.BATCH,
-            ring.epoch,
-            plan.number,
-            slices=slices,
-            freed=plan.freed,
-            copies=plan.copies,
-            is_replay=True,
-        )
+        frame = self._frame(plan, slices, ring)
         self.sent.add(frame)
-        if not self.fills_replays:
-            return frame
-        dtype, n_cols, payload = self.sent.fill(slices)
-        return replace(frame, dtype=dtype, n_rows=slices.n_rows, n_cols=n_cols, payload=payload)
+        return self.sent.fill(frame) if self.fills_replays else frame
+
+    @staticmethod
+    def _frame(plan: Plan, slices: SliceTable, ring: Ring) -> Frame:
+        """Without rows."""
+        return Frame(
+            FrameType.BATCH, ring.epoch, plan.number, slices=slices, freed=plan.freed, copies=plan.copies,
+            is_replay=plan.is_replay,
+        )  # fmt: skip
 
     def _draw(self, frame: Frame, ring: Ring, plan: Plan, are_live: list[bool]) -> dict[int, list[int]]:
         """Final norm, head and sampling for the rows that came back: new tokens by seq_id. Rows that do not count any more are

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
+from mdi.engine.rows import whole_rows
 from mdi.errors import RingEndedError, WireError
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices, SliceTable
+from mdi.model.rows import RowLayout
 from mdi.net.ring import Ring
 from mdi.net.wire import Frame
 
@@ -36,15 +38,23 @@ class Caches(Protocol):
 class FrameStage(Protocol):
     """Blocks that compute the rows of a frame: stages.torch_stage.Stage, or stages.kernel_stage.KernelStage."""
 
-    n_embd: int
+    @property
+    def row_in(self) -> RowLayout:
+        """Of the rows before its first block."""
+
+    @property
+    def row_out(self) -> RowLayout:
+        """Of those behind its last one."""
 
     @property
     def caches(self) -> Caches: ...
 
     def __call__(self, x: Any, slices: Slices, taps: Sequence[int] = ()) -> Any:
-        """The rows (N, n_embd) of all slices -> (N, n_embd)
+        """The rows (N, row_in.width) of all slices -> (N, row_out.width)
 
         Args:
+            x: where `row_in.is_skipped`, rows that give no logits have 0 in all columns but those for caches; in the result
+                these may be anything where `row_out.is_skipped`.
             taps: numbers of its blocks in the model, rising. For each of them follow, below the others, its outputs of the rows
                 that need logits.
         """
@@ -62,6 +72,9 @@ class FrameRows(Protocol):
     def joined(self, parts: Sequence[Any]) -> Any:
         """Rows below rows."""
 
+    def zeros(self, n_rows: int, n_cols: int) -> Any:
+        """Rows of zeros."""
+
     def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
         """Encoded rows: the name of the type and the bytes, which may be their memory."""
 
@@ -71,9 +84,6 @@ class StarterRows(FrameRows, Protocol):
 
     def ids(self, ids: list[int]) -> Any:
         """Token ids (N,), as the stage embeds them."""
-
-    def none(self, n_cols: int) -> Any:
-        """No rows, (0, n_cols)"""
 
     def are_finite(self, x: Any) -> bool:
         """Whether all numbers are."""
@@ -96,7 +106,7 @@ class StarterFrameStage(FrameStage, Protocol):
         """Whether `head` needs all rows that came back, because the other nodes of a group compute their part of them."""
 
     def embed(self, ids: Any, slices: Slices) -> Any:
-        """(N,) token ids -> (N, n_embd); the slices say which positions they have."""
+        """(N,) token ids -> (N, row_in.width); the slices say which positions they have."""
 
     def head(self, x: Any) -> Any:
         """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""
@@ -161,7 +171,7 @@ class Backend(FrameStage, Protocol):
 class TappedStage:
     """A stage in a run to whose starter the outputs of some blocks come back, of the rows that need logits.
 
-    They travel below the rows of a frame, block after block; each node adds its own.
+    They travel below the rows of a frame, block after block; each node adds its own. Rows with more columns have none.
 
     Args:
         rows: as the stage has them.
@@ -170,25 +180,38 @@ class TappedStage:
 
     def __init__(self, stage: FrameStage, rows: FrameRows, taps: Sequence[int], start: int, stop: int) -> None:
         self._stage, self._rows = stage, rows
+        self._row_in, self._row_out = stage.row_in, stage.row_out
         self._n_before = sum(tap < start for tap in taps)
         self._own = tuple(tap for tap in taps if start <= tap < stop)
 
     def n_rows(self, slices: SliceTable) -> int:
-        """Rows of a frame that comes to the stage."""
-        return slices.n_rows + self._n_before * slices.n_logits
+        """Rows of a frame that comes to the stage, with all columns."""
+        n_whole = slices.n_logits if self._row_in.is_skipped else slices.n_rows
+        return n_whole + self._n_before * slices.n_logits
 
-    def __call__(self, x: Any, slices: SliceTable, is_last: bool) -> Any:
-        """All rows of a frame (`n_rows`, n_embd), once the stage has computed its blocks.
+    def __call__(self, frame: Frame, x: Any, is_last: bool, wire: str) -> Frame:
+        """The frame with its rows after the stage.
 
         Args:
+            x: all rows of the frame (any, row_in.width).
             is_last: whether only the rows that need logits are wanted, and those below.
+            wire: number format of the rows.
         """
+        slices = frame.slices
+        n_cached = self._row_out.cached.width if slices else 0
         n, before = slices.n_rows, x
         if n:
             x = self._stage(x[:n], slices, self._own) if self._own else self._stage(x[:n], slices)
-        done = self._rows.wanting_logits(x[:n], slices) if is_last else x[:n]
+        done = self._rows.wanting_logits(x[:n], slices) if is_last or self._row_out.is_skipped else x[:n]
         parts = [part for part in (before[n:], x[n:]) if len(part)] if n else []
-        return self._rows.joined([done, *parts]) if parts else done
+        done = self._rows.joined([done, *parts]) if parts else done
+        own = done[:, :-n_cached] if n_cached else done
+        dtype, payload = self._rows.payload(own, wire)
+        if n_cached:
+            dtype, cached = self._rows.payload(x[:n, -n_cached:], wire)
+            payload = memoryview(b"".join((payload, cached)))
+        n_rows, n_cols = own.shape
+        return replace(frame, dtype=dtype, n_rows=n_rows, n_cols=n_cols, n_cached=n_cached, payload=payload)
 
 
 class SecondaryLoop:
@@ -270,14 +293,12 @@ class SecondaryLoop:
         begin = time.perf_counter()
         self._stage.caches.rearrange(frame.freed, frame.copies)
         self._received.add(frame)
-        if frame.is_replay and not frame.n_rows:
+        if frame.is_replay and not frame.has_rows:
             return self._without_rows(frame)
         if frame.n_rows != self._tapped.n_rows(frame.slices):
             raise WireError(f"a frame of {frame.n_rows} rows lacks rows of its slices")
-        x = self._tapped(self._rows.read(frame, self._stage.n_embd), frame.slices, self._is_last)
-        dtype, payload = self._rows.payload(x, self._wire)
-        out = replace(frame, dtype=dtype, n_rows=len(x), n_cols=x.shape[1], payload=payload)
-        self._sent.add(out)
+        out = self._tapped(frame, whole_rows(self._rows, frame, self._stage.row_in), self._is_last, self._wire)
+        self._sent.add(out, self._stage.row_out.is_skipped)
         if frame.is_replay and self._replay != PASS:
             out = _without_payload(out)
         self.compute_s += time.perf_counter() - begin
@@ -288,9 +309,8 @@ class SecondaryLoop:
         self._sent.add(frame)
         if self._replay != FILL:
             return frame
-        dtype, n_cols, payload = self._sent.fill(frame.slices)
-        return replace(frame, dtype=dtype, n_rows=frame.slices.n_rows, n_cols=n_cols, payload=payload)
+        return self._sent.fill(frame)
 
 
 def _without_payload(frame: Frame) -> Frame:
-    return replace(frame, dtype="bytes", n_rows=0, n_cols=0, payload=b"")
+    return replace(frame, dtype="bytes", n_rows=0, n_cols=0, n_cached=0, payload=b"")

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mdi.model.rows import HIDDEN, Column, RowLayout
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_glu"]
 
 
@@ -194,6 +196,8 @@ class BlockSpec:
         norm_1, norm_2: before attention and MLP. post_attention_norm, post_mlp_norm: behind them, before the sum or, with
             "behind", after it. None: not there.
         cache_of: the block, by its number, whose keys and values this one reads; None: its own.
+        gives, reads: columns besides hidden that it makes for blocks behind it, and names of those that it reads. A block that
+            reads a column for caches makes its keys and values of that, and not of hidden.
     """
 
     mixer: Mixer
@@ -205,6 +209,8 @@ class BlockSpec:
     post_mlp_norm: Norm | None = None
     norm_is_shared: bool = False
     cache_of: int | None = None
+    gives: tuple[Column, ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def norms(self) -> dict[str, Norm]:
@@ -233,6 +239,7 @@ class Ends:
         embedding_norm: follows both; final_norm: before the head. None is none.
         head_bias: of the head.
         softcap: of logits: softcap * tanh(logit / softcap); None is none.
+        gives: columns besides hidden that the embedding makes for blocks.
     """
 
     embedding_factor: float | None = None
@@ -241,6 +248,7 @@ class Ends:
     final_norm: Norm | None = None
     head_bias: bool = False
     softcap: float | None = None
+    gives: tuple[Column, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ class ModelSpec:
 
     Attributes:
         name: for people.
-        width: numbers of a row.
+        width: numbers of a row's hidden column.
         n_vocab, n_rows: ids that mean something, and rows of the embedding.
         max_length: most tokens of a text.
         extra: blocks behind the head, which predict further tokens (multi-token prediction); they are in no cut.
@@ -286,6 +294,36 @@ class ModelSpec:
         """Where the model may be cut: c is between the blocks c - 1 and c. A block stays with the one whose cache it reads."""
         reads = [(one.cache_of, i) for i, one in enumerate(self.blocks) if one.cache_of is not None]
         return [c for c in range(len(self.blocks) + 1) if not any(of < c <= i for of, i in reads)]
+
+    @property
+    def skipped_from(self) -> int:
+        """The block from which on only rows that give logits are computed: no block from there on makes anything of hidden that
+        another row reads. n_layer: all compute all rows.
+        """
+        cached = {one.name for gives in self._given for one in gives if one.is_cached}
+        first = self.n_layer
+        for block in reversed(self.blocks):
+            if block.gives or (block.cache_of is None and cached.isdisjoint(block.reads)):
+                break
+            first -= 1
+        return first
+
+    def row_at(self, cut: int) -> RowLayout:
+        """Rows between the blocks cut - 1 and cut: hidden, and what is given in front of the cut and read behind it."""
+        read = {name for block in self.blocks[cut:] for name in block.reads}
+        given = {one.name: one for gives in self._given[: cut + 1] for one in gives if one.name in read}
+        columns = Column(HIDDEN, self.width), *sorted(given.values(), key=lambda one: one.is_cached)
+        return RowLayout(columns, is_skipped=self.skipped_from <= cut < self.n_layer)
+
+    @property
+    def widest_row(self) -> int:
+        """Numbers of a row, at the cut where there are most."""
+        return max(self.row_at(cut).width for cut in self.allowed_cuts())
+
+    @property
+    def _given(self) -> list[tuple[Column, ...]]:
+        """Columns that the embedding gives, and each block."""
+        return [self.ends.gives, *(block.gives for block in self.blocks)]
 
 
 def distinct(blocks: Iterable[BlockSpec]) -> list[BlockSpec]:

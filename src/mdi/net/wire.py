@@ -17,8 +17,8 @@ docs/protocol.md repeats the table.
     32      4     n_copies
     36      4     n_rows of the payload
     40      4     n_cols of the payload
-    44      4     0
-    48      8     payload bytes, which its type, n_rows and n_cols decide
+    44      4     n_cached: columns for caches, of all rows of the slices; they follow the n_rows x n_cols values
+    48      8     payload bytes, which its type, n_rows, n_cols, n_cached and the slices decide
     56      16    CRC32 of the 56 bytes before, the tables and the payload, and twelve zeros
     72            n_slices times: seq_id u64, start u32, n_rows u32, n_logits u32   (20 bytes each)
                   n_freed times: seq_id u64
@@ -39,7 +39,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from mdi.errors import WireError
 from mdi.kernels.slices import NO_SLICES, RECORD, SliceTable
@@ -83,7 +83,7 @@ class PayloadType:
 
     def n_scales(self, n_cols: int) -> int:
         """Scales of one row."""
-        if not self.scale_bytes:
+        if not (self.scale_bytes and n_cols):
             return 0
         return -(-n_cols // self.block) if self.block else 1
 
@@ -132,6 +132,14 @@ class Limits:
 HANDSHAKE_LIMITS = Limits(max_rows=1, max_cols=4096, max_slices=0, max_payload_bytes=4096)
 
 
+class Section(NamedTuple):
+    """Some columns of rows of a frame, as its payload has them."""
+
+    n_rows: int
+    n_cols: int
+    payload: memoryview
+
+
 @dataclass(frozen=True)
 class Frame:
     """One message of the ring.
@@ -142,7 +150,10 @@ class Frame:
     Attributes:
         is_replay: rows that one node needs to have its caches again, and nobody else: they travel from the node before it to
             it, and between all others the frame has none (engine.worker).
-        payload: a bytes-like object of n_rows * n_cols values of `dtype`, see PayloadType.
+        n_rows, n_cols: rows that carry the columns which only computed rows have (model.rows), hidden among them.
+        n_cached: numbers of the columns for caches, which all rows of the slices carry; 0 in a model that has none.
+        payload: a bytes-like object of n_rows * n_cols values of `dtype`, see PayloadType; behind them, laid out in the same
+            way, those of the columns for caches.
     """
 
     type: FrameType
@@ -156,10 +167,27 @@ class Frame:
     payload: bytes | bytearray | memoryview = field(default=b"", repr=False)
     copies: tuple[tuple[int, int], ...] = ()
     is_replay: bool = False
+    n_cached: int = 0
 
     def __post_init__(self) -> None:
         if type(self.slices) is not SliceTable:
             object.__setattr__(self, "slices", SliceTable(self.slices))
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.n_rows or self.n_cached)
+
+    @property
+    def sections(self) -> list[Section]:
+        """The payload in parts: the columns that only computed rows have, and, where there are some, those for caches."""
+        data = memoryview(self.payload).cast("B")
+        if not self.n_cached:
+            return [Section(self.n_rows, self.n_cols, data)]
+        split = DTYPES[DTYPE_CODES[self.dtype]].n_bytes(self.n_rows, self.n_cols)
+        return [
+            Section(self.n_rows, self.n_cols, data[:split]),
+            Section(self.slices.n_rows, self.n_cached, data[split:]),
+        ]
 
     @classmethod
     def message(cls, frame_type: FrameType, epoch: int, data: bytes = b"") -> Frame:
@@ -193,6 +221,7 @@ class Header:
     n_copies: int
     n_rows: int
     n_cols: int
+    n_cached: int
     payload_bytes: int
     is_replay: bool
     fields: bytes
@@ -260,22 +289,25 @@ class FrameCodec:
 
     def _parsed(self, fields: bytes, crc: bytes) -> Header:
         magic, version, frame_type, dtype_code, flags, epoch, number, *sizes = _FIELDS.unpack(fields)
-        n_slices, n_freed, n_copies, n_rows, n_cols, zero, n_bytes = sizes
+        n_slices, n_freed, n_copies, n_rows, n_cols, n_cached, n_bytes = sizes
         if magic != MAGIC:
             raise WireError(f"not a frame of MDI-LLM: it begins with {magic!r}, expected {MAGIC!r}")
         if version != VERSION:
             raise WireError(f"the peer speaks version {version} of the ring protocol, this node version {VERSION}")
         if frame_type not in FrameType._value2member_map_:
             raise WireError(f"unknown type of frame: {frame_type}")
-        if dtype_code not in DTYPES or flags > (frame_type == FrameType.BATCH) or zero:
-            raise WireError(f"unknown payload dtype {dtype_code}, flags {flags} or field {zero}")
-        self._check_counts(n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes)
+        is_batch = frame_type == FrameType.BATCH
+        if dtype_code not in DTYPES or flags > is_batch or (n_cached and not is_batch):
+            raise WireError(f"unknown payload dtype {dtype_code}, flags {flags} or field {n_cached}")
+        self._check_counts(n_slices, n_freed, n_copies, n_rows, n_cols + n_cached, n_bytes)
         payload_type = DTYPES[dtype_code]
-        if payload_type.n_bytes(n_rows, n_cols) != n_bytes:
+        if (
+            not n_cached and payload_type.n_bytes(n_rows, n_cols) != n_bytes
+        ):  # else the slices say how many rows these have
             raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {payload_type.name}")
         return Header(
-            FrameType(frame_type), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_bytes,
-            bool(flags), fields, crc,
+            FrameType(frame_type), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_cached,
+            n_bytes, bool(flags), fields, crc,
         )  # fmt: skip
 
     def _check_counts(self, n_slices: int, n_freed: int, n_copies: int, n_rows: int, n_cols: int, n_bytes: int) -> None:
@@ -341,7 +373,7 @@ def _fields_of(frame: Frame) -> bytes:
         len(frame.copies),
         frame.n_rows,
         frame.n_cols,
-        0,
+        frame.n_cached,
         memoryview(frame.payload).nbytes,
     )
 
@@ -368,9 +400,14 @@ def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview, 
     if header.type is FrameType.BATCH:
         _check_slices(slices, header.n_rows, n_taps)
         _check_copies(copies)
+    if header.n_cached:
+        form = DTYPES[DTYPE_CODES[header.dtype]]
+        expected = form.n_bytes(header.n_rows, header.n_cols) + form.n_bytes(slices.n_rows, header.n_cached)
+        if header.payload_bytes != expected:
+            raise WireError(f"a payload of {header.payload_bytes} bytes; rows and columns for caches take {expected}")
     return Frame(
         header.type, header.epoch, header.number, header.dtype, header.n_rows, header.n_cols, slices, freed, payload, copies,
-        header.is_replay,
+        header.is_replay, header.n_cached,
     )  # fmt: skip
 
 

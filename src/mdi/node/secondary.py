@@ -48,11 +48,12 @@ from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.device import devices, load_kernels
 from mdi.host.threads import computing_threads
 from mdi.kernels import library
-from mdi.kernels.slices import Slice
+from mdi.kernels.slices import Slice, SliceTable
 from mdi.metrics import peak_rss_bytes
 from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.listener import RingListener, open_socket
+from mdi.net.wire import Frame, FrameType
 from mdi.node.forwards import Forwards
 from mdi.node.node_weights import NodeWeights
 from mdi.node.round_robin import RoundRobin
@@ -306,7 +307,10 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        rows = request.extent.row_bytes(request.model.spec.width, request.replay_bytes)
+        widest = max(
+            request.model.spec.row_at(cut).width for cut in request.blocks
+        )  # of rows that come, and of those sent
+        rows = request.extent.row_bytes(widest, request.replay_bytes)
         claim = Claim(
             request.run, request.epoch, request.keep_caches, rows, request.cache_share,
             request.keeps_received,
@@ -392,11 +396,14 @@ class SecondaryNode:
         if kept is None:
             raise ControlError(f"{self.config.name} keeps no rows that it has {request.which}", 409, code=Code.RUN)
         part = Slice(request.seq_id, request.start, request.stop - request.start, 0)
-        dtype, n_cols, data = kept.fill([part])
+        found = kept.fill(Frame(FrameType.BATCH, 0, slices=SliceTable([part])))
+        data = bytes(found.payload)
         if request.is_whole and len(data) > ROWS_BYTES:
             raise ControlError(f"{len(data)} bytes of rows; an answer has at most {ROWS_BYTES}", 413)
         told = base64.b64encode(data).decode() if request.is_whole else None
-        return ToldRows(dtype, n_cols, hashlib.sha256(data).hexdigest(), held.spec.arithmetic, told).to_json()
+        return ToldRows(
+            found.dtype, found.n_cols, hashlib.sha256(data).hexdigest(), held.spec.arithmetic, told
+        ).to_json()
 
     def _note_part(self, sha256: str) -> None:
         """A part has come, for one ring: another one may wait for it, too."""

@@ -199,7 +199,7 @@ class SwarmMember:
         )  # fmt: skip
         self._ask_others()
         bytes_s = self._way_bytes_s()
-        row_bytes = facts.model.spec.width * ROW_BYTES
+        row_bytes = facts.model.spec.widest_row * ROW_BYTES
         self._own = replace(self._own, speed=min(1 / (block_s * n_blocks), bytes_s / row_bytes))
 
     def _take_weakest(self) -> None:

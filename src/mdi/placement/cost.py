@@ -8,6 +8,7 @@ never less than one frame's way round. Every sequence gains one token per round.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,6 +88,7 @@ class Terms:
     def __init__(self, cost: CostModel, n_rows: int, n_frames: int, held: tuple[int, int]) -> None:
         self._cost = cost
         self.n_rows, self.n_frames = n_rows, n_frames
+        self.has_columns = cost.shape.cut_bytes is not None  # besides hidden, in rows at some cuts
         nodes = range(len(cost.profile.nodes))
         self.base_s = [cost.head_s(n_rows) if i == 0 else 0.0 for i in nodes]
         self.block_s = [cost.block_s(i, n_rows) for i in nodes]  # of the reference block
@@ -111,6 +113,16 @@ class Terms:
     def stage_s(self, i: int, start: int, stop: int) -> float:
         prefix = self.prefix_s(i)
         return self.base_s[i] + prefix[stop] - prefix[start]
+
+    def link_s(self, a: int, b: int, cut: int) -> tuple[float, float]:
+        """A frame's way from node `a` to node `b` with the rows at a cut, and how long the link is busy with it."""
+        n_bytes, links = self.n_rows * self._cost.shape.row_bytes_at(cut), self._cost.links
+        return links.seconds(a, b, n_bytes), links.transmit_s(a, b, n_bytes)
+
+    def links_s(self, order: Sequence[int], counts: Sequence[int]) -> list[tuple[float, float]]:
+        """`link_s` of each link of a ring."""
+        ends = zip(order, [*order[1:], order[0]], itertools.accumulate(counts), strict=True)
+        return [self.link_s(*one) for one in ends] if len(order) > 1 else []
 
     def capacity(self, i: int) -> tuple[float, float]:
         """Bytes left for blocks: for their weights with caches, and for their weights while they are loaded."""
@@ -222,7 +234,7 @@ class CostModel:
     @property
     def kept_bytes(self) -> int:
         """Of rows that a node has sent; a ring of one of these nodes keeps none, which is not reckoned with."""
-        return self.workload.kept_bytes(self.shape.row_bytes, len(self.profile.nodes))
+        return self.workload.kept_bytes(self.shape.widest_row_bytes, len(self.profile.nodes))
 
     def load_bytes(self, i: int) -> int:
         """Where layers are packed, one tensor is there twice while a stage is loaded."""
@@ -235,7 +247,7 @@ class CostModel:
         rows = n_rows + prefill
         scores = 2 * 4 * shape.n_head * prefill * length  # as they are, and after the softmax
         logits = 3 * 4 * n_rows * shape.vocab_size if i == 0 else 0
-        buffers = 2 * n_frames * rows * shape.row_bytes
+        buffers = 2 * n_frames * rows * shape.widest_row_bytes
         return 2 * rows * shape.work_row_bytes + scores + shape.table_bytes * length + buffers + logits
 
     def memory(self, i: int, start: int, stop: int, n_used: int) -> MemoryUse:
@@ -264,10 +276,8 @@ class CostModel:
         for i, count in zip(order, counts, strict=True):
             stages.append(terms.stage_s(i, start, start + count))
             start += count
-        n_bytes = terms.n_rows * self.shape.row_bytes
-        pairs = list(zip(order, [*order[1:], order[0]], strict=True)) if len(order) > 1 else []
-        ways = tuple(self.links.seconds(a, b, n_bytes) for a, b in pairs)
-        busy = tuple(self.links.transmit_s(a, b, n_bytes) for a, b in pairs)
+        links = terms.links_s(order, counts)
+        ways, busy = tuple(way for way, _ in links), tuple(busy for _, busy in links)
         return _pace(terms.n_rows, terms.n_frames, tuple(stages), ways, busy, timed.n_sequences)
 
 

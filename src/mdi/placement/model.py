@@ -57,7 +57,7 @@ class ModelShape:
     Attributes:
         name, config_hash, format: as in a ClusterProfile.
         context_length: positions that the model was made for.
-        row_bytes: one position's activations on the wire.
+        row_bytes: one position's activations on the wire, of hidden alone.
         blocks: in order.
         embedding_bytes, head_bytes: what the starter holds besides; head with the final norm.
         head_load_bytes: the same for the larger of the two.
@@ -68,6 +68,7 @@ class ModelShape:
         kv_dtype: what caches hold, a name in model.caches.CACHE_TYPES.
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
         cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
+        cut_bytes: one position's activations on the wire at each cut (ModelSpec.row_at); None: `row_bytes` everywhere.
     """
 
     name: str
@@ -87,6 +88,15 @@ class ModelShape:
     runtime_bytes: int = 0
     kv_dtype: str = "float32"
     cuts: tuple[int, ...] | None = None
+    cut_bytes: tuple[int, ...] | None = None
+
+    def row_bytes_at(self, cut: int) -> int:
+        return self.row_bytes if self.cut_bytes is None else self.cut_bytes[cut]
+
+    @property
+    def widest_row_bytes(self) -> int:
+        """One position's activations on the wire, at the cut where they are most."""
+        return self.row_bytes if self.cut_bytes is None else max(self.cut_bytes)
 
     @property
     def n_layer(self) -> int:
@@ -99,8 +109,8 @@ class ModelShape:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether a stage is told by how many blocks it has: all are alike, and the model may be cut everywhere."""
-        return self.cuts is None and all(block == self.blocks[0] for block in self.blocks)
+        """Whether a stage is told by how many blocks it has: all are alike, and so are all cuts."""
+        return self.cuts is None and self.cut_bytes is None and all(block == self.blocks[0] for block in self.blocks)
 
     @property
     def most_nodes(self) -> int:
@@ -184,6 +194,7 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
+    widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
     return ModelShape(
         name=config.name,
         config_hash=config_hash(config),
@@ -202,6 +213,7 @@ def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         runtime_bytes=RUNTIME_BYTES,
         kv_dtype=kv_dtype,
         cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
+        cut_bytes=tuple(n * form.value_bytes for n in widths) if max(widths) > spec.width else None,
     )
 
 

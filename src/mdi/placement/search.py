@@ -46,8 +46,8 @@ class RingOrder:
     """Nodes in an order, with the time that their links add to a round.
 
     Attributes:
-        way_s: of one frame over all links, hand-overs included.
-        busy_s: time of one frame on the slowest link.
+        way_s: of one frame over all links, hand-overs included; of rows that have hidden alone.
+        busy_s: time of one such frame on the slowest link.
     """
 
     order: tuple[int, ...]
@@ -58,7 +58,7 @@ class RingOrder:
 def ring_of(cost: CostModel, order: Sequence[int], n_rows: int) -> RingOrder:
     if len(order) == 1:
         return RingOrder(tuple(order), 0.0, 0.0)
-    n_bytes = n_rows * cost.shape.row_bytes
+    n_bytes = n_rows * cost.shape.row_bytes  # `spread` adds what rows have besides hidden
     pairs = list(zip(order, [*order[1:], order[0]], strict=True))
     way = sum(cost.links.seconds(a, b, n_bytes) for a, b in pairs)
     return RingOrder(tuple(order), way, max(cost.links.transmit_s(a, b, n_bytes) for a, b in pairs))
@@ -176,6 +176,9 @@ class _Different(_Fill):
         starts: list[list[int]] = []
         for k, i in enumerate(self._order):
             best, start_of = self._with(i, best, limits[k], is_starter=k == 0)
+            if self._terms.has_columns and k + 1 < len(self._order):
+                more = self._more_s(i, self._order[k + 1], limits[k])
+                best = [a + b for a, b in zip(best, more, strict=True)]
             starts.append(start_of)
         if best[n] == _INF:
             return None
@@ -184,6 +187,12 @@ class _Different(_Fill):
             counts.append(stop - start_of[stop])
             stop = start_of[stop]
         return tuple(reversed(counts))
+
+    def _more_s(self, i: int, following: int, limit_s: float) -> list[float]:
+        """Of each cut, what a frame's way takes more than with hidden alone; infinite where the link is too slow."""
+        links = [self._terms.link_s(i, following, cut) for cut in range(self._n_layer + 1)]
+        hidden_s, is_alone = links[-1][0], self._terms.n_frames == 1
+        return [way - hidden_s if is_alone or busy <= limit_s * (1 + 1e-12) else _INF for way, busy in links]
 
     def _reaches(self, limits: Sequence[float]) -> bool:
         """Whether the nodes hold all blocks if each takes as many as it can: cheap, and mostly decides."""
@@ -241,8 +250,11 @@ def _stages(terms: Terms, order: Sequence[int], counts: Sequence[int]) -> list[f
 def _measured(terms: Terms, ring: RingOrder, counts: tuple[int, ...]) -> Spread:
     stages = _stages(terms, ring.order, counts)
     slowest = max(stages)
-    link = ring.busy_s if terms.n_frames > 1 else 0.0
-    round_s = max(terms.n_frames * max(slowest, link), sum(stages) + ring.way_s)
+    way_s, link = ring.way_s, ring.busy_s if terms.n_frames > 1 else 0.0
+    if terms.has_columns and len(counts) > 1:
+        links = terms.links_s(ring.order, counts)
+        way_s, link = sum(way for way, _ in links), max(busy for _, busy in links) if link else 0.0
+    round_s = max(terms.n_frames * max(slowest, link), sum(stages) + way_s)
     return Spread(counts, round_s, slowest, ring.order)
 
 

@@ -6,7 +6,7 @@ by their measurements, or by cautious guesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean
@@ -62,7 +62,7 @@ class MovingCut:
             most: blocks that a node can hold at most, where it has said so.
         """
         n_frames = max(1, self.n_rounds()) * self._n_frames(len(stages))
-        return cut(self.holders(stages, most), self._block_bytes, n_frames)
+        return cut(self.holders(stages, most), self._block_bytes, n_frames, self._shape.cuts)
 
     def in_another_order(self, ring: Sequence[Stage], ways: Mapping[tuple[str, str], float]) -> Form | None:
         """The same nodes in another order, where links are slower than when they were measured.
@@ -84,7 +84,7 @@ class MovingCut:
             return None
         links = tuple(link for link in profile.links if {link.source, link.target} <= set(names))
         of_ring = replace(profile, nodes=tuple(by_name[name] for name in names), links=links)
-        n_bytes = measured[1].terms(len(ring)).n_rows * self._shape.row_bytes
+        n_bytes = measured[1].terms(len(ring)).n_rows * self._shape.widest_row_bytes
         slower = slower_links(of_ring, ways, n_bytes)
         if not slower:
             return None
@@ -233,15 +233,19 @@ class Holder:
         return (stop - start) - max(0, min(stop, self.has[1]) - max(start, self.has[0]))
 
 
-def cut(holders: Sequence[Holder], block_bytes: Sequence[float], n_frames: float) -> tuple[int, ...] | None:
+def cut(
+    holders: Sequence[Holder], block_bytes: Sequence[float], n_frames: float, cuts: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
     """Blocks of each node, in ring order, so that moving and `n_frames` frames take the least time; None if nothing fits.
 
     Args:
         block_bytes: of each block, weights with its caches.
+        cuts: where the model may be cut; None is everywhere.
     """
+    allowed = frozenset(range(len(block_bytes) + 1) if cuts is None else cuts)
     best: tuple[float, tuple[int, ...]] | None = None
-    for pace_s in _paces(holders, block_bytes):
-        found = _moved_least(holders, block_bytes, pace_s)
+    for pace_s in _paces(holders, block_bytes, allowed):
+        found = _moved_least(holders, block_bytes, pace_s, allowed)
         if found is None:
             continue
         moving_s, counts = found
@@ -256,14 +260,14 @@ def slowest_s(holders: Sequence[Holder], counts: Sequence[int]) -> float:
     return max(h.base_s + h.block_s * n for h, n in zip(holders, counts, strict=True))
 
 
-def _paces(holders: Sequence[Holder], block_bytes: Sequence[float]) -> list[float]:
+def _paces(holders: Sequence[Holder], block_bytes: Sequence[float], cuts: Collection[int]) -> list[float]:
     """Times of the slowest stage that are worth a try, from the shortest that is possible on."""
     n = len(block_bytes)
     paces = sorted({h.base_s + h.block_s * count for h in holders for count in range(h.least, n + 1)})
     low, high = 0, len(paces)
     while low < high:  # the more time, the more fits
         middle = (low + high) // 2
-        if _moved_least(holders, block_bytes, paces[middle]) is None:
+        if _moved_least(holders, block_bytes, paces[middle], cuts) is None:
             low = middle + 1
         else:
             high = middle
@@ -271,7 +275,7 @@ def _paces(holders: Sequence[Holder], block_bytes: Sequence[float]) -> list[floa
 
 
 def _moved_least(
-    holders: Sequence[Holder], block_bytes: Sequence[float], pace_s: float
+    holders: Sequence[Holder], block_bytes: Sequence[float], pace_s: float, cuts: Collection[int]
 ) -> tuple[float, tuple[int, ...]] | None:
     """The cut with the least time of moving in which no stage takes more than `pace_s`; None if there is none."""
     n = len(block_bytes)
@@ -293,7 +297,7 @@ def _moved_least(
                 if sums[stop] - sums[start] > holder.most_bytes:
                     break
                 total = cost + holder.move_s * holder.n_moved(start, stop)
-                if total < after[stop]:
+                if stop in cuts and total < after[stop]:
                     after[stop], way[stop] = total, start
         costs = after
         ways.append(way)

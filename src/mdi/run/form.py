@@ -821,7 +821,8 @@ class Preparation:
     def _reckon_memory(self, held: HeldStage, has_loaded: bool) -> CacheMemory:
         """Room in the caches of all nodes. Where weights were loaded, nodes of that machine have less than they said."""
         basis, nodes, setups = self.task.basis, self.task.cluster.nodes, self.setups
-        kept = basis.extent.row_bytes(basis.weights.model.spec.width, self.task.replay_bytes) if setups else 0
+        width = basis.weights.model.spec.row_at(basis.weights.blocks[0][1]).width
+        kept = basis.extent.row_bytes(width, self.task.replay_bytes) if setups else 0
         held.replay_bytes, held.sent = kept, None  # its engine has the rows
         own = basis.caches.grant(held)
         is_asked = has_loaded or not all(setup.is_ready_at_once for setup in setups)

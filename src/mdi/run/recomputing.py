@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import partial
 
 from mdi.cancel import Cancel
 from mdi.control.client import FanOut
+from mdi.engine.rows import whole_rows
+from mdi.engine.worker import TappedStage
 from mdi.errors import EngineError, RingEndedError, RingError
 from mdi.kernels.slices import Slice, SliceTable
+from mdi.model.rows import RowLayout
 from mdi.net.ring import TcpRing
 from mdi.net.wire import Frame
 from mdi.run.form import VerifyRing
@@ -38,7 +42,11 @@ class Recomputed(ABC):
         self.cached: dict[int, int] = {}
 
     def compute(self, seq_id: int, start: int, rows: Frame) -> tuple[str, bytes]:
-        """Rows of a text from position `start` on, behind those that are cached: what a node would send. Raises RingError."""
+        """Rows of a text from position `start` on, behind those that are cached: what a node would send. Raises RingError.
+
+        Args:
+            rows: what the node got, with this one slice.
+        """
         told = self._compute(Slice(seq_id, start, rows.n_rows), rows)
         self.cached[seq_id] = start + rows.n_rows
         return told
@@ -78,9 +86,9 @@ class OwnBlocks(Recomputed):
     def _compute(self, part: Slice, rows: Frame) -> tuple[str, bytes]:
         stage = self._held.stage
         assert stage is not None
-        y = stage(stage.rows.read(rows, stage.n_embd), SliceTable([part]))
-        dtype, payload = stage.rows.payload(y, self._wire)
-        return dtype, bytes(payload)
+        x = whole_rows(stage.rows, rows, stage.row_in)
+        found = TappedStage(stage, stage.rows, (), 0, 0)(rows, x, False, self._wire)
+        return found.dtype, bytes(found.payload)
 
     def _free(self, seq_id: int) -> None:
         assert self._held.stage is not None
@@ -91,11 +99,16 @@ class OwnBlocks(Recomputed):
 
 
 class OthersBlocks(Recomputed):
-    """On another node."""
+    """On another node.
 
-    def __init__(self, ring: VerifyRing, cancel: Cancel) -> None:
+    Args:
+        row_out: of the rows behind its blocks.
+    """
+
+    def __init__(self, ring: VerifyRing, row_out: RowLayout, cancel: Cancel) -> None:
         super().__init__(ring.client.node.name, ring.arithmetic)
         self._ring, self._cancel = ring, cancel
+        self._n_cols = row_out.width - row_out.cached.width
         self._freed: list[int] = []
         self._n_frames = 0
 
@@ -109,8 +122,7 @@ class OthersBlocks(Recomputed):
         self._n_frames += 1
         asked = SliceTable([part._replace(n_logits=part.n_rows)])  # all of them come back
         freed, self._freed = tuple(self._freed), []
-        link.send(Frame(rows.type, link.epoch, self._n_frames, rows.dtype, rows.n_rows, rows.n_cols, payload=rows.payload,
-                        slices=asked, freed=freed))  # fmt: skip
+        link.send(replace(rows, epoch=link.epoch, number=self._n_frames, slices=asked, freed=freed))
         end = time.monotonic() + ANSWER_S
         with self._cancel.waking(link.wake):
             while (frame := self._received(link)) is None:
@@ -121,7 +133,7 @@ class OthersBlocks(Recomputed):
         told = frame.dtype, bytes(frame.payload)
         n_rows, shape = frame.n_rows, (frame.n_rows, frame.n_cols, frame.number)
         link.release(frame)
-        if shape != (part.n_rows, rows.n_cols, self._n_frames):
+        if shape != (part.n_rows, self._n_cols, self._n_frames):
             raise RingError(f"{self.name} answered {part.n_rows} rows with {n_rows} others")
         return told
 

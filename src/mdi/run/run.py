@@ -183,6 +183,16 @@ class Run(StatusOnly):
             facts[TORCH] = f"this node computes {model.computing.why_torch}"
         refuse(facts, "--verify")
 
+    def _check_columns(self, model: Choice) -> None:
+        """Refuse what knows rows of hidden alone, before any node is asked. Raises UsageError."""
+        spec, asked = model.spec, {"side networks": self._taps, "training over a ring": self._gradients}
+        refused = [what for what, is_asked in asked.items() if is_asked and spec.widest_row > spec.width]
+        if model.options.verify and spec.skipped_from < spec.n_layer:
+            refused.append("--verify")
+        if refused:
+            what = f"its rows have columns besides hidden, which {' and '.join(refused)} cannot use"
+            raise UsageError(f"{spec.name}: {what}", code=Code.FLAGS)
+
     def _waiting_for(self) -> str:
         """The step of opening, for a user who waits."""
         path = self.options.ckpt or self.options.chunk
@@ -204,6 +214,7 @@ class Run(StatusOnly):
         self.model, self._has_model = model, True
         self._open_sides(model)
         self._check_verified(model)
+        self._check_columns(model)
         self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
         n_virtual = max((one.n_virtual for one in model.weights.adapters), default=0)
         length = n_virtual + max(map(len, self.prompt_ids), default=0) + self._n_tokens

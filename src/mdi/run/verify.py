@@ -22,6 +22,7 @@ import logging
 import math
 import queue
 import random
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -33,11 +34,14 @@ from typing import Any
 from mdi.cancel import Cancel
 from mdi.control.meeting import Unanswered
 from mdi.control.messages import ROWS_BYTES, RowsRequest, ToldRows
+from mdi.engine.replay import SentRows
+from mdi.engine.rows import whole_rows
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError, EngineError, MdiError, NoMemoryError, RingError, WireError
 from mdi.host.threads import computing_threads
-from mdi.kernels.slices import Slice
+from mdi.kernels.slices import Slice, SliceTable
 from mdi.model.caches import CHUNK_ROWS
+from mdi.model.rows import RowLayout
 from mdi.net.ring import TcpRing
 from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, FrameType
 from mdi.run.form import Basis, Former, Ring
@@ -520,7 +524,7 @@ class RowVerifier:
             raise _UntrueError(both, f"{before} says that it sent other rows than {name} says that it got")
         codec = ring.stage.rows
         try:
-            x = codec.read(rows, rows.n_cols)
+            x = whole_rows(codec, rows, self._row_at(ring, index))
         except WireError as e:
             raise _UntrueError(both, f"no rows: {e}") from None
         if not codec.are_finite(x):  # what follows from such rows may differ with the processor
@@ -577,7 +581,7 @@ class RowVerifier:
     @staticmethod
     def _came_back(ring: Ring, text: _Text, start: int, told: _Computed) -> bool:
         """Whether these rows are those that the last node has sent back, as far as it has."""
-        codec, n_cols = ring.stage.rows, ring.stage.n_embd
+        codec, n_cols = ring.stage.rows, ring.stage.at_starter.returned_width
         form = DTYPES[DTYPE_CODES[told[0]]]
         n_rows = len(told[1]) // form.n_bytes(1, n_cols)
         back = codec.read(Frame(FrameType.BATCH, 0, 0, told[0], n_rows, n_cols, payload=told[1]), n_cols)
@@ -599,12 +603,14 @@ class RowVerifier:
 
     def _rows_of(self, ring: Ring, index: int, seq_id: int, start: int, stop: int) -> Frame:
         """The rows that node `index` has sent."""
+        frame = Frame(FrameType.BATCH, 0, slices=SliceTable([Slice(seq_id, start, stop - start)]))
         if index == 0:
             assert self.engine is not None
-            dtype, n_cols, data = self.engine.sent.fill([Slice(seq_id, start, stop - start)])
-            return Frame(FrameType.BATCH, 0, 0, dtype, stop - start, n_cols, payload=data)
-        n_cols = self._former.basis.weights.model.spec.width
-        most = max(1, ROWS_BYTES // (8 * n_cols))
+            return self.engine.sent.fill(frame)
+        layout = self._row_at(ring, index + 1)
+        n_cached = layout.cached.width
+        n_cols = layout.width - n_cached
+        most = max(1, ROWS_BYTES // (8 * layout.width))
         pieces = [
             self._ask(ring, index, seq_id, at, min(stop, at + most), "sent", is_whole=True)
             for at in range(start, stop, most)
@@ -614,20 +620,24 @@ class RowVerifier:
         if dtype not in DTYPE_CODES or any((one.dtype, one.n_cols) != (dtype, n_cols) for one in pieces):
             raise _UntrueError((name,), f"{name} sends rows of several types")
         form = DTYPES[DTYPE_CODES[dtype]]
-        width = form.n_scales(n_cols) * form.scale_bytes
-        scales, values = b"", b""
+        joined = SentRows(sys.maxsize)
         for at, one in zip(range(start, stop, most), pieces, strict=True):
             n = min(stop, at + most) - at
             try:
                 data = base64.b64decode(one.rows or "", validate=True)
             except ValueError:
                 raise _UntrueError((name,), f"{name} sends no rows: what it says is not base64") from None
-            if len(data) != form.n_bytes(n, n_cols):
+            if len(data) != form.n_bytes(n, n_cols) + form.n_bytes(n, n_cached):
                 raise _UntrueError((name,), f"{name} sends {len(data)} bytes for {n} rows")
-            scales += data[: n * width]
-            values += data[n * width :]
+            part = SliceTable([Slice(seq_id, at - start, n)])
+            joined.add(Frame(FrameType.BATCH, 0, 0, dtype, n, n_cols, part, payload=data, n_cached=n_cached))
             self.n_fetched += len(data)
-        return Frame(FrameType.BATCH, 0, 0, dtype, stop - start, n_cols, payload=scales + values)
+        found = joined.fill(replace(frame, slices=SliceTable([Slice(seq_id, 0, stop - start)])))
+        return replace(found, slices=frame.slices)
+
+    def _row_at(self, ring: Ring, index: int) -> RowLayout:
+        """Of the rows that node `index` gets."""
+        return self._former.basis.weights.model.spec.row_at(ring.stages[index].start)
 
     # Who computes them again
 
@@ -668,7 +678,8 @@ class RowVerifier:
         end = self._others_end
         while end is not None and not end.is_cancelled:
             try:
-                return OthersBlocks(self._former.form_verify_ring(name, (stage.start, stage.stop), end), end)
+                row_out = self._former.basis.weights.model.spec.row_at(stage.stop)
+                return OthersBlocks(self._former.form_verify_ring(name, (stage.start, stage.stop), end), row_out, end)
             except MdiError as e:
                 logger.debug("%s does not compute the blocks of %s again: %s", name, stage.name, e)
                 same = [index for index, one in self._again.items() if one.name == name]

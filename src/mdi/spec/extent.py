@@ -28,6 +28,10 @@ class Extent:
     n_frames: Frames | None = None
     kv_dtype: Annotated[str, one_of(KV_DTYPES)] = "auto"
 
-    def row_bytes(self, n_embd: int, limit_bytes: int) -> int:
-        """The most that kept rows can take: those of all positions of all sequences."""
-        return min(limit_bytes, self.n_sequences * self.max_length * n_embd * ROW_VALUE_BYTES)
+    def row_bytes(self, width: int, limit_bytes: int) -> int:
+        """The most that kept rows can take: those of all positions of all sequences.
+
+        Args:
+            width: numbers of a row, where they are kept.
+        """
+        return min(limit_bytes, self.n_sequences * self.max_length * width * ROW_VALUE_BYTES)

@@ -174,6 +174,7 @@ class Ends:
 
     def __init__(self, spec: ModelSpec, weights: StageWeights, head: HeadFunction) -> None:
         self.n_embd = self.returned_width = spec.width
+        self.row_in = self.row_out = spec.row_at(0)
         ends, n_tokens, table = spec.ends, spec.n_rows, weights.table()
         if table is None or table.shape != (n_tokens, self.n_embd):
             raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
@@ -256,6 +257,7 @@ class KernelStage:
         self.spec, self._adapters = spec, adapters or {}
         self.start, self.stop, self.n_blocks = start, stop, stop - start
         self.n_embd = self.returned_width = spec.width
+        self.row_in, self.row_out = spec.row_at(start), spec.row_at(stop)
         self.cache_type = cache_type
         self.weights, self.group = weights, group
         self.max_length = 0

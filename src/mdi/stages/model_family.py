@@ -110,7 +110,7 @@ class ModelFamily:
 
     def widest_row(self, spec: ModelSpec) -> int:
         """Columns that a row on the ring can have."""
-        return spec.width
+        return spec.widest_row
 
     def max_length(self, spec: ModelSpec) -> int:
         """Tokens that a text may reach, prompt included."""

@@ -50,6 +50,7 @@ class Stage(nn.Module):
         super().__init__()
         self.spec, self.n_embd = spec, spec.width
         self.start, self.stop = start, stop
+        self.row_in, self.row_out = spec.row_at(start), spec.row_at(stop)
         self.n_finished = 0  # blocks, so far
         blocks = {}
         with torch.device("meta"):
@@ -253,6 +254,7 @@ class TorchStage:
     def __init__(self, inner: Stage, computing: Computing, kv_dtype: str, stored: str | None) -> None:
         self.inner = inner
         self.start, self.stop, self.n_embd = inner.start, inner.stop, inner.n_embd
+        self.row_in, self.row_out = inner.row_in, inner.row_out
         self._device, self._dtype = torch.device(computing.device), getattr(torch, computing.dtype)
         self._kv_dtype = TORCH_TYPES[kv_dtype]
         self._may_be_mapped = stored == computing.dtype and computing.device == "cpu"
