@@ -17,7 +17,7 @@ from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
 from mdi.spec.combinations import facts_of, refuse
-from mdi.spec.decode import Meta, Text, one_of
+from mdi.spec.decode import FormatText, Meta, Text, one_of
 from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
 from mdi.spec.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
@@ -110,12 +110,12 @@ class Requested:
     threads: Annotated[Threads | None, Option(
         "CPU threads to compute with (default: the nodes file, else this node's share of the cores)"
     )] = None
-    quantize: Annotated[Text | None, Option(
+    quantize: Annotated[FormatText | None, Option(
         "format of the blocks' weights: float32, bf16, fp16, int8, int4 or mxfp4 (on NVIDIA GPUs the last three only); smaller "
         "is faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
         "else the checkpoint's own numbers)", metavar="FORMAT", read=_format,
     )] = None
-    quantize_head: Annotated[Text | None, Option(
+    quantize_head: Annotated[FormatText | None, Option(
         "the same for head and embedding (default: as --quantize)", metavar="FORMAT", read=_format
     )] = None
     wire_dtype: Annotated[Annotated[str, one_of(WIRE_DTYPES)], Option(
