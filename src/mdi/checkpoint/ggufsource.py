@@ -19,7 +19,9 @@ from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FILE, gguf_file, gguf_name
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
+    OWN_FORMATS,
     PLAIN,
+    ROUNDED_TO,
     GgufTensor,
     halves_of,
     read_gguf,
@@ -38,10 +40,12 @@ from mdi.checkpoint.shapes import check_tensors, model_shapes
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.files import replacing
-from mdi.kernels.layout import Halves, Matrix, pack_halves
-from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, spans
-from mdi.kernels.weight_formats import PACKED_ROWS
+from mdi.kernels.format_maps import joined_pieces, map_of
+from mdi.kernels.layout import Halves, Matrix, aligned_bytes, matrix_bytes, pack, pack_halves
+from mdi.kernels.lazy_rows import LazyRows, Rows, changed, joined, part_of_rows, spans
+from mdi.kernels.weight_formats import PACKED_ROWS, is_packable
 from mdi.model.plain import ModelConfig
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.cluster import what_is_there
 from mdi.spec.settings_file import parse_json
 
@@ -173,6 +177,8 @@ class GgufSource(WeightSource):
         # Weights that were rounded once keep the numbers that they were rounded to.
         self.folds_gains = kinds <= set(PLAIN)
         self.hashes = HashRecord(hashes, weights_stamp([path], self.config_hash))
+        if not self.folds_gains:
+            self.own_formats = map_of({name: self._own_format(name) for name in self.specs if self._has_format(name)})
 
     def __str__(self) -> str:
         return str(self.path)
@@ -196,19 +202,47 @@ class GgufSource(WeightSource):
         found = LazyRows(spec.shape, lambda at: joined(self._some(made, at, read)))
         return changed(found, lambda some: some - minus) if made.minus else found
 
+    def _has_format(self, name: str) -> bool:
+        return name == EMBEDDING or is_packable(name, self.specs[name].shape)
+
+    def _own_format(self, name: str) -> str:
+        """The formats of a weight's rows, as the file has them."""
+        parts = [self._part(piece) for piece in self._recipes[name].pieces]
+        own = [(part.shape[0], OWN_FORMATS.get(part.type_name, ROUNDED_TO)) for part in parts]
+        return joined_pieces(own) or ROUNDED_TO
+
     def carried_over(self, name: str, form: str) -> Matrix | None:
         made = self._recipes[name]
-        kinds = {self._part(piece).type_name for piece in made.pieces}
-        kind = kinds.pop()
-        if kinds or CARRIED_OVER.get(kind) != form or made.minus:
+        if not self._has_format(name) or self._own_format(name) != form or made.minus:
             return None
+        kinds = [self._part(piece).type_name for piece in made.pieces]
+        if not set(kinds) & CARRIED_OVER.keys():
+            return None
+        n_out, n_in = self.specs[name].shape
+        whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+        first = 0
+        for into in whole.pieces:
+            own = self._piece_of(name, into, first)
+            into.data[:] = own.data
+            first += into.n_out
+        return whole
+
+    def _piece_of(self, name: str, into: Matrix, first: int) -> Matrix:
+        """Rows of a weight from `first` on, in the shape and format of `into`."""
+        made, where = self._recipes[name], f"{self.path}: {name}"
+        kind = next((kind for kind, form in CARRIED_OVER.items() if form == into.format), None)
+        if kind is None:
+            return pack(into.format, part_of_rows(self.rows(name), first, into.n_out), where)
 
         def read(at: slice) -> Halves:
-            rows = joined(self._some(made, at, lambda piece, part: read_rows(part)))
-            return halves_of(kind, rows, f"{self.path}: {name}")
+            own = slice(first + at.start, first + at.stop)
+            return halves_of(kind, joined(self._some(made, own, lambda piece, part: read_rows(part))), where)
 
-        n_out, n_in = self.specs[name].shape
-        return pack_halves(form, n_out, n_in, read)
+        return pack_halves(into.format, into.n_out, into.n_in, read)
+
+    def same_as(self, name: str) -> str:
+        is_tied = name == HEAD and self._recipes[HEAD] == self._recipes[EMBEDDING]
+        return EMBEDDING if is_tied else name
 
     def _some(self, made: Recipe, at: slice, read: Callable[[GgufPiece, GgufTensor], np.ndarray]) -> list[np.ndarray]:
         """Some rows of a tensor; a vector is given whole.

@@ -82,7 +82,11 @@ class FormatMap:
         own = {layer: form for (layer, at), form in self.of.items() if at is None}
         own |= {layer: form for (layer, at), form in self.of.items() if at == block}
         own = {layer: form for layer, form in own.items() if _ENDS.get(layer, "block") == kind}
-        kept = {layer: form for layer, form in own.items() if form != own.get(_of_experts(layer) or "", self.rest)}
+        kept = {
+            layer: form
+            for layer, form in own.items()
+            if layer == TABLE or form != own.get(_of_experts(layer) or "", self.rest)
+        }
         return _text(self.rest, {(layer, None): form for layer, form in kept.items()})
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from mdi.kernels.format_maps import PANEL, TABLE, FormatMap, format_map, matrix_
 from mdi.model.tensors import EMBEDDING
 
 AUTO = "auto"  # the largest format that fits
+OWN = "own"  # a file of mixed formats as it is
 PACKED_ROWS = 64  # of a tensor that are read, decoded and packed at a time: whole panels
 PACKING_BYTES = 48  # that this takes at most for each number of these rows, besides what is packed
 

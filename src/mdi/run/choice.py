@@ -21,7 +21,7 @@ from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import why_not_in_kernels
-from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
+from mdi.kernels.weight_formats import AUTO, LAYOUTS, OWN, SMALLER, held_bytes, weight_format
 from mdi.model.plain import ModelConfig
 from mdi.model.spec import ModelSpec
 from mdi.placement.cost import CostModel
@@ -92,8 +92,8 @@ class Choice:
         self._is_auto = options.quantize == AUTO
         if self._is_auto:
             options = with_format(options, None)
-        check_format(options.quantize, device)
-        check_format(options.quantize_head, device)
+        for form in (options.quantize, options.quantize_head):
+            check_format(None if form == OWN else form, device)
         self.options = options
         self.cluster = cluster
         self.family = family or ModelFamily()
@@ -179,6 +179,12 @@ class Choice:
         check_prompt(prompt_ids, self.spec, self.context_length, self.directory)
 
     def _set_format(self, form: str | None) -> None:
+        if form == OWN or self.options.quantize_head == OWN:
+            head = self.options.quantize_head
+            own = self.weights.own_formats  # None: of a file with one format, which is what no choice gives
+            form = own if form == OWN else form
+            self.options = replace(self.options, quantize=form, quantize_head=own if head in (OWN, None) else head)
+        self.weights.take_format(form)
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
@@ -551,6 +557,9 @@ def formats_to_try(weights: StarterWeights) -> list[str | None]:
         return [weights.quantize]
     if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
         return [weights.native]
+    if weights.own_formats is not None:
+        least = weight_format(weights.own_formats).bits
+        return [weights.own_formats, *(form for form in SMALLER[1:] if LAYOUTS[form].bits < least)]
     own = LAYOUTS[own_packing(weights.model.dtype).blocks].bits
     rounded = SMALLER[1:] if weights.native is None else (weights.native,)
     return [None, *(form for form in rounded if LAYOUTS[form].bits < own)]
