@@ -92,7 +92,7 @@ def test_what_is_no_map_is_refused_in_one_line(text: str) -> None:
 
 
 def test_words_for_people_and_files() -> None:
-    assert shown("int8") == "int8"
+    assert shown("int8") == shown("int8;transformer.wte=int8") == "int8"
     assert shown("int8;mlp.proj=int4*16+bf16") == "a mixture of bf16, int4, int8"
     assert file_word("int8") == "int8"
     assert len({file_word("int8;mlp.proj=int4"), file_word("int8;mlp.proj=bf16")}) == 2

@@ -186,8 +186,8 @@ def format_map(form: str) -> FormatMap:
 
 def shown(form: str) -> str:
     """A format for people, in a few words."""
-    found = format_map(form)
-    return form if not found.of else f"a mixture of {', '.join(sorted(found.words))}"
+    words = sorted(format_map(form).words)
+    return words[0] if len(words) == 1 else f"a mixture of {', '.join(words)}"
 
 
 def file_word(form: str) -> str:
