@@ -117,8 +117,9 @@ class Requested:
     )] = None
     quantize: Annotated[FormatText | None, Option(
         "format of the blocks' weights: float32, bf16, fp16, int8, int4 or mxfp4 (on NVIDIA GPUs the last three only); smaller "
-        "is faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
-        "else the checkpoint's own numbers)", metavar="FORMAT", read=_format,
+        "is faster; own: a GGUF file at its own bits; auto, the default of run, chat and serve: own, or int8 for numbers of 16 "
+        "bits, and smaller if that does not fit. A secondary may choose its own (default: as the chunks are stored, else the "
+        "checkpoint's numbers)", metavar="FORMAT", read=_format,
     )] = None
     quantize_head: Annotated[FormatText | None, Option(
         "the same for head and embedding (default: as --quantize)", metavar="FORMAT", read=_format
