@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,15 @@ def gguf_families() -> list[str]:
 
 
 def write_gguf(
-    path: Path, family: str, config: Config, state: State, matrices: str = "F32", tokens: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None, more: dict[str, np.ndarray] | None = None, types: dict[str, str] | None = None,
+    path: Path, family: str, config: Config, state: State, matrices: str | Callable[[str], str] = "F32",
+    tokens: dict[str, Any] | None = None, changes: dict[str, Any] | None = None, more: dict[str, np.ndarray] | None = None,
+    types: dict[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """One file with all weights; norms, biases and routers in F32 as llama.cpp wants them.
 
     Args:
-        matrices: ggml's name of the type of all others; rows that do not divide stay in F16.
+        matrices: ggml's name of the type of all others, or what gives that by a tensor's name; rows that do not divide stay
+            in F16.
         tokens: the tokenizer's fields; None is a file without one.
         changes: fields that are to be wrong, or others.
         more: tensors that no checkpoint has.
@@ -71,11 +74,12 @@ def write_shard(path: Path, family: str, config: Config, state: State, index: in
 
 
 def _write(
-    writer: gguf.GGUFWriter, arrays: dict[str, np.ndarray], matrices: str, types: dict[str, str] | None = None
-) -> None:
+    writer: gguf.GGUFWriter, arrays: dict[str, np.ndarray], matrices: str | Callable[[str], str],
+    types: dict[str, str] | None = None,
+) -> None:  # fmt: skip
     for name, data in arrays.items():
         is_matrix = data.ndim > 1 and "ffn_gate_inp" not in name
-        wanted = Kind[matrices] if is_matrix else Kind.F32
+        wanted = Kind[matrices if isinstance(matrices, str) else matrices(name)] if is_matrix else Kind.F32
         if types and name in types:
             wanted = Kind[types[name]]
         if data.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:

@@ -12,9 +12,10 @@ import numpy as np
 from litgpt.model import GPT
 
 from families import CONTEXT
-from mdi.checkpoint.packing import PartWeights, is_packable
+from mdi.checkpoint.packing import PartWeights
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.layout import cut, pack
+from mdi.kernels.weight_formats import is_packable
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.net.keys import KEY_BYTES, SealedSession
 from mdi.stages.kernel_stage import KernelStage, Resident

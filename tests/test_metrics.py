@@ -71,6 +71,7 @@ def test_json_is_exactly_the_documented_object():
             }
         ],
         "model": "nano-llama",
+        "weights": "",
         "recoveries": [],
         "parallel": "ring",
         "guessed": 0,

@@ -28,7 +28,6 @@ from mdi.checkpoint.packing import (
     arrays_of,
     folded,
     int8_rows,
-    is_packable,
     plain,
 )
 from mdi.checkpoint.parts import PartInfo
@@ -42,7 +41,7 @@ from mdi.cli import launch
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.layout import Matrix, pack, unpack
-from mdi.kernels.weight_formats import LAYOUTS, ROUNDED, format_within
+from mdi.kernels.weight_formats import LAYOUTS, ROUNDED, format_within, is_packable
 from tiny_checkpoint import write_checkpoint
 from tiny_models import State, tiny_lit, tiny_state, write_lit
 

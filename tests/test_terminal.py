@@ -19,7 +19,7 @@ from mdi.cli.output import Flow
 from mdi.errors import ControlError
 from mdi.metrics import RunMetrics, SampleMetrics
 from mdi.spec.options import Options
-from mdi.terminal import TerminalHandler, one_line, plain, reporting, show
+from mdi.terminal import TerminalHandler, note_written, one_line, plain, reporting, show
 from mdi.text.answers.forms import WORDS
 from waiting import until
 
@@ -147,3 +147,47 @@ def test_what_takes_long_says_how_far_it_is(caplog: pytest.LogCaptureFixture) ->
         with reporting(lambda: "short", first_s=60):
             pass
     assert not caplog.records
+
+
+def test_a_wait_is_one_line_that_changes_in_its_place() -> None:
+    """On a terminal; a line of the log comes in its place, and at the end nothing of it is left."""
+    screen, logger = Screen(), logging.getLogger("mdi")
+    handler = TerminalHandler(screen)
+    logger.addHandler(handler)
+    step = "first"
+    try:
+        with reporting(lambda: f"{step}\x1b[2J", first_s=0.01, each_s=0.01):
+            until(lambda: "first [2J (0 s so far)" in screen.getvalue())
+            step = "second"
+            until(lambda: "second" in screen.getvalue())
+            logger.error("a line")
+            after = len(screen.getvalue())
+            until(lambda: "second" in screen.getvalue()[after:])
+    finally:
+        logger.removeHandler(handler)
+    shown = screen.getvalue()
+    assert shown.startswith("\rfirst") and shown.count("\n") == 1
+    assert "\r\x1b[Ka line\n" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_a_wait_is_not_written_over_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, logger = watched(monkeypatch), logging.getLogger("mdi")
+    handler = TerminalHandler(screen)
+    logger.addHandler(handler)
+    n_asked = 0
+
+    def state() -> str:
+        nonlocal n_asked
+        n_asked += 1
+        return "loading"
+
+    try:
+        screen.write("half a line")
+        note_written("half a line", screen)
+        with reporting(state, first_s=0.01, each_s=0.01):
+            until(lambda: n_asked > 2)
+    finally:
+        note_written("\n", screen)
+        logger.removeHandler(handler)
+    assert screen.getvalue() == "half a line"

@@ -189,6 +189,7 @@ class RunMetrics:
         recoveries: what became of each lost node, see mdi.run.report.
         has_inexact_guesses: guesses could change the last bits of a row, and so a token (--draft-inexact).
         verified: what --verify found, see mdi.run.verify.Verified; None without it.
+        weights: the format of the blocks on the starter, in words.
     """
 
     model: str
@@ -199,17 +200,19 @@ class RunMetrics:
     recoveries: tuple[dict[str, Any], ...] = ()
     has_inexact_guesses: bool = False
     verified: dict[str, Any] | None = None
+    weights: str = ""
 
     @classmethod
     def from_parts(
         cls, model: str, samples: Iterable[SampleMetrics], nodes: Iterable[NodeMetrics], duration_s: float,
-        recoveries: Iterable[dict[str, Any]] = (), has_inexact_guesses: bool = False,
+        recoveries: Iterable[dict[str, Any]] = (), has_inexact_guesses: bool = False, weights: str = "",
     ) -> RunMetrics:  # fmt: skip
         """Work out `tokens_per_s`."""
         samples = tuple(samples)
         n_tokens = sum(len(sample.token_ids) for sample in samples)
         rate = _rate(n_tokens, duration_s)
-        return cls(model, samples, tuple(nodes), rate, duration_s, tuple(recoveries), has_inexact_guesses)
+        found = tuple(recoveries), has_inexact_guesses
+        return cls(model, samples, tuple(nodes), rate, duration_s, *found, weights=weights)
 
     @property
     def n_nodes(self) -> int:
@@ -249,6 +252,7 @@ class RunMetrics:
             "n_nodes": self.n_nodes,
             "nodes": [node.to_json() for node in self.nodes],
             "model": self.model,
+            "weights": self.weights,
             "recoveries": list(self.recoveries),
             "parallel": "tensor" if self._is_one_group else "ring",
             "guessed": self.guesses[0],

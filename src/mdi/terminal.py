@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -36,14 +37,30 @@ def note_written(text: str, out: TextIO) -> None:
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Lines of the log on a terminal that a text may be growing on."""
+    """Lines of the log on a terminal that a text may be growing on, and under them a line that changes in its place."""
+
+    _has_state = False
 
     def emit(self, record: logging.LogRecord) -> None:
         global _is_mid_line
         if _is_mid_line and self.stream.isatty():
             self.stream.write("\n")
             _is_mid_line = False
+        self.show_state("")
         super().emit(record)
+
+    def show_state(self, text: str) -> bool:
+        """Write a line over the one that was there; "" takes it away. Whether that is possible: on a terminal, in words."""
+        if not self.stream.isatty() or isinstance(self.formatter, JsonFormatter):
+            return False
+        with self.lock or contextlib.nullcontext():
+            if _is_mid_line:
+                return True  # a text is there
+            if text or self._has_state:
+                self.stream.write(f"\r{one_line(text)[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+                self.stream.flush()
+            self._has_state = bool(text)
+        return True
 
 
 def show(text: str, end: str = "\n", out: TextIO | None = None) -> None:
@@ -69,24 +86,34 @@ class LineFormatter(logging.Formatter):
 
 
 FIRST_S, EACH_S = 2.0, 10.0  # until a wait is reported, and then again
+DRAWN_S = 0.5  # and again where the line changes in its place
 _WAITS: list[object] = []  # of this process; the one that began last knows best what happens
 
 
 @contextlib.contextmanager
 def reporting(state: Callable[[], str], first_s: float = FIRST_S, each_s: float = EACH_S) -> Iterator[None]:
-    """Within: what takes long says so on the log, after two seconds, then every ten; `state` says what it is, and how far.
+    """Within: what takes long says so after two seconds; `state` says what it is, and how far.
 
-    Of several, one within the other, the innermost speaks.
+    On a terminal in one line that changes in its place, else in a line of the log every ten seconds. Of several, one within
+    the other, the innermost speaks.
     """
-    ended, begin = threading.Event(), time.monotonic()
+    ended, begin, logger = threading.Event(), time.monotonic(), logging.getLogger("mdi")
     _WAITS.append(ended)
+    screens = [handler for handler in logger.handlers if isinstance(handler, TerminalHandler)]
 
     def report() -> None:
         wait_s = first_s
         while not ended.wait(wait_s):
             wait_s = each_s
-            if _WAITS[-1] is ended:
-                logging.getLogger("mdi").info("%s (%.0f s so far)", state(), time.monotonic() - begin)
+            if _WAITS[-1] is not ended:
+                continue
+            line = f"{state()} ({time.monotonic() - begin:.0f} s so far)"
+            if any([screen.show_state(line) for screen in screens]):
+                wait_s = min(each_s, DRAWN_S)
+            else:
+                logger.info(line)
+        for screen in screens:
+            screen.show_state("")
 
     thread = threading.Thread(target=report, name="reporting", daemon=True)
     thread.start()

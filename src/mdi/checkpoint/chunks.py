@@ -29,6 +29,7 @@ from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.files import replacing
+from mdi.kernels.format_maps import file_word
 from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.weight_formats import OWN_FORMAT
 from mdi.model.plain import ModelConfig
@@ -213,7 +214,7 @@ def node_names(n_nodes: int) -> list[str]:
 
 def find_chunk(ckpt_dir: str | Path, n_nodes: int, node: str, quantize: str | None = None) -> Path:
     """Where a node's chunk is, or would be; `quantize` is the weight format of its blocks."""
-    folder = f"{n_nodes}nodes" + (f"-{quantize}" if quantize else "")
+    folder = f"{n_nodes}nodes" + (f"-{file_word(quantize)}" if quantize else "")
     return Path(ckpt_dir) / "chunks" / folder / f"model_{node}.safetensors"
 
 

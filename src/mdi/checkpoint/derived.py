@@ -3,16 +3,18 @@ memory."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, flat_numbers, with_zeros
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, flat_numbers, with_zeros
 from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.layout import MOST, bf16_from_float32, check_range, float32_from_bf16, largest_of
+from mdi.kernels.format_maps import shown
+from mdi.kernels.layout import MOST, Matrix, bf16_from_float32, check_range, float32_from_bf16, largest_of
 from mdi.kernels.lazy_rows import Rows, changed
 
 
@@ -100,6 +102,10 @@ class PackedSource(DerivedSource):
 
     packing: Packing
 
+    @property
+    def source(self) -> WeightSource:
+        return self._source
+
     def __init__(self, source: WeightSource, packing: Packing) -> None:
         super().__init__(source, form=packed_form(source, packing))
         self.packing = packing
@@ -110,17 +116,41 @@ class PackedSource(DerivedSource):
             stored = packing.stored(name, spec)
             self.specs.update(stored)
             self._owner.update(dict.fromkeys(stored, name))
+        forms = {name: packing.format_of(name, spec.shape) for name, spec in source.specs.items()}
+        others = ((name, source.same_as(name)) for name in source.specs)
+        self._shared = {of for name, of in others if name != of and forms[name] == forms[of] is not None}
+        self._in_use: weakref.WeakValueDictionary[str, Matrix] = weakref.WeakValueDictionary()
 
     def __str__(self) -> str:
-        return f"{self._source} in {self.packing.blocks}"
+        return f"{self._source} in {shown(self.packing.blocks)}"
 
     def array(self, name: str) -> np.ndarray:
         return with_zeros(self.begun(name), self.specs[name])
 
+    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+        if packing is not None and packing.of_part(part) != self.packing.of_part(part):
+            return super().weights(part, packing)
+        found: PartWeights = {}
+        for name in dict.fromkeys(self._owner[key] for key in self.part_specs(part)):
+            found |= self._packed(name)
+        return found
+
+    def _packed(self, name: str) -> PartWeights:
+        """A tensor. Two that are the same have one memory, while one of them is in use."""
+        same = self._source.same_as(name)
+        if same not in self._shared:
+            return self._source.packed(name, self.packing)
+        weight = self._in_use.get(same)
+        if weight is None:
+            found = self._source.packed(name, self.packing)[name]
+            assert isinstance(found, Matrix)
+            self._in_use[same] = weight = found
+        return {name: weight}
+
     def begun(self, name: str) -> np.ndarray:
         if name == EMBEDDING_SCALE and self._scale is not None:
             return self._scale
-        weights = self._source.packed(self._owner[name], self.packing)
+        weights = self._packed(self._owner[name])
         if EMBEDDING_SCALE in weights:
             # A file holds wide types first, so that scales are asked for long before or after their embedding.
             scale = weights[EMBEDDING_SCALE]

@@ -259,6 +259,8 @@ def slice_tensor(tensor: GgufTensor, start: int, stop: int, shape: tuple[int, ..
 
 
 CARRIED_OVER = {"Q4_0": "int4", "MXFP4": "mxfp4"}  # ggml's name -> the kernels'
+OWN_FORMATS = {"F32": "float32", "F16": "fp16", "BF16": "bf16", **CARRIED_OVER}  # that lose nothing
+ROUNDED_TO = "int8"  # what is in other types
 
 _BLOCK = 32  # weights of a block: a scale, then 16 bytes, whose low halves are the first 16 weights, the high ones the others
 

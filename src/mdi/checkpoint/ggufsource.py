@@ -18,7 +18,9 @@ from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FILE, gguf_file, gguf_name
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
+    OWN_FORMATS,
     PLAIN,
+    ROUNDED_TO,
     GgufHeader,
     GgufTensor,
     halves_of,
@@ -41,9 +43,10 @@ from mdi.families.gguf import Fields
 from mdi.families.names import Names, Piece
 from mdi.families.registry import GGUF, family_in_gguf
 from mdi.files import replacing
-from mdi.kernels.layout import Halves, Matrix, pack_halves
-from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
-from mdi.kernels.weight_formats import PACKED_ROWS
+from mdi.kernels.format_maps import joined_pieces, map_of
+from mdi.kernels.layout import Halves, Matrix, aligned_bytes, matrix_bytes, pack, pack_halves
+from mdi.kernels.lazy_rows import LazyRows, Rows, joined, part_of_rows, spans
+from mdi.kernels.weight_formats import PACKED_ROWS, is_packable
 from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.cluster import what_is_there
@@ -79,6 +82,8 @@ class GgufSource(WeightSource):
         # Weights that were rounded once keep the numbers that they were rounded to.
         self.folds_gains = kinds <= set(PLAIN)
         self.hashes = HashRecord(hashes, weights_stamp([path], self.config_hash))
+        if not self.folds_gains:
+            self.own_formats = map_of({name: self._own_format(name) for name in self.specs if self._has_format(name)})
 
     def __str__(self) -> str:
         return str(self.path)
@@ -101,19 +106,47 @@ class GgufSource(WeightSource):
 
         return LazyRows(spec.shape, lambda at: joined(self._some(pieces, at, read)))
 
+    def _has_format(self, name: str) -> bool:
+        return name == EMBEDDING or is_packable(name, self.specs[name].shape)
+
+    def _own_format(self, name: str) -> str:
+        """The formats of a weight's rows, as the file has them."""
+        parts = [self._part(piece) for piece in self._pieces[name]]
+        own = [(part.shape[0], OWN_FORMATS.get(part.type_name, ROUNDED_TO)) for part in parts]
+        return joined_pieces(own) or ROUNDED_TO
+
     def carried_over(self, name: str, form: str) -> Matrix | None:
         pieces = self._pieces[name]
-        kinds = {self._part(piece).type_name for piece in pieces}
-        kind = kinds.pop()
-        if kinds or CARRIED_OVER.get(kind) != form:
+        if not self._has_format(name) or self._own_format(name) != form or any(piece.plus for piece in pieces):
             return None
+        kinds = [self._part(piece).type_name for piece in pieces]
+        if not set(kinds) & CARRIED_OVER.keys():
+            return None
+        n_out, n_in = self.specs[name].shape
+        whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+        first = 0
+        for into in whole.pieces:
+            own = self._piece_of(name, into, first)
+            into.data[:] = own.data
+            first += into.n_out
+        return whole
+
+    def _piece_of(self, name: str, into: Matrix, first: int) -> Matrix:
+        """Rows of a weight from `first` on, in the shape and format of `into`."""
+        pieces, where = self._pieces[name], f"{self.path}: {name}"
+        kind = next((kind for kind, form in CARRIED_OVER.items() if form == into.format), None)
+        if kind is None:
+            return pack(into.format, part_of_rows(self.rows(name), first, into.n_out), where)
 
         def read(at: slice) -> Halves:
-            rows = joined(self._some(pieces, at, lambda piece, part: read_rows(part)))
-            return halves_of(kind, rows, f"{self.path}: {name}")
+            own = slice(first + at.start, first + at.stop)
+            return halves_of(kind, joined(self._some(pieces, own, lambda piece, part: read_rows(part))), where)
 
-        n_out, n_in = self.specs[name].shape
-        return pack_halves(form, n_out, n_in, read)
+        return pack_halves(into.format, into.n_out, into.n_in, read)
+
+    def same_as(self, name: str) -> str:
+        is_tied = name == HEAD and self._pieces[HEAD] == self._pieces[EMBEDDING]
+        return EMBEDDING if is_tied else name
 
     def _some(
         self, pieces: Sequence[Piece], at: slice, read: Callable[[Piece, GgufTensor], np.ndarray]

@@ -17,9 +17,9 @@ from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import PartInfo, stage_parts
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS, is_packed_form
 from mdi.model.plain import NAME_WORDS, ModelConfig, decode_with_config
-from mdi.spec.decode import Name, Span, Text, Whole, parsed, shown
+from mdi.spec.decode import FormatText, Name, Span, Text, Whole, parsed, shown
 
 FORMAT_VERSION = 2
 METADATA_KEY = "mdi_manifest"
@@ -54,8 +54,8 @@ class Manifest:
     blocks: Span
     n_layer: Whole
     parts: tuple[PartInfo, ...]
-    format: Name = PLAIN
-    format_head: Name = PLAIN
+    format: FormatText = PLAIN
+    format_head: FormatText = PLAIN
     layout_version: Whole = LAYOUT_VERSION
     format_version: int = FORMAT_VERSION
 
@@ -101,7 +101,7 @@ class Manifest:
             raise _error("blocks", f"a range that {self.node} can hold of {self.n_layer} blocks", list(self.blocks))
         is_plain = self.format == PLAIN
         for field, form in (("format", self.format), ("format_head", self.format_head)):
-            if not (form == PLAIN if is_plain else form in LAYOUTS):
+            if not (form == PLAIN if is_plain else is_packed_form(form)):
                 raise _error(field, f"{PLAIN} for both, or one of {', '.join(LAYOUTS)}", form)
         if not is_plain and self.layout_version != LAYOUT_VERSION:
             raise _error("layout_version", f"{LAYOUT_VERSION}, which this program reads", self.layout_version)

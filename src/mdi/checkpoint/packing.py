@@ -24,6 +24,7 @@ from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.safetensors_layout import PAGE_BYTES, TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.format_maps import format_map
 from mdi.kernels.layout import (
     ALIGN_BYTES,
     Matrix,
@@ -36,7 +37,7 @@ from mdi.kernels.layout import (
     unpacked_rows,
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
-from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, ROUNDED, format_within, is_packable
+from mdi.kernels.weight_formats import PACKED_ROWS, is_packed_form, packed_form_of, table_is_int8
 from mdi.model.spec import ModelSpec
 from mdi.model.tensors import EMBEDDING, FINAL_NORM
 
@@ -54,7 +55,7 @@ PartWeights = dict[str, Matrix | np.ndarray]
 
 @dataclass(frozen=True)
 class Packing:
-    """The formats of a packed model: of its blocks, and of head and embedding; names of kernels.layout.LAYOUTS.
+    """The formats of a packed model: of its blocks, and of head and embedding; each a word or a map (kernels.format_maps).
 
     Attributes:
         clips: whether weights that are too large for a format are clipped instead of refused.
@@ -65,7 +66,7 @@ class Packing:
     clips: bool = field(default=False, compare=False)
 
     def of_part(self, part: str) -> str:
-        return self.blocks if part.startswith("block.") else self.head
+        return format_map(self.blocks if part.startswith("block.") else self.head).of_part(part)
 
     def metadata(self, part: str) -> dict[str, str]:
         """Metadata of this part's file, so that its hash tells formats and versions apart."""
@@ -73,7 +74,7 @@ class Packing:
 
     def format_of(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The format that a tensor is packed in; None for the embedding and what stays float32."""
-        return format_within(self.of_part(part_of(name)), name) if is_packable(name, shape) else None
+        return packed_form_of(self.of_part(part_of(name)), name, shape)
 
     def stored(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
         """The stored tensors of a tensor of the model, by their names in the file.
@@ -93,8 +94,7 @@ class Packing:
 
     @property
     def _table_is_int8(self) -> bool:
-        """One row of an embedding is read per token: 8 bits are as fast as 4, and 4 would only cost precision."""
-        return self.head in ROUNDED
+        return table_is_int8(self.head)
 
     def pack(self, name: str, rows: Rows, spec: TensorSpec) -> PartWeights:
         """A plain tensor in the form that it takes here.
@@ -162,7 +162,7 @@ def packing_of(metadata: Mapping[str, str], where: str) -> Packing | None:
     if not metadata:
         return None
     form, version = metadata.get(_FORMAT_KEY), metadata.get(_VERSION_KEY)
-    if version != str(LAYOUT_VERSION) or form not in LAYOUTS:
+    if version != str(LAYOUT_VERSION) or form is None or not is_packed_form(form):
         raise CheckpointError(
             f"{where} holds weights in {form!r} of layout version {version!r}, this program reads {LAYOUT_VERSION}: remove it, "
             "and install the same version of MDI-LLM on all nodes"

@@ -45,6 +45,7 @@ class WeightSource(ABC):
         hashes: where hashes of parts are kept, in any form that they are brought into; None is nowhere.
         form: names the form that parts have here, among those hashes.
         native: the packed format that weights have already, whose numbers `packed` keeps as they are; None if they have none.
+        own_formats: a map of those that a file mixes (kernels.format_maps), which `packed` keeps; None if it is plain.
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
     """
 
@@ -57,6 +58,7 @@ class WeightSource(ABC):
     hashes: HashRecord | None = None
     form: str = "stored"
     native: str | None = None
+    own_formats: str | None = None
     folds_gains: bool = True
 
     @property
@@ -157,11 +159,11 @@ class WeightSource(ABC):
     def packed(self, name: str, packing: Packing) -> PartWeights:
         """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
         form = packing.format_of(name, self.specs[name].shape)
-        carried = self.carried_over(name, form) if form is not None and form == self.native else None
+        carried = None if form is None else self.carried_over(name, form)
         return {name: carried} if carried is not None else packing.pack(name, *self.for_packing(name, packing))
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
-        """A weight in its `native` format, with the very numbers of the file; None if it is stored in another way."""
+        """A weight with the very numbers of the file, if it is stored in just that format; else None."""
         return None
 
     def for_packing(self, name: str, packing: Packing) -> tuple[Rows, TensorSpec]:
@@ -169,6 +171,10 @@ class WeightSource(ABC):
         if not self.folds_gains:
             return self.rows(name), self.specs[name]
         return folded(name, packing, self.spec, self.rows, self.specs)
+
+    def same_as(self, name: str) -> str:
+        """The name of the tensor that this one has its numbers from, as a head that is the embedding; else its own."""
+        return name
 
     @property
     def has_single_tensors(self) -> bool:

@@ -99,7 +99,7 @@ class Chat:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.options("model", *MODEL)
+    parser.options("model", *MODEL, quantize={"default": "auto"})
     ring = {"help": "nodes file: chat over the ring of these nodes"}
     parser.options(None, "nodes_config", *ACCESS, *DISCOVERY, *RING, "stop_nodes", nodes_config=ring,
                    stop_nodes={"help": "end the secondaries' processes after the chat"})  # fmt: skip

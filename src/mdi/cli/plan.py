@@ -209,8 +209,24 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
     config = _config(options, None)
     model = ModelId(config.name, config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
     choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
-    asked = Requested(dtype=options.dtype, quantize=options.quantize, quantize_head=options.quantize)
+    form = options.quantize or _usual_format(options)
+    asked = Requested(dtype=options.dtype, quantize=form, quantize_head=form)
     return measure_live(cluster, model, asked, default_cache_dir(), options.wait_s, options.fresh, cancel)
+
+
+def _usual_format(options: Options) -> str | None:
+    """What `mdi run` takes for weights that are here, unless it must be smaller; None: their own numbers."""
+    from mdi.run.choice import formats_to_try
+    from mdi.stages.model_family import ModelFamily
+
+    if options.ckpt is None or options.dtype is not None:
+        return None
+    try:
+        weights = ModelFamily().open_weights(options.ckpt, None, 1, None, None, False)
+    except MdiError:  # settings alone
+        return None
+    weights.close()
+    return formats_to_try(weights)[0]
 
 
 def _stored_dtype(ckpt: Path | None) -> str:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mdi.cancel import Cancel
 from mdi.cli import called
 from mdi.errors import UsageError
-from mdi.kernels.weight_formats import PACKED
 from mdi.spec.cluster import DTYPES
 from mdi.spec.combinations import CHUNKS, facts_of, refuse
-from mdi.spec.options import Options
+from mdi.spec.options import Options, own_or_packed
 from mdi.spec.parser import Parser
 from mdi.units import size
 
@@ -60,9 +59,9 @@ def add_arguments(parser: Parser) -> None:
         dtype={"help": "number type to store the weights in (default: as they are)", "choices": DTYPES},
         quantize={
             "help": "store the blocks in this weight format; int8 takes a quarter of float32's size, int4 an eighth (default: "
-            "the smallest without loss)", "choices": PACKED, "metavar": None,
+            "the smallest without loss); own: a GGUF file at its own bits", "read": own_or_packed,
         },
-        quantize_head={"choices": PACKED, "metavar": None},
+        quantize_head={"read": own_or_packed},
     )  # fmt: skip
     parser.options("hub", "ckpt_folder", "hf_token", "revision")
     device = {"help": "accepted for compatibility; no step uses a GPU", "read": None}
@@ -81,6 +80,7 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing, warn_of_rounding
+    from mdi.kernels.weight_formats import OWN
 
     directory, results = _convert(directory, options)
     if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
@@ -93,10 +93,13 @@ def run(options: Options, cancel: Cancel) -> int:
     ):
         source = CastSource(source, options.dtype, options.allow_clipping)
     if options.n_nodes is not None:
-        own = own_packing(source.dtype)
-        head = options.quantize_head or options.quantize or own.head
-        warn_of_rounding(source.model, source.native, options.quantize)
-        source = PackedSource(source, Packing(options.quantize or own.blocks, head, options.allow_clipping))
+        lossless = own_packing(source.dtype)
+        blocks, head = (
+            source.own_formats if form == OWN else form for form in (options.quantize, options.quantize_head)
+        )
+        warn_of_rounding(source.model, source.native, blocks)
+        packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping)
+        source = PackedSource(source, packing)
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.spec.n_layer

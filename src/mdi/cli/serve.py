@@ -40,7 +40,7 @@ logger = logging.getLogger("mdi")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.options("model", *MODEL)
+    parser.options("model", *MODEL, quantize={"default": "auto"})
     parser.options(
         "nodes", "nodes", "nodes_config", "swarm", "machines", "addr", "dial_port", "no_invite", "devices", *ACCESS, *RING,
         *PARALLEL, *DRAFT,

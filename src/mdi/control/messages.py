@@ -9,11 +9,11 @@ from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.errors import Code, ControlError
 from mdi.kernels import LAYOUT_VERSION
-from mdi.kernels.weight_formats import LAYOUTS
 from mdi.net.wire import REDUCE_DTYPES, REFUSED_S
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.cluster import N_NODES_LIMIT, PortOrAny
 from mdi.spec.decode import (
+    FormatText,
     Meta,
     Name,
     Port,
@@ -56,7 +56,6 @@ class PartSpec:
 
 
 Bounds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], Meta(min_length=2, max_length=N_RANKS_LIMIT + 1)]
-Layout = Annotated[str, one_of(LAYOUTS)]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class ToldGroup:
     heads: Bounds
     columns: Bounds
     vocabulary: Bounds | None
-    packing: tuple[Layout, Layout]
+    packing: tuple[FormatText, FormatText]
     algorithm: Annotated[str, one_of(SUM_CHOICES)]
     reduce_dtype: Annotated[str, one_of(REDUCE_DTYPES)]
     n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]

@@ -17,6 +17,7 @@ from mdi.host.device import (
     why_torch,
 )
 from mdi.kernels import library
+from mdi.kernels.weight_formats import check_packed
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.extent import Extent
@@ -95,6 +96,7 @@ def choose_computing(
         UsageError: the device cannot do that, or nothing computes such a model.
     """
     device, quantize = asked.device or "cpu", asked.quantize
+    check_packed(stored_format)
     check_format(None if quantize == stored_format else quantize, device)
     quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdi.control_groups import n_cores
-from mdi.errors import Code, EngineError, KernelError
+from mdi.errors import Code, EngineError, KernelError, UsageError
 from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import LAYOUTS, check_packed
 from mdi.model.caches import kinds_of, places_of
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
@@ -43,15 +43,25 @@ class MdiMatrix(ctypes.Structure):
         ("data", c_void_p),
         ("bias", c_void_p),
         *((n, c_int32) for n in ("format", "n_out", "n_in", "skip")),
+        ("pieces", c_void_p),
+        *((n, c_int32) for n in ("n_pieces", "reserved")),
     ]
 
     @classmethod
-    def of(cls, matrix: Matrix, bias: np.ndarray | None = None) -> MdiMatrix:
-        """Refers to the memory of both, which must stay."""
+    def of(cls, matrix: Matrix, bias: np.ndarray | None, kept: list[Any]) -> MdiMatrix:
+        """Refers to memory, all of which goes to `kept`."""
+        kept.append((matrix, bias))
+        pieces = matrix.pieces
+        form = LAYOUTS[pieces[0].format].number
         address = None if bias is None else bias.ctypes.data
-        return cls(
-            matrix.data.ctypes.data, address, LAYOUTS[matrix.format].number, matrix.n_out, matrix.n_in, matrix.skip
-        )
+        found = cls(matrix.data.ctypes.data, address, form, matrix.n_out, matrix.n_in, matrix.skip)
+        if len(pieces) > 1:
+            first = [sum(piece.n_out for piece in pieces[:i]) for i in range(len(pieces))]
+            own = [None if bias is None else bias[at : at + p.n_out] for at, p in zip(first, pieces, strict=True)]
+            array = (cls * len(pieces))(*(cls.of(*of, kept) for of in zip(pieces, own, strict=True)))
+            kept.append(array)
+            found.pieces, found.n_pieces = ctypes.addressof(array), len(array)
+        return found
 
 
 class MdiNorm(ctypes.Structure):
@@ -173,8 +183,7 @@ class BlockReader:
             raise KernelError(f"block {self._block}: {name}.weight is no packed weight of {n_out} x {n_in}")
         check_matrix(matrix)
         bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
-        self._kept.append(matrix)
-        return MdiMatrix.of(matrix, bias)
+        return MdiMatrix.of(matrix, bias, self._kept)
 
     def mixer(self, of: Attention, width: int) -> MdiAttention:
         """Without positions and the places of its cache."""
@@ -232,9 +241,11 @@ class BlockReader:
 
 def check_matrix(matrix: Matrix) -> None:
     """Raises KernelError if its bytes are not just those of its shape: the kernels read them unchecked."""
-    if matrix.format not in LAYOUTS:
-        raise KernelError(f"unknown weight format {matrix.format!r}")
-    data, n_bytes = matrix.data, matrix_bytes(matrix.format, matrix.n_out, matrix.n_in)
+    try:
+        check_packed(matrix.format)
+        data, n_bytes = matrix.data, matrix_bytes(matrix.format, matrix.n_out, matrix.n_in)
+    except UsageError as e:
+        raise KernelError(str(e)) from None
     if data.dtype != np.uint8 or data.shape != (n_bytes,) or not data.flags.c_contiguous:
         raise KernelError(
             f"a weight of {matrix.n_out} x {matrix.n_in} in {matrix.format} has {n_bytes} bytes, not {data.size}"
@@ -303,10 +314,10 @@ class Linear:
     ) -> None:  # fmt: skip
         check_matrix(matrix)
         self._context = context
-        self._kept: list[Any] = [matrix, bias]
+        self._kept: list[Any] = []
         self._n_in, self.n_out = matrix.n_in, matrix.n_out
         self._norm = MdiNorm() if norm is None else norm_of(*norm, matrix.n_in, self._kept)
-        self._matrix = MdiMatrix.of(matrix, bias)
+        self._matrix = MdiMatrix.of(matrix, bias, self._kept)
         self.arguments = ctypes.byref(self._norm), ctypes.byref(self._matrix), c_float(softcap or 0.0)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:

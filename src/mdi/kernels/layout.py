@@ -37,7 +37,8 @@ import numpy as np
 
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.kernels.lazy_rows import LazyRows, Rows
+from mdi.kernels.format_maps import matrix_pieces, rows_form, runs_of_rows
+from mdi.kernels.lazy_rows import LazyRows, Rows, part_of_rows, stacked
 from mdi.kernels.memory_nodes import spread
 from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, PANEL, Layout
 
@@ -114,6 +115,7 @@ class Matrix:
     """A packed weight of a linear layer.
 
     Attributes:
+        format: a key of LAYOUTS, or one for each of several ranges of rows, whose bytes follow each other (format_maps).
         data: uint8, (matrix_bytes(...)), on a 64-byte boundary; may be a view of a mapped file.
         skip: of n_in, the first ones, which are zero and which rows lack: see the module.
     """
@@ -124,6 +126,18 @@ class Matrix:
     data: Bytes
     skip: int = 0
 
+    @property
+    def pieces(self) -> list[Matrix]:
+        """Its ranges of rows, each in one format, in the memory of this one; itself if there is one."""
+        if self.format in LAYOUTS:
+            return [self]
+        found, start = [], 0
+        for piece in matrix_pieces(self.format, self.n_out):
+            stop = start + matrix_bytes(piece.word, piece.n, self.n_in)
+            found.append(Matrix(piece.word, piece.n, self.n_in, self.data[start:stop], self.skip))
+            start = stop
+        return found
+
 
 def padded(n: int, to: int) -> int:
     return -(-n // to) * to
@@ -131,13 +145,11 @@ def padded(n: int, to: int) -> int:
 
 def matrix_bytes(form: str, n_out: int, n_in: int) -> int:
     """Bytes of a packed weight."""
-    layout = LAYOUTS[form]
-    return (
-        padded(n_out, PANEL)
-        // PANEL
-        * (padded(n_in, layout.record_inputs) // layout.record_inputs)
-        * layout.record_bytes
-    )
+    layout = LAYOUTS.get(form)
+    if layout is None:
+        return sum(matrix_bytes(piece.word, piece.n, n_in) for piece in matrix_pieces(form, n_out))
+    n_records = padded(n_in, layout.record_inputs) // layout.record_inputs
+    return padded(n_out, PANEL) // PANEL * n_records * layout.record_bytes
 
 
 def aligned_bytes(n_bytes: int) -> Bytes:
@@ -201,9 +213,19 @@ def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -
         CheckpointError: a number is not finite, or too large for the format.
     """
     n_out, n_in = weight.shape
+    whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+    first = 0
+    for piece in whole.pieces:
+        _pack_piece(piece, part_of_rows(weight, first, piece.n_out), name, clips)
+        first += piece.n_out
+    return whole
+
+
+def _pack_piece(into: Matrix, weight: Rows, name: str, clips: bool) -> None:
+    """A weight into the memory of a matrix of one format. Raises CheckpointError as `pack`."""
+    form, n_out, n_in = into.format, into.n_out, into.n_in
     layout = LAYOUTS[form]
-    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
-    panels = data.reshape(padded(n_out, PANEL) // PANEL, -1)
+    panels = into.data.reshape(padded(n_out, PANEL) // PANEL, -1)
     width = padded(n_in, layout.record_inputs)
     for first in range(0, n_out, PACKED_ROWS):
         rows = weight[first : first + PACKED_ROWS]
@@ -215,7 +237,6 @@ def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -
             most = max(largest_of(weight[i : i + PACKED_ROWS]) for i in range(0, n_out, PACKED_ROWS))
             block = _clipped(form, block, most, name, clips)
         panels[first // PANEL : (first + n_rows) // PANEL] = _PACKERS[form](block).reshape(n_rows // PANEL, -1)
-    return Matrix(form, n_out, n_in, data)
 
 
 def _clipped(form: str, block: np.ndarray, most: float, name: str, clips: bool) -> np.ndarray:
@@ -227,6 +248,8 @@ def _clipped(form: str, block: np.ndarray, most: float, name: str, clips: bool) 
 
 def unpack(matrix: Matrix) -> Floats:
     """A packed weight as float32 (n_out, n_in)."""
+    if matrix.format not in LAYOUTS:
+        return np.concatenate([unpack(piece) for piece in matrix.pieces])
     layout = LAYOUTS[matrix.format]
     width = padded(matrix.n_in, layout.record_inputs)
     whole = _UNPACKERS[matrix.format](matrix.data, padded(matrix.n_out, PANEL), width)
@@ -235,6 +258,8 @@ def unpack(matrix: Matrix) -> Floats:
 
 def unpacked_rows(matrix: Matrix) -> LazyRows:
     """A packed weight as float32 (n_out, n_in), whose rows are unpacked when they are asked for."""
+    if matrix.format not in LAYOUTS:
+        return stacked([unpacked_rows(piece) for piece in matrix.pieces])
     panels = matrix.data.reshape(padded(matrix.n_out, PANEL) // PANEL, -1)
 
     def read(at: slice) -> Floats:
@@ -244,6 +269,32 @@ def unpacked_rows(matrix: Matrix) -> LazyRows:
         return some[at.start - first * PANEL : at.stop - first * PANEL]
 
     return LazyRows((matrix.n_out, matrix.n_in), read)
+
+
+class PackedRows:
+    """Rows of a packed weight by their numbers, as of an embedding."""
+
+    _AT_A_TIME = 64  # panels that are unpacked
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._pieces, self.shape = matrix.pieces, (matrix.n_out, matrix.n_in)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: np.ndarray) -> Floats:
+        """(N,) numbers of rows -> float32 (N, n_in)"""
+        found, first = np.empty((len(ids), self.shape[1]), dtype=np.float32), 0
+        for piece in self._pieces:
+            own = np.flatnonzero((first <= ids) & (ids < first + piece.n_out))
+            panels = piece.data.reshape(padded(piece.n_out, PANEL) // PANEL, -1)
+            for at in range(0, len(own), self._AT_A_TIME):
+                places = own[at : at + self._AT_A_TIME]
+                rows = ids[places] - first
+                some = Matrix(piece.format, PANEL * len(rows), piece.n_in, panels[rows // PANEL].reshape(-1))
+                found[places] = unpack(some)[np.arange(len(rows)) * PANEL + rows % PANEL]
+            first += piece.n_out
+        return found
 
 
 def floats(weight: np.ndarray) -> Floats:
@@ -567,6 +618,8 @@ def cut(matrix: Matrix, rows: Sequence[Range] | None = None, columns: Range | No
     """
     assert matrix.skip == 0, "cut already"
     rows = [(0, matrix.n_out)] if rows is None else [r for r in rows if r[0] < r[1]]
+    if matrix.format not in LAYOUTS:
+        return _cut_pieces(matrix, rows, columns or (0, matrix.n_in))
     first, last = columns or (0, matrix.n_in)
     n_out, skip = sum(b - a for a, b in rows), skipped(matrix.format, first, last)
     n_in = skip + last - first if last > first else 0
@@ -576,9 +629,26 @@ def cut(matrix: Matrix, rows: Sequence[Range] | None = None, columns: Range | No
     return Matrix(matrix.format, n_out, n_in, data, skip)
 
 
+def _cut_pieces(matrix: Matrix, rows: Sequence[Range], columns: Range) -> Matrix:
+    """As `cut`, of a matrix in several formats."""
+    first, last = columns
+    skip = skipped(matrix.format, first, last)
+    n_out, n_in = sum(b - a for a, b in rows), skip + last - first if last > first else 0
+    form = rows_form(matrix.format, matrix.n_out, rows)
+    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
+    start, pieces = 0, matrix.pieces
+    for i, own in runs_of_rows(matrix.format, matrix.n_out, rows):
+        piece, n = pieces[i], sum(b - a for a, b in own)
+        stop = start + matrix_bytes(piece.format, n, n_in)
+        if n and n_in:
+            data[start:stop] = _bytes_of(piece, own, first - skip, first, last)
+        start = stop
+    return Matrix(form, n_out, n_in, data, skip)
+
+
 def skipped(form: str, first: int, last: int) -> int:
     """How many inputs of zeros precede input `first` of a weight that is cut there."""
-    group = LAYOUTS[form].group
+    group = max(LAYOUTS[piece.word].group for piece in matrix_pieces(form))
     return first % group if group and last > first else 0
 
 
@@ -590,7 +660,8 @@ def _bytes_of(matrix: Matrix, rows: Sequence[Range], start: int, first: int, las
         all(a % PANEL == 0 and (b % PANEL == 0 or b == matrix.n_out) for a, b in rows)
         and len([b for _, b in rows[:-1] if b % PANEL]) == 0
     )
-    are_records = first % layout.record_inputs == 0 and (last % layout.record_inputs == 0 or last == matrix.n_in)
+    ends_record = last % layout.record_inputs == 0 or last == matrix.n_in
+    are_records = start == first and first % layout.record_inputs == 0 and ends_record
     panels = matrix.data.reshape(-1, n_records, layout.record_bytes)
     if are_records:  # the inputs, as they lie
         panels = panels[:, first // layout.record_inputs : -(-last // layout.record_inputs)]
@@ -618,10 +689,10 @@ def _plain(
     numbers = rows_of_lines(
         data.view(dtype).reshape(n_rows // PANEL, width // per_line, PANEL, per_line), n_rows, width
     )
-    start, last, _ = columns
-    chosen = _joined([numbers[a:b] for a, b in rows])[:, start:last]
+    start, last, n_zero = columns
+    chosen = _joined([numbers[a:b] for a, b in rows])[:, start + n_zero : last]
     block = np.zeros((padded(len(chosen), PANEL), padded(last - start, layout.record_inputs)), dtype=dtype)
-    block[: len(chosen), : last - start] = chosen
+    block[: len(chosen), n_zero : last - start] = chosen
     return np.ascontiguousarray(lines_of(block, per_line)).view(np.uint8).reshape(-1)
 
 

@@ -60,3 +60,20 @@ def spans(counts: Sequence[int], at: slice) -> Iterator[tuple[int, slice]]:
 def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
     """One array below the other; a single one as it is."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def part_of_rows(rows: Rows, first: int, n: int) -> Rows:
+    """Rows [first, first + n)."""
+    if (first, n) == (0, rows.shape[0]):
+        return rows
+    return LazyRows((n, *rows.shape[1:]), lambda at: rows[first + at.start : first + at.stop])
+
+
+def stacked(pieces: Sequence[Rows]) -> LazyRows:
+    """Matrices of equal width, one below the other."""
+    counts = [piece.shape[0] for piece in pieces]
+
+    def read(at: slice) -> np.ndarray:
+        return joined([pieces[i][own] for i, own in spans(counts, at)])
+
+    return LazyRows((sum(counts), *pieces[0].shape[1:]), read)

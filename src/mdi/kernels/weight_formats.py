@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdi.errors import UsageError
+from mdi.kernels.format_maps import PANEL, TABLE, FormatMap, format_map, matrix_pieces
 from mdi.model.tensors import EMBEDDING
 
-PANEL = 16  # adjacent outputs of a packed weight
 AUTO = "auto"  # the largest format that fits
+OWN = "own"  # a file of mixed formats as it is
 PACKED_ROWS = 64  # of a tensor that are read, decoded and packed at a time: whole panels
 PACKING_BYTES = 48  # that this takes at most for each number of these rows, besides what is packed
 
@@ -64,7 +65,8 @@ class WeightFormat:
     """The format of linear layers in blocks and head, and the computing type.
 
     Attributes:
-        bits: of a weight of a linear layer, scales included.
+        name: a word, or a map (kernels.format_maps).
+        bits: of a weight of a linear layer, scales included; of a map, of those that have the fewest.
         value_bytes: of everything else: norms, biases, activations, rows on the wire.
     """
 
@@ -79,11 +81,11 @@ class WeightFormat:
 
     def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
         """The bytes of a tensor. An embedding is never in 4 bits, because one row of it is read per token."""
+        if (form := packed_form_of(self.name, name, shape)) is not None:
+            return sum(FORMATS[piece.word].bits * piece.n for piece in matrix_pieces(form, shape[0])) * shape[1] / 8
         bits = 8.0 * self.value_bytes
         if name == EMBEDDING:
-            bits = FORMATS["int8"].bits if self.name in HALVES else self.bits
-        elif is_packable(name, shape):
-            bits = FORMATS[format_within(self.name, name)].bits
+            bits = FORMATS["int8"].bits if table_is_int8(self.name) else FORMATS[format_map(self.name).rest].bits
         return math.prod(shape) * bits / 8
 
     def load_bytes(self, n_in: int) -> int:
@@ -110,23 +112,54 @@ FORMATS = {
 
 def weight_format(name: str) -> WeightFormat:
     """Raises UsageError: the format is unknown."""
-    if name not in FORMATS:
-        raise UsageError(f"unknown weight format {name!r}: expected {', '.join(FORMATS)}")
-    return FORMATS[name]
+    if name in FORMATS:
+        return FORMATS[name]
+    check_packed(name)
+    least = min(LAYOUTS[word].bits for word in format_map(name).words)
+    return WeightFormat(name, least, 4)
 
 
 def check_packed(name: str | None) -> None:
-    """Raises UsageError if a name is not one of `PACKED`; None means no format."""
-    if name is not None and name not in PACKED:
-        raise UsageError(f"unknown weight format {name!r}: expected one of {', '.join(PACKED)}")
+    """Raises UsageError if a name is neither one of `PACKED` nor a map of them; None means no format."""
+    if name is None or name in PACKED:
+        return
+    found = format_map(name) if ";" in name else FormatMap(name, {})
+    unknown = found.words.difference(PACKED)
+    if unknown:
+        raise UsageError(f"unknown weight format {min(unknown)!r}: expected one of {', '.join(PACKED)}")
+
+
+def is_packed_form(name: str) -> bool:
+    """As `check_packed`, as an answer."""
+    try:
+        check_packed(name)
+    except UsageError:
+        return False
+    return True
 
 
 def format_within(form: str, name: str) -> str:
-    """The format of one linear layer in a part that is in a format.
+    """The format of one linear layer in a part that is in a format, see `format_maps.matrix_pieces`.
 
     Models come with MLPs or experts in mxfp4, which has steps too coarse for attention and the head: those are in int8 there.
     """
-    return "int8" if form == "mxfp4" and ".mlp." not in name else form
+    own = format_map(form).at(name)
+    return "int8" if form == own == "mxfp4" and ".mlp." not in name else own
+
+
+def packed_form_of(form: str, name: str, shape: Sequence[int]) -> str | None:
+    """The format of a tensor in a part that is in a format; None for what is in plain numbers there.
+
+    An embedding is packed where a map names it.
+    """
+    if name == EMBEDDING:
+        return format_map(form).of.get((TABLE, None))
+    return format_within(form, name) if is_packable(name, shape) else None
+
+
+def table_is_int8(form: str) -> bool:
+    """Whether an embedding that no map names has 8 bits. One row of it is read per token: 4 would only cost precision."""
+    return format_map(form).rest in ROUNDED
 
 
 def is_packable(name: str, shape: Sequence[int]) -> bool:
@@ -146,9 +179,9 @@ def held_bytes(parts: Sequence[int], stored: str, held: str, stored_format: str 
         parts: bytes of each, as stored: in a type, or packed (checkpoint.packing) if `stored_format` names how.
         held: their format in memory, a name in FORMATS.
     """
-    stored_bits = LAYOUTS[stored_format].bits if stored_format else 8 * NUMBER_BYTES.get(stored, 4)
-    form = weight_format(held)
     # If the format stays, weights are mapped unchanged; otherwise the plain ones of one part are beside the packed ones.
     is_mapped = held == (stored_format or stored)
+    stored_bits = weight_format(stored_format).bits if stored_format else 8 * NUMBER_BYTES.get(stored, 4)
+    form = weight_format(held)
     extra = 0 if is_mapped else max(parts, default=0) * 8 * form.value_bytes / stored_bits
     return int(sum(parts) * form.bits / stored_bits + extra)

@@ -38,10 +38,11 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], packing: Packing, seed
 
 def _matrix(form: str, n_out: int, n_in: int, generator: np.random.Generator) -> Matrix:
     """One panel of chance, repeated: to pack each would take longer than measuring."""
-    panel = pack(form, generator.standard_normal((PANEL, n_in), dtype=np.float32) * np.float32(SIZE)).data
-    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
-    data.reshape(-1, panel.size)[:] = panel
-    return Matrix(form, n_out, n_in, data)
+    whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+    for piece in whole.pieces:
+        panel = pack(piece.format, generator.standard_normal((PANEL, n_in), dtype=np.float32) * np.float32(SIZE)).data
+        piece.data.reshape(-1, panel.size)[:] = panel
+    return whole
 
 
 class KernelBench(Bench):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mdi.errors import PlacementError
+from mdi.kernels.format_maps import shown
 from mdi.placement.cost import CostModel
 from mdi.placement.profile import ClusterProfile
 from mdi.units import size
@@ -84,4 +85,4 @@ def check_counts(cost: CostModel, order: Sequence[int], counts: Sequence[int]) -
 def describe(cost: CostModel) -> str:
     n, length = cost.workload.n_sequences, cost.workload.sequence_length
     sequences = "one sequence" if n == 1 else f"{n} sequences"
-    return f"{cost.shape.name or 'the model'} in {cost.shape.format} with {sequences} of {length} tokens"
+    return f"{cost.shape.name or 'the model'} in {shown(cost.shape.format)} with {sequences} of {length} tokens"

@@ -17,6 +17,7 @@ from mdi.columns import table
 from mdi.engine.prices import MORE_ROW
 from mdi.engine.speculation import MOST_ROWS, most_frames, tokens_per_s
 from mdi.errors import PlacementError
+from mdi.kernels.format_maps import shown
 from mdi.placement.cost import CostModel, MemoryUse, Prediction
 from mdi.placement.methods import by_hand, place
 from mdi.placement.model import ModelShape, Workload
@@ -431,7 +432,7 @@ def rescaled(profile: ClusterProfile, shape: ModelShape, measured: ModelShape | 
 
     Reading the weights is most of a block's time, so times go with the bytes; that is a guess.
     """
-    what = f"{profile.model or 'another model'} in {profile.format}"
+    what = f"{profile.model or 'another model'} in {shown(profile.format)}"
     if measured is None:
         nodes = tuple(dataclasses.replace(node, head_s=()) for node in profile.nodes)
         if all(node.read_bytes_s for node in nodes):
@@ -465,7 +466,7 @@ def format_plan(report: PlanReport) -> str:
     workload = report.workload
     n, columns = workload.n_sequences, _columns(report.nodes)
     lines = [
-        f"{report.model or 'model'} in {report.format}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
+        f"{report.model or 'model'} in {shown(report.format)}, {n} sequence{'s' * (n > 1)} of up to {workload.sequence_length} "
         f"tokens, caches in {report.kv_dtype}, placement {report.placement.method}",
         "",
         *table(columns, left=range(columns[0].index("weights"))),

@@ -17,6 +17,7 @@ from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import choose_device
+from mdi.kernels.format_maps import shown
 from mdi.kernels.weight_formats import SMALLER
 from mdi.model.plain import ModelConfig
 from mdi.placement.cluster_measurement import ClusterMeasurement
@@ -76,7 +77,12 @@ def profile_cluster(
     nodes, links = measurement.run()
     for name, other in measurement.formats.items():
         if other != subject.computing.format:
-            logger.info("%s holds its blocks in %s: the plan counts them as %s", name, other, subject.computing.format)
+            logger.info(
+                "%s holds its blocks in %s: the plan counts them as %s",
+                name,
+                shown(other),
+                shown(subject.computing.format),
+            )
     groups = {node.name: node.group or "" for node in cluster.nodes}
     nodes = tuple(replace(node, group=groups[node.name]) for node in nodes)
     return ClusterProfile(nodes, links, model.name, model.config_hash, subject.computing.format)

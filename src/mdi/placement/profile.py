@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from mdi.errors import UsageError
 from mdi.spec.cluster import N_NODES_LIMIT
-from mdi.spec.decode import Meta, Name, Number, Positive, Text, Whole, decode, only_fields_of, parsed
+from mdi.spec.decode import FormatText, Meta, Name, Number, Positive, Text, Whole, decode, only_fields_of, parsed
 
 # Assumed link if nothing was measured near it: a switched gigabit network.
 DEFAULT_ROUND_TRIP_S = 300e-6
@@ -123,7 +123,7 @@ class ClusterProfile:
     links: tuple[LinkProfile, ...]
     model: Text
     config_hash: Text
-    format: Name
+    format: FormatText
 
     def to_json(self) -> dict[str, Any]:
         return {

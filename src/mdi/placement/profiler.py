@@ -22,6 +22,7 @@ from mdi.files import replacing
 from mdi.host.resources import cpu_model, device_free_bytes, machine_free_bytes, private_bytes
 from mdi.host.threads import computing_threads, n_threads
 from mdi.kernels import LAYOUT_VERSION, library
+from mdi.kernels.format_maps import shown
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiling import ROWS, SPAN_S, Bench, Speeds, Subject
 from mdi.spec.cluster import read_json
@@ -135,7 +136,7 @@ class Profiler:
             "%s measures itself: %s in %s",
             self.name,
             subject.config.name or "a model",
-            subject.computing.format,
+            shown(subject.computing.format),
         )
         try:
             return bench_of(subject, self.span_s, note, cancel).run(self._folder, subject.with_head)

@@ -21,7 +21,8 @@ from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import why_not_in_kernels
-from mdi.kernels.weight_formats import AUTO, LAYOUTS, SMALLER, held_bytes
+from mdi.kernels.format_maps import shown
+from mdi.kernels.weight_formats import AUTO, LAYOUTS, NUMBER_BYTES, OWN, OWN_FORMAT, SMALLER, held_bytes, weight_format
 from mdi.model.plain import ModelConfig
 from mdi.model.spec import ModelSpec
 from mdi.placement.cost import CostModel
@@ -44,7 +45,7 @@ from mdi.stages.starter_weights import StarterWeights
 from mdi.tensor.group import Division, RingStage, SharingOut, division_by_hand, node_blocks, stages_of
 from mdi.tensor.shares import why_not_shared_out
 from mdi.text.texts import TextCodec
-from mdi.units import duration
+from mdi.units import duration, size
 
 ALL_NODES = "all nodes"
 
@@ -92,8 +93,8 @@ class Choice:
         self._is_auto = options.quantize == AUTO
         if self._is_auto:
             options = with_format(options, None)
-        check_format(options.quantize, device)
-        check_format(options.quantize_head, device)
+        for form in (options.quantize, options.quantize_head):
+            check_format(None if form == OWN else form, device)
         self.options = options
         self.cluster = cluster
         self.family = family or ModelFamily()
@@ -179,6 +180,12 @@ class Choice:
         check_prompt(prompt_ids, self.spec, self.context_length, self.directory)
 
     def _set_format(self, form: str | None) -> None:
+        if form == OWN or self.options.quantize_head == OWN:
+            head = self.options.quantize_head
+            own = self.weights.own_formats  # None: of a file with one format, which is what no choice gives
+            form = own if form == OWN else form
+            self.options = replace(self.options, quantize=form, quantize_head=own if head in (OWN, None) else head)
+        self.weights.take_format(form)
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))
@@ -205,7 +212,12 @@ class Choice:
         while True:
             try:
                 with losses.attempt() as attempt:
-                    return self._place(work, attempt) if self._swarm is None else self._take_chain(self._swarm, attempt)
+                    if self._swarm is not None:
+                        return self._take_chain(self._swarm, attempt)
+                    self._place(work, attempt)
+                    if self._is_auto:
+                        logger.info(told_choice(self.weights, self.computing.format))
+                    return None
             except NodeLostError as e:
                 if self.options.fixed:
                     raise
@@ -231,7 +243,8 @@ class Choice:
         weights, options = self.weights, self.options
         if (stages := self._chosen_stages(work, cancel)) is not None:
             return self._share_out(stages, work, cancel)
-        formats = formats_to_try(weights) if self._is_auto else [options.quantize]
+        in_kernels = self.computing.packing is not None and self._asked.dtype is None
+        formats = formats_to_try(weights, in_kernels) if self._is_auto else [options.quantize]
         has_window = window_of(options.weight_memory) is not None  # then memory does not limit the placement
         is_cut = options.layers is not None or (options.placement is None and weights.is_cut_by_chunks)
         if (
@@ -545,15 +558,39 @@ def with_format(options: StarterOptions, form: str | None) -> StarterOptions:
     return replace(options, quantize=form, quantize_head=head)
 
 
-def formats_to_try(weights: StarterWeights) -> list[str | None]:
-    """For "auto": what loses nothing first, then ever smaller ones. Weights that are stored in a packed format keep it."""
+def formats_to_try(weights: StarterWeights, in_kernels: bool = True) -> list[str | None]:
+    """For "auto": the first is taken if it fits, else the next smaller one. None: the checkpoint's numbers.
+
+    Weights that are stored in packed formats keep them, as do files at their own bits. Numbers of 16 bits are rounded to 8,
+    which takes half the memory and time, and changes texts little (docs/models.md has the perplexities).
+
+    Args:
+        in_kernels: whether the kernels compute, whose products with int8 are exact in whole numbers.
+    """
     if weights.quantize is not None:
         return [weights.quantize]
+    if not in_kernels:
+        return [None, *SMALLER[1:]]
     if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
         return [weights.native]
-    own = LAYOUTS[own_packing(weights.model.dtype).blocks].bits
-    rounded = SMALLER[1:] if weights.native is None else (weights.native,)
-    return [None, *(form for form in rounded if LAYOUTS[form].bits < own)]
+    if weights.own_formats is not None:
+        least = weight_format(weights.own_formats).bits
+        return [weights.own_formats, *(form for form in SMALLER[1:] if LAYOUTS[form].bits < least)]
+    if weights.native is not None:
+        return [None, weights.native]
+    return [*SMALLER[1:]] if NUMBER_BYTES.get(weights.model.dtype) == 2 else [None, *SMALLER[1:]]
+
+
+def told_choice(weights: StarterWeights, form: str) -> str:
+    """A line on the format that "auto" chose, and how to have another.
+
+    Args:
+        form: of the blocks in memory.
+    """
+    n_bytes = model_shape(weights.config, form).weight_bytes
+    exact = "float32" if weights.own_formats else OWN_FORMAT.get(weights.model.dtype, "float32")
+    others = "" if form == exact else f" (--quantize {exact}: with its exact numbers)"
+    return f"{weights.model.name}: weights in {shown(form)}, {size(n_bytes)}{others}"
 
 
 def first_that_fits(formats: list[str | None], place: Callable[[str | None], None]) -> None:

@@ -11,7 +11,7 @@ from mdi.engine.guesses import LEARN_ROWS, DraftModel
 from mdi.engine.rows import ArrayRows
 from mdi.errors import Code, UsageError
 from mdi.host.threads import n_threads
-from mdi.kernels.weight_formats import AUTO
+from mdi.kernels.weight_formats import PACKED
 from mdi.run.choice import Choice, starter_computing
 from mdi.run.supply import StarterSupply
 from mdi.spec.cluster import WeightMemory
@@ -20,6 +20,8 @@ from mdi.spec.options import StarterOptions
 from mdi.spec.window import window_of
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.model_family import ModelFamily
+from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.window_budget import work_bytes
 
 
@@ -32,7 +34,7 @@ def draft_memory(model: Choice, extent: Extent) -> int:
     window = window_of(asked.weight_memory)
     if asked.draft in ("none", "auto") or window is None or window.memory is None:
         return 0
-    weights = family.open_weights(Path(asked.draft), None, 1, None, _format_of(asked), False)
+    weights, asked = _opened(family, Path(asked.draft), asked)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:
@@ -45,8 +47,14 @@ def draft_memory(model: Choice, extent: Extent) -> int:
         weights.close()
 
 
-def _format_of(asked: StarterOptions) -> str | None:
-    return None if asked.quantize == AUTO else asked.quantize
+def _opened(family: ModelFamily, folder: Path, asked: StarterOptions) -> tuple[StarterWeights, StarterOptions]:
+    """The small model's weights, in the format of the large one, or like that one in its file's own."""
+    is_word = asked.quantize in (None, *PACKED)
+    weights = family.open_weights(folder, None, 1, None, asked.quantize if is_word else None, False)
+    if not is_word:
+        weights.take_format(weights.own_formats)
+        asked = replace(asked, quantize=weights.quantize, quantize_head=weights.quantize_head)
+    return weights, asked
 
 
 def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> DraftModel:
@@ -63,7 +71,7 @@ def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> D
             f"--draft {folder}: its tokenizer has other tokens than that of {model.directory}, so it cannot guess them",
             code=Code.DRAFT,
         )
-    weights = family.open_weights(folder, None, 1, None, _format_of(asked), False)
+    weights, asked = _opened(family, folder, asked)
     try:
         computing = starter_computing(family, weights, asked)
         if computing.packing is None:

@@ -52,7 +52,7 @@ from mdi.stages.spec import StageSpec, check_gradients
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.store import CacheReport, Claim, HeldStage, StageStore, share_out
 from mdi.tensor.group import SharingOut
-from mdi.units import duration
+from mdi.terminal import reporting
 
 HOT_REFUSED_S = 0.1  # as net.ring.Seat.refused_s, where a hot spare makes a ring without the next node cheap
 DROP_S = 0.5  # for nodes to hear that a ring will not be formed; else they notice by themselves, a little later
@@ -768,16 +768,17 @@ class Preparation:
 
     def _acquire(self, spec: StageSpec, cancel: Cancel, instead_of: HeldStage | None = None) -> HeldStage:
         """Have the starter's own stage; loading may take long, and reports itself."""
-        basis, report, done = self.task.basis, Periodic(), itertools.count()
+        basis, n_begun = self.task.basis, itertools.count()
+        state = f"{spec.name} loads its weights"
 
         def on_part() -> None:
-            n_done = next(done)
-            if report.is_due():
-                passed = duration(report.passed_s)
-                logger.info("%s loads its weights: %d of %d parts (%s)", spec.name, n_done, len(spec.parts), passed)
+            nonlocal state
+            state = f"{spec.name} loads its weights: {next(n_begun)} of {len(spec.parts)} parts"
+            logger.debug("%s", state)
 
         claim = Claim(basis.weights.id, basis.weights.id, True, share=basis.options.cache_share)
-        return basis.caches.acquire(spec, claim, self.task.supply, cancel, instead_of, on_part)
+        with reporting(lambda: state):
+            return basis.caches.acquire(spec, claim, self.task.supply, cancel, instead_of, on_part)
 
     @property
     def failed(self) -> str | None:

@@ -12,6 +12,7 @@ from mdi.block_ranges import span
 from mdi.columns import clip, table
 from mdi.engine.starter import StarterEngine
 from mdi.errors import ControlError
+from mdi.kernels.format_maps import shown
 from mdi.metrics import NodeMetrics, RunMetrics, peak_rss_bytes
 from mdi.run.choice import Choice
 from mdi.run.form import Former
@@ -120,6 +121,7 @@ def metrics_of_run(
         duration_s,
         [{**one.to_json(), "may_differ": differing(one.differs, samples)} for one in recoveries],
         has_inexact_guesses,
+        shown(model.format) if model is not None else "",
     )
 
 

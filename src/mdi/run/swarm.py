@@ -16,6 +16,7 @@ from mdi.control.client import ControlClient
 from mdi.control.meeting import Exchanges, Peer
 from mdi.control.swarm import Announced, Kind, SwarmTable
 from mdi.errors import ControlError, PlacementError
+from mdi.kernels.format_maps import shown
 from mdi.net.keys import KeyFile
 from mdi.placement.chain import Chain, Holder, choose_chain
 from mdi.run.policy import Form, Stage
@@ -114,11 +115,11 @@ class Swarm:
         held = {block for one in nodes for block in range(one.start, one.stop)}
         lacking = [block for block in range(n_layer) if block not in held]
         forms = {one.arithmetic.formats.only for one in self.usable if one.weights == weights}
-        others = sorted(forms - {form})
+        others = sorted(map(shown, forms - {form}))
         has = f" (there are nodes with it in {', '.join(others)}: see --quantize, --dtype)" if others else ""
         which = f"block {lacking[0]} and {len(lacking) - 1} others" if len(lacking) > 1 else f"block {(*lacking, 0)[0]}"
         more = f"run `mdi join --model {model}` on more machines"
-        return f"no standing node that answers holds {which} of {model} in {form}{has}: {more}"
+        return f"no standing node that answers holds {which} of {model} in {shown(form)}{has}: {more}"
 
     def _answering(self, nodes: Sequence[Announced], cancel: Cancel) -> list[Announced]:
         """Of these, some fast ones for each block that answer; their delays are known then."""

@@ -210,7 +210,8 @@ class _Models:
         if model != name:
             made["parent"] = model
         drawing = facts and facts["tokenizer"]["drawing"]  # what a request without these fields gets
-        return {**made, "is_loaded": is_loaded, "max_model_len": context, "sampling": drawing}
+        weights = facts and facts["weights"]
+        return {**made, "is_loaded": is_loaded, "max_model_len": context, "weights": weights, "sampling": drawing}
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

@@ -26,6 +26,7 @@ from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import UNTRUE, Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
+from mdi.kernels.format_maps import shown
 from mdi.run.nodes import Newcomers, NodeSource, StarterPorts
 from mdi.run.run import Run
 from mdi.serve.catalog import Catalog
@@ -493,6 +494,7 @@ class ModelHost:
         self.loaded[name] = Loaded(name, run, outlet, directory, n_vocabulary)
         n_virtual = {one.name: one.n_virtual for one in run.model.weights.adapters}
         facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary, "n_virtual": n_virtual}
+        facts["weights"] = shown(run.model.format)
         tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._report("serving", name, "ready", 1.0)

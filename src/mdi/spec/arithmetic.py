@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from mdi.kernels.format_maps import shown
 from mdi.spec.decode import Meta, ShortName, Whole
 from mdi.spec.model_id import Formats
 
@@ -43,4 +44,4 @@ class Arithmetic:
         return self.is_fixed and self.share is None
 
     def __str__(self) -> str:
-        return f"{self.unit} {self.formats.only} {self.kv_dtype}" if self.is_certain else self.unit
+        return f"{self.unit} {shown(self.formats.only)} {self.kv_dtype}" if self.is_certain else self.unit

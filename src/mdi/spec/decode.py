@@ -27,6 +27,7 @@ T = TypeVar("T")
 Text = Annotated[str, Meta(max_length=1000)]
 Name = Annotated[str, Meta(min_length=1, max_length=1000)]
 ShortName = Annotated[str, Meta(min_length=1, max_length=80)]
+FormatText = Annotated[str, Meta(min_length=1, max_length=20_000)]  # see mdi.kernels.format_maps
 Whole = Annotated[int, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 Port = Annotated[int, Meta(ge=1, le=65535)]

@@ -10,30 +10,29 @@ from typing import Annotated, Any, TypeVar
 from mdi.errors import MdiError
 from mdi.model.plain import ModelConfig, decode_with_config, spec_of
 from mdi.model.spec import ModelSpec
-from mdi.spec.decode import Meta, ShortName, Text, Whole, decode
+from mdi.spec.decode import FormatText, Meta, Text, Whole, decode
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of a model's matrices.
+    """The formats of a model's matrices, as messages and records have them.
 
     Attributes:
-        of_all: of every matrix, pieces of its rows from the first on, as (rows, format); None: all rows that are left. So far
-            it is one piece.
+        of_all: one entry, (None, a word or a map of mdi.kernels.format_maps), for all rows of all matrices.
     """
 
-    of_all: Annotated[tuple[tuple[Whole | None, ShortName], ...], Meta(min_length=1, max_length=64)]
+    of_all: Annotated[tuple[tuple[Whole | None, FormatText], ...], Meta(min_length=1, max_length=1)]
 
     @classmethod
     def one(cls, name: str) -> Formats:
-        """All rows of all matrices in one format."""
+        """A word, or a map."""
         return cls(((None, name),))
 
     @property
     def only(self) -> str:
-        """The one format of all matrices."""
+        """The word, or the map."""
         ((_, name),) = self.of_all
         return name
 
@@ -60,7 +59,7 @@ class ModelId:
 
     @property
     def format(self) -> str | None:
-        """The one format that all blocks are packed in; None if they are plain."""
+        """What the blocks are packed in, a word or a map; None if they are plain."""
         return None if self.formats is None else self.formats.only
 
     def to_json(self) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mdi.errors import UsageError
-from mdi.kernels.weight_formats import AUTO, check_packed
+from mdi.kernels.weight_formats import AUTO, OWN, check_packed
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
 from mdi.spec.combinations import facts_of, refuse
-from mdi.spec.decode import Meta, Text, one_of
+from mdi.spec.decode import FormatText, Meta, Text, one_of
 from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
 from mdi.spec.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
@@ -61,7 +61,12 @@ def _dtype(text: str, flag: str) -> str:
 
 
 def _format(text: str, flag: str) -> str:
-    if text != AUTO:
+    return text if text == AUTO else own_or_packed(text, flag)
+
+
+def own_or_packed(text: str, flag: str) -> str:
+    """A weight format, or that of the file."""
+    if text != OWN:
         check_packed(text)
     return text
 
@@ -110,12 +115,13 @@ class Requested:
     threads: Annotated[Threads | None, Option(
         "CPU threads to compute with (default: the nodes file, else this node's share of the cores)"
     )] = None
-    quantize: Annotated[Text | None, Option(
+    quantize: Annotated[FormatText | None, Option(
         "format of the blocks' weights: float32, bf16, fp16, int8, int4 or mxfp4 (on NVIDIA GPUs the last three only); smaller "
-        "is faster; auto: the largest that fits the nodes. A secondary may choose its own (default: as the chunks are stored, "
-        "else the checkpoint's own numbers)", metavar="FORMAT", read=_format,
+        "is faster; own: a GGUF file at its own bits; auto, the default of run, chat and serve: own, or int8 for numbers of 16 "
+        "bits, and smaller if that does not fit. A secondary may choose its own (default: as the chunks are stored, else the "
+        "checkpoint's numbers)", metavar="FORMAT", read=_format,
     )] = None
-    quantize_head: Annotated[Text | None, Option(
+    quantize_head: Annotated[FormatText | None, Option(
         "the same for head and embedding (default: as --quantize)", metavar="FORMAT", read=_format
     )] = None
     wire_dtype: Annotated[Annotated[str, one_of(WIRE_DTYPES)], Option(

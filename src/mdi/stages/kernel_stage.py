@@ -19,7 +19,7 @@ from mdi.engine.rows import ArrayRows
 from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
 from mdi.kernels.blocks import Blocks, Context, Head, LowRank, Weights, array_of
-from mdi.kernels.layout import Matrix, floats
+from mdi.kernels.layout import Matrix, PackedRows, floats
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
@@ -118,7 +118,8 @@ class Resident:
         return WeightUse(self.n_bytes, self.n_bytes, 0.0)
 
     def table(self) -> EmbeddingTable | None:
-        return array_of(self._parts["embedding"], EMBEDDING)
+        found = self._parts["embedding"].get(EMBEDDING)
+        return PackedRows(found) if isinstance(found, Matrix) else array_of(self._parts["embedding"], EMBEDDING)
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         return Head(spec, self._parts["head"], n_tokens, context)

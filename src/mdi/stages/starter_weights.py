@@ -16,6 +16,7 @@ from mdi.block_ranges import ADAPTER_PREFIX, default_split, parse_layers, ranges
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import Adapter, AdapterName, AdapterSource, weights_hash
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.folder import all_weight_files
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
@@ -25,7 +26,8 @@ from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
-from mdi.kernels.weight_formats import OWN_FORMAT
+from mdi.kernels.format_maps import shown
+from mdi.kernels.weight_formats import OWN, OWN_FORMAT
 from mdi.model.plain import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.tensor.group import Group
@@ -74,7 +76,7 @@ class StarterWeights:
 
     Attributes:
         blocks: of each node of the ring.
-        native: see WeightSource.
+        native, own_formats: see WeightSource.
         groups: of each node of the ring, as that node sees it; None for one whose stage is its own. Empty: there are none.
         adapters: that texts may be computed with, see `take_adapters`.
         id: stands for the hashes of the starter's own parts, which nobody else needs.
@@ -86,6 +88,7 @@ class StarterWeights:
     directory: Path
     model: ModelId
     native: str | None
+    own_formats: str | None
     quantize: str | None
     quantize_head: str | None
     is_cut_by_chunks: bool
@@ -126,17 +129,35 @@ class StarterWeights:
             self.sources.append(open_source(ckpt))
         if not self.sources:
             raise CheckpointError(f"no weights found for {n_nodes} nodes")
+        self._take(self.sources[0])
         first = self.sources[0]
+        self.native, self.own_formats = first.native, first.own_formats
+        if self._wanted not in (None, OWN) and self.quantize not in (None, self._wanted):
+            raise UsageError(
+                f"--quantize {self._wanted}: the weights in {first} are stored in {shown(self.quantize)} already"
+            )
+        self.take_blocks(self._cut(n_nodes, layers))
+
+    def _take(self, first: WeightSource) -> None:
         self.model = first.model_id
-        self.native = first.native
         packing = first.packing or own_packing(first.dtype)
         lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
         self.quantize, self.quantize_head = (
             None if form in lossless else form for form in (packing.blocks, packing.head)
         )
-        if self._wanted is not None and self.quantize not in (None, self._wanted):
-            raise UsageError(f"--quantize {self._wanted}: the weights in {first} are stored in {self.quantize} already")
-        self.take_blocks(self._cut(n_nodes, layers))
+
+    def take_format(self, form: str | None) -> None:
+        """Give parts at the file's own bits from now on if that is the format, else in plain numbers as before."""
+        first = self.sources[0]
+        is_own = isinstance(first, PackedSource)
+        if self.own_formats is None or (form == self.own_formats) == is_own:
+            return
+        if isinstance(first, PackedSource):
+            self.sources[0] = first.source
+        else:
+            self.sources[0] = PackedSource(first, Packing(self.own_formats, self.own_formats))
+        self.id, self._shards = secrets.token_hex(8), {}
+        self._take(self.sources[0])
 
     def take_adapters(self, named: Sequence[AdapterName]) -> None:
         """Read the adapters of a run; they become parts of the nodes. Raises CheckpointError, before anything is sent."""

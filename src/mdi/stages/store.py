@@ -26,6 +26,7 @@ from mdi.engine.worker import Backend
 from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
+from mdi.kernels.format_maps import shown
 from mdi.model.caches import PageClass
 from mdi.spec.cluster import WeightMemory
 from mdi.spec.combinations import GRADIENTS, TORCH, refuse
@@ -600,7 +601,7 @@ class StageStore:
             raise StageBusyError(f"{spec.name} keeps a stage for a run whose ring broke, for up to {KEPT_S:.0f} s")
         raise NoMemoryError(
             f"{spec.name} has {size(free)} of memory free, but {spec} and the caches of one sequence take {size(needed)} in "
-            f"{spec.computing.format}: give it fewer blocks (--layers, --placement, more nodes) or a smaller share "
+            f"{shown(spec.computing.format)}: give it fewer blocks (--layers, --placement, more nodes) or a smaller share "
             "(--shares), or use a smaller format (--quantize, --dtype)"
         )
 

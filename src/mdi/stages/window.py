@@ -36,7 +36,16 @@ from mdi.model.tensors import EMBEDDING
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
-from mdi.stages.window_files import HEAD, PAGE_BYTES, RowTable, StoredMatrix, Unit, WeightBytes, block_units
+from mdi.stages.window_files import (
+    HEAD,
+    PAGE_BYTES,
+    PanelTable,
+    RowTable,
+    StoredMatrix,
+    Unit,
+    WeightBytes,
+    block_units,
+)
 from mdi.units import megabytes, size
 
 logger = logging.getLogger("mdi")
@@ -241,7 +250,14 @@ class StoredPart:
 
     matrices: dict[str, StoredMatrix] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    table: RowTable | None = None
+    table: RowTable | PanelTable | None = None
+
+    def add(self, stored: StoredMatrix) -> None:
+        """Of an embedding single rows are read, of others all."""
+        if stored.name == EMBEDDING:
+            self.table = PanelTable(stored)
+        else:
+            self.matrices[stored.name] = stored
 
 
 class StoredParts:
@@ -288,9 +304,8 @@ class StoredParts:
             keys = packing.check(name, shape, specs, str(source))
             file, start = self._place(source, name)
             if form := packing.format_of(name, shape):
-                found.matrices[name] = StoredMatrix(
-                    name, form, shape[0], shape[1], file, start, source.skipped_inputs(name)
-                )
+                skip = source.skipped_inputs(name)
+                found.add(StoredMatrix(name, form, shape[0], shape[1], file, start, skip))
                 continue
             dtype = TYPES[specs[name].dtype].numpy
             if name == EMBEDDING:
@@ -334,9 +349,7 @@ class StoredParts:
         for name, weight in weights.items():
             if isinstance(weight, Matrix):
                 start = spill.add(weight.data)
-                found.matrices[name] = StoredMatrix(
-                    name, weight.format, weight.n_out, weight.n_in, spill.file, start, weight.skip
-                )
+                found.add(StoredMatrix(name, weight.format, weight.n_out, weight.n_in, spill.file, start, weight.skip))
             elif name == EMBEDDING:
                 found.table = RowTable(spill.file, spill.add(weight), (weight.shape[0], weight.shape[1]), weight.dtype)
             else:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import Matrix, matrix_bytes
+from mdi.kernels.format_maps import matrix_pieces, rows_form
+from mdi.kernels.layout import Matrix, matrix_bytes, unpack
 from mdi.kernels.weight_formats import PANEL
 
 PAGE_BYTES = 4096  # what direct reads are aligned to: offset, length and memory
@@ -165,7 +166,33 @@ class StoredMatrix:
 
     def rows(self, first: int, n: int) -> StoredMatrix:
         """Outputs [first, first + n); `first` begins a panel."""
-        return replace(self, n_out=n, start=self.start + matrix_bytes(self.format, first, self.n_in))
+        before = matrix_bytes(self._form(0, first), first, self.n_in) if first else 0
+        return replace(self, format=self._form(first, first + n), n_out=n, start=self.start + before)
+
+    def _form(self, first: int, last: int) -> str:
+        return rows_form(self.format, self.n_out, [(first, last)])
+
+
+class PanelTable:
+    """Rows of a packed embedding that lies in a file; the panel of each is read when it is asked for."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, stored: StoredMatrix) -> None:
+        self._stored, self.shape = stored, (stored.n_out, stored.n_in)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        """(N,) token ids -> float32 (N, width). Raises CheckpointError."""
+        rows = np.empty((len(ids), self.shape[1]), dtype=np.float32)
+        for row, token in zip(rows, ids.tolist(), strict=True):
+            first = token // PANEL * PANEL
+            one = self._stored.rows(first, min(PANEL, len(self) - first))
+            data = one.file.read(one.start, one.n_bytes)
+            row[:] = unpack(Matrix(one.format, one.n_out, one.n_in, data))[token - first]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -250,7 +277,7 @@ def head_units(head: StoredMatrix, piece_bytes: int, multiple_of: int = 1, besid
         multiple_of: together with `beside` other units they are a multiple of this, if there are panels enough.
     """
     n_panels = -(-head.n_out // PANEL)
-    panel_bytes = matrix_bytes(head.format, PANEL, head.n_in)
+    panel_bytes = max(matrix_bytes(piece.word, PANEL, head.n_in) for piece in matrix_pieces(head.format))
     most = max(1, (piece_bytes - 2 * PAGE_BYTES) // panel_bytes)  # a piece may begin and end in the middle of a page
     n_pieces = -(-n_panels // most)
     n_pieces = min(n_panels, n_pieces + -(n_pieces + beside) % multiple_of)

@@ -14,6 +14,7 @@ from mdi.block_ranges import check_n_nodes, default_split, ranges, split_at, spl
 from mdi.checkpoint.packing import Packing
 from mdi.control.messages import ToldGroup, refused
 from mdi.errors import SplitError, UsageError
+from mdi.kernels.weight_formats import check_packed
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import ParallelOptions
@@ -163,7 +164,15 @@ def group_of(told: ToldGroup | None, config: ModelConfig) -> Group | None:
         if (reason := why_not_shared_out(config)) is not None:
             raise ValueError(f"a model with {reason}")
         shares.check(config)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:  # of the config, which is another's as well
+        for form in told.packing:
+            check_packed(form)
+    except (
+        UsageError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as e:  # of the config, which is another's as well
         raise refused(f"request.group: {str(e)[:200]}") from None
     return Group(
         told.rank, tuple(Member(*member) for member in told.members), shares, Packing(*told.packing), told.algorithm,

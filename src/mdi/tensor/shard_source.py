@@ -6,6 +6,7 @@ a whole part. Its file says in its metadata what it is a shard of.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.checkpoint.weights import DerivedSource, WeightSource
+from mdi.kernels.format_maps import map_of, matrix_pieces, rows_form
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
 from mdi.kernels.lazy_rows import LazyRows, joined, spans
 from mdi.kernels.weight_formats import LAYOUTS, format_within
@@ -58,7 +60,8 @@ class ShardSource(DerivedSource):
     def __init__(self, source: WeightSource, share: Share, packing: Packing) -> None:
         hashes = None if source.hashes else _hashes_beside(source)
         super().__init__(source, f"{shard_name(share)}; {packed_form(source, packing)}", hashes)
-        self.share, self.packing = share, packing
+        self.share, self._packing_of_whole = share, packing
+        self.packing = packing = _packing_of_share(packing, share, source)
         self._table: tuple[str, PartWeights] | None = None
         self.specs = {}
         self._owner: dict[str, str] = {}
@@ -106,7 +109,7 @@ class ShardSource(DerivedSource):
     def _whole_tensor(self, name: str, shape: tuple[int, ...]) -> PartWeights:
         source = self._source
         if source.packing is None:
-            return source.packed(name, self.packing)
+            return source.packed(name, self._packing_of_whole)
         return source.packing.read(name, shape, source.array, source.specs, str(source))
 
     def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
@@ -115,7 +118,7 @@ class ShardSource(DerivedSource):
         whole, spec = source.for_packing(name, self.packing)
         rows = piece.rows or ((0, shape[0]),)
         first, last = piece.columns or (0, shape[1])
-        group = LAYOUTS[form].group or 1
+        group = max(LAYOUTS[piece.word].group for piece in matrix_pieces(form)) or 1
         start, end = first // group * group, min(-(-last // group) * group, shape[1]) if last > first else last
         counts = [b - a for a, b in rows]
         n_out, n_in = sum(counts), end - start
@@ -145,6 +148,25 @@ class ShardSource(DerivedSource):
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
         """The shards of a part, if they are packed already. A node's own choice of another format is ignored."""
         return {key: weight for name in self.shapes(part) for key, weight in self.shard_of(name).items()}
+
+
+def _packing_of_share(packing: Packing, share: Share, source: WeightSource) -> Packing:
+    """The formats of the pieces that a node has, where a weight has rows in several."""
+
+    def of(form: str, parts: Iterable[str]) -> str:
+        if "+" not in form:
+            return form
+        found = {}
+        for part in parts:
+            for name, shape in part_shapes(share.config, str(source), part).items():
+                own, piece = packing.format_of(name, shape), piece_of(name, share)
+                if own is not None and piece is not None:
+                    found[name] = own if piece.rows is None else rows_form(own, shape[0], piece.rows)
+        return map_of(found)
+
+    names = source.part_names()
+    blocks = [name for name in names if name.startswith("block.")]
+    return replace(packing, blocks=of(packing.blocks, blocks), head=of(packing.head, set(names).difference(blocks)))
 
 
 def _hashes_beside(source: WeightSource) -> HashRecord | None:

@@ -20,7 +20,11 @@ struct MdiMatrix {
   const float* bias;    // n_out floats, or null
   int32_t format, n_out, n_in;
   int32_t skip;         // of n_in, the first ones, which rows lack: a share of a weight that begins within a group
+  const MdiMatrix* pieces;  // of rows, one below the other, if these are in different formats; each of them has none
+  int32_t n_pieces;         // 0, or 2 to kMostPieces
+  int32_t reserved;
 };
+constexpr int kMostPieces = 64;
 
 struct MdiNorm {
   const float* weight;  // null: no norm

@@ -202,7 +202,7 @@ static void try_extremes(const char* set) {
       std::memset(data + 64 * i, scales ? 127 : e.byte, 64);
       for (int k = 0; scales && e.format != kMxfp4 && k < 32; k++) std::memcpy(data + 64 * i + 2 * k, &one, 2);
     }
-    MdiMatrix w = {data, nullptr, e.format, kOut, kIn, 0};
+    MdiMatrix w = {data, nullptr, e.format, kOut, kIn, 0, nullptr, 0, 0};
     for (float sign : {1.0f, -1.0f}) {
       Floats x((size_t)kRows * kIn, sign), y((size_t)kRows * kOut);
       require(!mdi_linear(context.handle, &none, &w, 0, x.data(), kRows, y.data()), "memory");

@@ -113,7 +113,11 @@ class Runner {
   }
 
   // Rows (n, n_in) times a packed weight -> (n, n_out).
-  void multiply(const MdiMatrix& w, const float* x, int n, float* y) { multiply_prepared(w, prepared(w, x, n), y); }
+  void multiply(const MdiMatrix& w, const float* x, int n, float* y) {
+    Products products;
+    products.add(w, y);
+    multiply(products, x, n);
+  }
 
  private:
   static constexpr int kPhasesEach = 6;
@@ -158,6 +162,39 @@ class Runner {
     return block.mlp.fc_1.n_out > 0 || (block.experts.n && block.experts.experts[0].fc_1.n_out > 0);
   }
 
+  // Weights in one format each that read the same rows, and where their results go.
+  struct Products {
+    struct One {
+      const MdiMatrix* w;
+      Out out;
+    };
+    One all[2 * kMostPieces];
+    int n = 0;
+
+    void add(const MdiMatrix& w, float* y) {
+      if (!w.n_pieces) all[n++] = {&w, {y, w.n_out}};
+      for (int i = 0; i < w.n_pieces; y += w.pieces[i++].n_out) all[n++] = {&w.pieces[i], {y, w.n_out}};
+    }
+  };
+
+  // Those that take the rows in the same form are computed in one round of the team.
+  void multiply(const Products& products, const float* x, int n) {
+    const Products::One* all = products.all;
+    for (int at = 0, end; at < products.n; at = end) {
+      Rows rows = prepared(*all[at].w, x, n);
+      int first[2 * kMostPieces], total = 0;
+      for (end = at; end < products.n && read_the_same(*all[at].w, *all[end].w); end++) {
+        first[end - at] = total;
+        total += n_pieces(*all[end].w);
+      }
+      team_.run(total, [&](int piece, int) {
+        int i = end - at - 1;
+        while (piece < first[i]) i--;
+        multiply_piece(*all[at + i].w, piece - first[i], rows, all[at + i].out);
+      });
+    }
+  }
+
   Rows prepared(const MdiMatrix& w, const float* x, int n) {
     if (w.skip) x = shifted(w, x, n);
     if (wants_bytes(w)) {
@@ -185,10 +222,6 @@ class Runner {
     return y;
   }
 
-  void multiply_prepared(const MdiMatrix& w, const Rows& rows, float* y) {
-    team_.run(n_pieces(w), [&](int piece, int) { multiply_piece(w, piece, rows, y); });
-  }
-
   // The panels of a weight are cut into pieces for the team: at least four panels each, what a single row wants at once.
   static int n_panels(const MdiMatrix& w) { return padded(w.n_out, kPanel) / kPanel; }
 
@@ -199,10 +232,10 @@ class Runner {
 
   int n_pieces(const MdiMatrix& w) const { return team_.size() == 1 ? 1 : (n_panels(w) + panels_each(w) - 1) / panels_each(w); }
 
-  void multiply_piece(const MdiMatrix& w, int piece, const Rows& rows, float* y) const {
+  void multiply_piece(const MdiMatrix& w, int piece, const Rows& rows, const Out& out) const {
     int first = piece * panels_each(w), last = first + panels_each(w);
     if (team_.size() == 1 || last > n_panels(w)) last = n_panels(w);
-    multiply_panels(w, first, last, rows, {y, w.n_out});
+    multiply_panels(w, first, last, rows, out);
   }
 
   // y (n, width) of a layer += what the adapters of the rows add; x (n, n_in) is what the layer has read.
@@ -335,18 +368,11 @@ class Runner {
   void mlp(const MdiMlp& mlp, const float* x, int n, float* y, const MdiBlock* adapted = nullptr) {
     int width = mlp.fc_1.n_out;
     float* gate = scratch_.gate.of((size_t)n * width);
-    Rows rows = prepared(mlp.fc_1, x, n);
     float* up = mlp.fc_2.data ? scratch_.up.of((size_t)n * width) : nullptr;
-    if (up && read_the_same(mlp.fc_1, mlp.fc_2)) {  // in one round of the team
-      int n_first = n_pieces(mlp.fc_1);
-      team_.run(n_first + n_pieces(mlp.fc_2), [&](int piece, int) {
-        if (piece < n_first) return multiply_piece(mlp.fc_1, piece, rows, gate);
-        multiply_piece(mlp.fc_2, piece - n_first, rows, up);
-      });
-    } else {
-      multiply_prepared(mlp.fc_1, rows, gate);
-      if (up) multiply(mlp.fc_2, x, n, up);
-    }
+    Products products;
+    products.add(mlp.fc_1, gate);
+    if (up) products.add(mlp.fc_2, up);
+    multiply(products, x, n);
     if (adapted) adapt(*adapted, kFc1, x, gate, width);
     if (adapted && up) adapt(*adapted, kFc2, x, up, width);
     int kind = mlp.activation;
