@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mdi.text.answers import calls, harmony, marked, think
+from mdi.text.answers import calls, deepseek, harmony, marked, think
 from mdi.text.answers.calls import CallForm, Calls
 from mdi.text.answers.events import Parser, Tools
 from mdi.text.answers.harmony import Channels
@@ -57,11 +57,12 @@ _BY_TEMPLATE = {  # the first whose mark the template has
     ),
     "<arg_key>": Form(thinks=True, calls=marked.GLM_CALLS),
     marked.MINIMAX: Form(thinks=True, calls=marked.MINIMAX_CALLS),
+    deepseek.CALLS: Form(thinks=True, calls=deepseek.DEEPSEEK_CALLS, messages=deepseek.template_messages),
     think.THINK: Form(thinks=True),
     think.END_OF_THINK: Form(thinks=True),
 }
 SPOKEN = frozenset(
-    (*think.MARKS, *calls.MARKS, *marked.MARKS)
+    (*think.MARKS, *calls.MARKS, *marked.MARKS, *deepseek.MARKS)
 )  # marks that are text, also where they are special tokens
 ENDS = harmony.ENDS  # special marks that end an answer
 
