@@ -10,7 +10,7 @@ import pytest
 
 import mdi.stages.building as weight_memory
 from mdi.kernels.layout import Matrix, pack
-from mdi.spec.cluster import WeightMemory
+from mdi.spec.options import WeightMemory
 from mdi.stages.building import WeightPlacer
 
 

@@ -32,7 +32,7 @@ from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
 from mdi.model.spec import ModelSpec
-from mdi.spec.cluster import WeightMemory
+from mdi.spec.options import WeightMemory
 from mdi.spec.window import window_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
