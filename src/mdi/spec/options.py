@@ -128,6 +128,9 @@ class Requested:
         "let weights that are too large for their format become the largest number that it holds (default: they are refused)"
     )] = False
 
+    mlock: Annotated[bool, Option(
+        "lock the weights in memory, so that they are never swapped out; a starter's flag is for all nodes"
+    )] = False
     silence_s: Annotated[Silence, Option(
         "a node that is silent for S seconds is lost (%(default)g)", metavar="S"
     )] = SILENCE_S
@@ -200,15 +203,13 @@ class WeightMemory:
     Attributes:
         mode: "map" reads the file's pages, which nodes of one machine share; "copy" takes memory of its own; "auto" copies only
             where mapped pages are read a tenth slower.
-        lock: whether the system must keep them in memory.
     """
 
     mode: str = "auto"
-    lock: bool = False
 
     @staticmethod
     def of(options: Options) -> WeightMemory:
-        return WeightMemory(options.weights, options.mlock)
+        return WeightMemory(options.weights)
 
 
 @dataclass(frozen=True)
@@ -444,7 +445,6 @@ class Options(StarterOptions):
         "map: read packed weights from their file, which nodes of one machine share; copy: read them from a copy in memory; "
         "%(default)s: copy only if that is faster", choices=WEIGHT_MODES,
     )] = "auto"
-    mlock: Annotated[bool, Option("lock the weights in memory, so that they are never swapped out")] = False
 
     # Nodes and access to them
     nodes_config: Annotated[Path | None, Option(
