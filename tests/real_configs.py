@@ -47,6 +47,18 @@ _SMOLLM = {
     "rms_norm_eps": 1e-5, "rope_interleaved": False, "rope_theta": 100000, "tie_word_embeddings": True,
     "vocab_size": 49152,
 }  # fmt: skip
+_SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536, "mlp_bias": False,
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36,
+    "num_key_value_heads": 4, "pad_token_id": 128004, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+_SMOLLM3_IS = {
+    "n_layer": 36, "n_embd": 2048, "n_head": 16, "n_query_groups": 4, "head_size": 128, "intermediate_size": 11008,
+    "rotary_indices": [1, 1, 1, 0] * 9, "rope_base": 5000000, "rotary_percentage": 1.0, "block_size": 65536,
+    "padded_vocab_size": 128256,
+}  # fmt: skip
 _MISTRAL = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
     "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -411,6 +423,8 @@ OWN: dict[str, tuple[Json, Json]] = {
         },
         _FALCON_RW,
     ),
+    "SmolLM3 3B": (_SMOLLM3_IS, _SMOLLM3),
+    "SmolLM3 3B, without the layers": (_SMOLLM3_IS, without(_SMOLLM3, "no_rope_layers", "no_rope_layer_interval")),
     "GLM 4.5": (_GLM, _GLM_4_5),
     "GLM 4.5 Air": (
         {
@@ -467,6 +481,7 @@ REFUSED: dict[str, tuple[str, Json]] = {
         "proportional",
         {**_QWEN_2_5, "rope_scaling": {"type": "proportional", "factor": 4.0}},
     ),
+    "a SmolLM3 with windows": ("use_sliding_window", {**_SMOLLM3, "use_sliding_window": True}),
     "Qwen 2 with windows": ("use_sliding_window", {**_QWEN_2_5, "use_sliding_window": True}),
     "a Llama with biases": ("attention_bias", {**_LLAMA_3, "attention_bias": True}),
     "OLMo 7B 0424": ("clip_qkv", {**_OLMO, "clip_qkv": 8.0}),

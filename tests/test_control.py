@@ -374,6 +374,7 @@ FIELDS_OF_VERSION[11] = (
     "allow_clipping cache_share compile device dtype fresh model n_spans quantize quantize_head run silence_s threads "
     "wire_dtype",
 )
+FIELDS_OF_VERSION[12] = tuple(" ".join(sorted([*fields.split(), "mlock"])) for fields in FIELDS_OF_VERSION[11])
 
 
 def test_other_fields_are_another_version() -> None:
@@ -434,6 +435,7 @@ def test_a_field_of_another_type_is_named(key: str, value: object) -> None:
             "gradients",
             "is_ahead",
             "keeps_received",
+            "mlock",
             "taps",
             "placement",
             "next_addr",

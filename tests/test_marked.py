@@ -15,7 +15,7 @@ from answer_streams import apart, taken_apart
 from mdi.text.answers.calls import LONGEST_CALL, Calls, ReadCalls
 from mdi.text.answers.events import Call
 from mdi.text.answers.forms import form_of
-from mdi.text.answers.marked import MINIMAX_CALL, glm_calls, minimax_calls
+from mdi.text.answers.marked import GLM_CALLS, MINIMAX_CALLS, glm_calls, minimax_calls
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.texts import TextCodec
 from test_harmony import USER
@@ -41,8 +41,7 @@ TURNS = ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|obser
 
 
 def calls_in(text: str) -> list[Call]:
-    read, ends = (minimax_calls, MINIMAX_CALL) if "<minimax" in text else (glm_calls, {})
-    parser = Calls(TOOLS, read, ends=ends)
+    parser = Calls(TOOLS, MINIMAX_CALLS if "<minimax" in text else GLM_CALLS)
     said, _, calls = apart([*parser.feed(text), *parser.close(False)])
     assert calls and not said or said == text
     return list(calls)

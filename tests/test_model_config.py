@@ -197,3 +197,19 @@ def test_query_key_and_value_may_have_biases_of_their_own() -> None:
     assert config.bias and "transformer.h.0.attn.qkv.bias" not in model_shapes(config, "")
     assert "transformer.h.0.attn.qkv.bias" in model_shapes(ModelConfig(), "")
     assert ModelConfig.of(config.plain()) == config and why_not_litgpt(config) is not None
+
+
+def test_some_blocks_may_know_no_positions() -> None:
+    rotary = {"n_layer": 3, "rotary_percentage": 1.0}
+    config = ModelConfig(**rotary, rotary_indices=(1, 0, 1, 0))
+    assert [one.mixer.positions is None for one in spec_of(config).blocks] == [False, True, False]
+    assert ModelConfig.of(config.plain()) == config and why_not_litgpt(config) == "blocks without positions"
+    all_rotate = ModelConfig(**rotary, rotary_indices=(1, 1, 1))
+    assert all_rotate == ModelConfig(**rotary) and "rotary_indices" not in all_rotate.plain()
+    for settings in (
+        {"rotary_indices": (1, 0)},
+        {"rotary_indices": (2, 0, 1)},
+        {"rotary_indices": (1, 0, 1), "alibi": "bloom", "rotary_percentage": 0.0},
+    ):
+        with pytest.raises(ValueError, match=r"rotary_indices"):
+            ModelConfig(**{**rotary, **settings})

@@ -10,7 +10,7 @@ import pytest
 
 import mdi.stages.building as weight_memory
 from mdi.kernels.layout import Matrix, pack
-from mdi.spec.cluster import WeightMemory
+from mdi.spec.options import WeightMemory
 from mdi.stages.building import WeightPlacer
 
 
@@ -57,9 +57,9 @@ def test_locked_or_told_once(
     caplog.set_level(logging.WARNING)
     seen: list[int] = []
     monkeypatch.setattr(weight_memory, "lock_pages", lambda array: bool(seen.append(array.nbytes)) or len(seen) < 3)
-    placer = WeightPlacer(WeightMemory("map", lock=True))
+    placer = WeightPlacer(WeightMemory("map"), True, "board")
     placer.place(mapped)
     assert len(seen) == 2 and not caplog.text
     placer.place(mapped)
     placer.place(mapped)
-    assert caplog.text.count("--mlock") == 1 and len(seen) == 3
+    assert caplog.text.count("board: --mlock") == 1 and len(seen) == 3

@@ -225,6 +225,13 @@ LEFT_OUT: dict[str, dict[str, Without]] = {
         "biases of gates": _zeros(r"fc_1\.bias"),
         "biases of MLPs": _zeros(r"mlp\.proj\.bias"),
     },
+    "smollm3": {
+        **_NORMS,
+        "blocks without positions": _settings(rotary_indices=None),
+        "which blocks they are": _settings(rotary_indices=[0, 1, 0, 1, 0]),
+        "the base": _settings(rope_base=10**4),
+    },
+    "smollm3-apart": {**_NORMS, "blocks without positions": _settings(rotary_indices=None)},
     "minimax-m2": {**_ROUTER, **_NORMS, **_NORMS_OF_QK},
     "bloom": {
         **_BIASES,

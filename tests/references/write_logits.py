@@ -95,6 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt-oss-mxfp4": ("GptOss", {**OSS, "hidden_size": 64, "intermediate_size": 96}, 90),
     "ernie4_5": ("Ernie4_5", HEADS, 90),
     "ernie4_5-biases": ("Ernie4_5", {**HEADS, "use_bias": True, "tie_word_embeddings": False}, 60),
+    "smollm3": ("SmolLM3", {**GROUPS, "num_hidden_layers": 5, "no_rope_layer_interval": 2}, 90),
+    "smollm3-apart": (
+        "SmolLM3", {**HEADS, "num_hidden_layers": 4, "no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False}, 60
+    ),
 }  # fmt: skip
 
 

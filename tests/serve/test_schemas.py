@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from mdi.errors import UsageError
+from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
-from mdi.serve.api_state import Admission
 from mdi.serve.backend import Backend
 from mdi.serve.host import ModelHost
 from mdi.serve.process import Lines

@@ -20,8 +20,8 @@ from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, UsageError, WireError
 from mdi.files import module_environment
 from mdi.serve import process as lines
+from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
-from mdi.serve.api_state import Admission
 from mdi.serve.catalog import Catalog
 from mdi.serve.chat import Chat, parse_tools
 from mdi.serve.completions import Completion, CompletionChoices

@@ -22,8 +22,8 @@ from mdi.errors import NoMemoryError
 from mdi.host.computing import Computing
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
-from mdi.spec.cluster import WeightMemory
 from mdi.spec.extent import Extent
+from mdi.spec.options import WeightMemory
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from mdi.engine.sequence import SamplingParams
     from mdi.run.local import LocalRing
     from mdi.run.nodes import NodeSource
-    from mdi.spec.cluster import ClusterConfig, WeightMemory
+    from mdi.spec.cluster import ClusterConfig
+    from mdi.spec.options import WeightMemory
     from mdi.spec.window import WindowOptions
 
 SWARM_CACHE_SHARE = 0.5  # of each node's free memory, for one starter's caches: others come, too
@@ -264,14 +265,12 @@ def asked_window(options: Options) -> WindowOptions | None:
 
 
 def weight_memory(options: Options) -> WeightMemory:
-    """Where weights are read from while computing, by --weights, --mlock and the flags of a window. Raises UsageError."""
-    from mdi.spec.cluster import WeightMemory
+    """Where weights are read from while computing, by the flags. Raises UsageError."""
+    from mdi.spec.options import WeightMemory
     from mdi.spec.window import WindowMemory
 
     window = asked_window(options)
-    if window is None:
-        return WeightMemory(options.weights, options.mlock)
-    return WindowMemory(window=window)
+    return WeightMemory.of(options) if window is None else WindowMemory(window=window)
 
 
 def chosen_placement(flag: str | None) -> str | None:

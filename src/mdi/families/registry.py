@@ -12,9 +12,26 @@ from mdi.families.gguf import Fields, Gguf
 from mdi.families.names import Held, held
 from mdi.model.plain import ModelConfig
 
-from . import bloom, ernie, falcon, gemma, glm, gpt2, gpt_oss, llama, minimax, neox, olmo, opt, phi, qwen, stablelm
+from . import (
+    bloom,
+    ernie,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_oss,
+    llama,
+    minimax,
+    neox,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    smollm,
+    stablelm,
+)
 
-_FILES = (llama, qwen, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie)
+_FILES = (llama, qwen, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie, smollm)
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 # Those of which GGUF files are read, by their architecture there.

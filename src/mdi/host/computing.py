@@ -24,6 +24,9 @@ from mdi.spec.extent import Extent
 from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
+# Of a run, or known from the rest.
+_NOT_OF_STAGES = ("threads", "wire_dtype", "silence_s", "n_spans", "cache_share", "why_torch")
+
 
 @dataclass(frozen=True)
 class Computing(Requested):
@@ -43,9 +46,8 @@ class Computing(Requested):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All of it that a stage in memory depends on."""
-        formats = self.quantize, self.quantize_head, self.packing, self.allow_clipping
-        return self.device, self.dtype, self.compile, *formats
+        """All of it that a stage in memory depends on, but for the threads."""
+        return tuple(value for name, value in vars(self).items() if name not in _NOT_OF_STAGES)
 
     @property
     def path(self) -> str:

@@ -70,6 +70,7 @@ class ModelConfig:
         router_bias: the router of experts has a bias, which `bias` says of all other linear layers.
         glu_limit: gated MLPs are those of gpt-oss, which clamp their gate and what it lets through at this.
         qkv_bias: whether query, key and value have biases; None: as `bias` and `attn_bias` say.
+        rotary_indices: the blocks with a 1 rotate queries and keys, the others know no positions; None: all rotate.
         norm_unit_offset: one is added to the weights of RMSNorms. None, as in litgpt's Config: if the name has "Gemma" in it.
         norm_has_weight: norms have weights. None, as in litgpt's Config: all but LayerNorms of a name with "OLMo" in it.
 
@@ -139,6 +140,7 @@ class ModelConfig:
     router_bias: bool = False
     glu_limit: float | None = None
     qkv_bias: bool | None = None
+    rotary_indices: tuple[int, ...] | None = None
     norm_unit_offset: bool = None  # type: ignore[assignment]
     norm_has_weight: bool = None  # type: ignore[assignment]
 
@@ -177,6 +179,9 @@ class ModelConfig:
             object.__setattr__(self, "sliding_window_indices", self._per_block("sliding_window_indices"))
         if self.rope_local_base_freq is not None:
             object.__setattr__(self, "rope_indices", self._per_block("rope_indices"))
+        if self.rotary_indices is not None:
+            rotated = self._per_block("rotary_indices")
+            object.__setattr__(self, "rotary_indices", None if all(rotated) else rotated)
         self._check_latent()
         self._check_experts()
         self._check_positions()
@@ -264,6 +269,8 @@ class ModelConfig:
             raise ValueError(f"ALiBi of the kind {self.alibi!r}")
         if not is_rotary and (self.rope_n_elem or (self.alibi and self.learned_positions)):
             raise ValueError("more than one kind of positions")
+        if self.rotary_indices is not None and (not self.rope_n_elem or self.latent_attention is not None):
+            raise ValueError("rotary_indices is for models with rotary positions, without latent attention")
         if self.attention_sinks and self.latent_attention is not None:
             raise ValueError("sinks of latent attention")
         if self.norm_after_residual and (
@@ -309,6 +316,7 @@ OWN_FIELDS = {
     "router_bias": "a bias of the router",
     "glu_limit": "clamped MLPs",
     "qkv_bias": "biases of query, key and value of their own",
+    "rotary_indices": "blocks without positions",
 }
 _LARGEST = 1e9  # of a number in `rope_adjustments`
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
@@ -523,7 +531,7 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
     positions: Rotary | Alibi | None = None
     if config.alibi:
         positions = Alibi(config.n_head, is_rounded=config.alibi == "falcon")
-    elif config.rope_n_elem:
+    elif config.rope_n_elem and (config.rotary_indices is None or config.rotary_indices[index]):
         positions = _rotary(config, index)
     return Attention(
         n_head=config.n_head,

@@ -22,8 +22,7 @@ from mdi.errors import Code, ControlError, UsageError
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch, why_torch
 from mdi.kernels.weight_formats import ROUNDED
-from mdi.spec.cluster import WeightMemory
-from mdi.spec.options import Requested
+from mdi.spec.options import Requested, WeightMemory
 from mdi.spec.window import window_of
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_gradients, check_spec

@@ -63,8 +63,8 @@ from mdi.node.self_measurement import SelfMeasurement
 from mdi.node.swarm_model import SwarmModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
-from mdi.spec.cluster import NodeConfig, WeightMemory
-from mdi.spec.options import ANYTHING, Requested
+from mdi.spec.cluster import NodeConfig
+from mdi.spec.options import ANYTHING, Requested, WeightMemory
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec
 from mdi.stages.store import Claim, HeldStage, StageBusyError, StageStore, blocks_of_stage

@@ -6,21 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.parts import stage_parts
 from mdi.engine.guesses import LEARN_ROWS, DraftModel
 from mdi.engine.rows import ArrayRows
 from mdi.errors import Code, UsageError
-from mdi.host.threads import n_threads
+from mdi.files import default_cache_dir
 from mdi.kernels.weight_formats import PACKED
 from mdi.run.choice import Choice, starter_computing
 from mdi.run.supply import StarterSupply
-from mdi.spec.cluster import WeightMemory
 from mdi.spec.extent import Extent
 from mdi.spec.options import StarterOptions
 from mdi.spec.window import window_of
-from mdi.stages.building import WeightPlacer, kernel_weights
-from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.building import build_stage
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.spec import StageSpec
 from mdi.stages.starter_weights import StarterWeights
 from mdi.stages.window_budget import work_bytes
 
@@ -36,12 +34,10 @@ def draft_memory(model: Choice, extent: Extent) -> int:
         return 0
     weights, asked = _opened(family, Path(asked.draft), asked)
     try:
-        computing = starter_computing(family, weights, asked)
-        if computing.packing is None:
+        spec = _spec_of(weights, family, asked, extent)
+        if spec.is_torch:
             return 0  # it is refused when it is opened
-        own = replace(extent, max_length=min(extent.max_length, family.max_length(weights.model.spec)))
-        spec = replace(StarterSupply("draft", weights, family, asked).spec(computing, own), window=None)
-        caches = own.n_sequences * spec.run_bytes(family)
+        caches = spec.extent.n_sequences * spec.run_bytes(family)
         return spec.weight_bytes({}) + caches + work_bytes(weights.model.spec, LEARN_ROWS, 1)
     finally:
         weights.close()
@@ -55,6 +51,15 @@ def _opened(family: ModelFamily, folder: Path, asked: StarterOptions) -> tuple[S
         weights.take_format(weights.own_formats)
         asked = replace(asked, quantize=weights.quantize, quantize_head=weights.quantize_head)
     return weights, asked
+
+
+def _spec_of(weights: StarterWeights, family: ModelFamily, asked: StarterOptions, extent: Extent) -> StageSpec:
+    """All of it in memory, for as many texts as the large model has. Raises UsageError: nothing computes it."""
+    length = min(extent.max_length, family.max_length(weights.model.spec))
+    supply = StarterSupply("draft", weights, family, asked)
+    return replace(
+        supply.spec(starter_computing(family, weights, asked), replace(extent, max_length=length)), window=None
+    )
 
 
 def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> DraftModel:
@@ -73,18 +78,15 @@ def open_draft(model: Choice, folder: Path, extent: Extent, cancel: Cancel) -> D
         )
     weights, asked = _opened(family, folder, asked)
     try:
-        computing = starter_computing(family, weights, asked)
-        if computing.packing is None:
+        spec = _spec_of(weights, family, asked, extent)
+        if spec.is_torch:
             raise UsageError(
-                f"--draft {folder}: it cannot be computed in the kernels: {computing.why_torch}", code=Code.DRAFT
+                f"--draft {folder}: it cannot be computed in the kernels: {spec.computing.why_torch}", code=Code.DRAFT
             )
-        packing, placer = computing.packing, WeightPlacer(WeightMemory())
-        names = stage_parts(0, weights.n_layer, starter=True)
-        held = Resident(names, lambda name: kernel_weights(weights.source_of(name), name, packing, placer, cancel))
-        kv_dtype = computing.cache_type(extent.kv_dtype)
-        stage = KernelStage(weights.model.spec, 0, weights.n_layer, held, n_threads(), kv_dtype)
-        length = min(extent.max_length, family.max_length(weights.model.spec))
-        stage.prepare(length)
+        stage = build_stage(
+            spec, weights.source_of, {}, family, asked.weight_memory, asked.cache_dir or default_cache_dir(), cancel
+        )
+        stage.prepare(spec.extent.max_length)
     finally:
         weights.close()
-    return DraftModel(stage, ArrayRows(), length)
+    return DraftModel(stage, ArrayRows(), spec.extent.max_length)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
 from mdi.text.templates import LimitedError, LimitedProcess
-
-if TYPE_CHECKING:
-    from mdi.serve.api_state import Admission
 
 MOST_CHECKS = 2  # schemas at the same time
 SCHEMA_LIMIT = 1 << 18  # characters

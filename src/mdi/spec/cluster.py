@@ -331,20 +331,3 @@ def _check_groups(cluster: ClusterConfig, where: str) -> None:
                 f"{entry} has the device {node.device}: the nodes of a group compute on CPUs: "
                 f'leave "group" out, or choose "device": "cpu"'
             )
-
-
-WEIGHT_MODES = ("auto", "map", "copy")
-
-
-@dataclass(frozen=True)
-class WeightMemory:
-    """How weights in a file are read.
-
-    Attributes:
-        mode: "map" reads the file's pages, which nodes of one machine share; "copy" takes memory of its own; "auto" copies only
-            where mapped pages are read a tenth slower.
-        lock: whether the system must keep them in memory.
-    """
-
-    mode: str = "auto"
-    lock: bool = False

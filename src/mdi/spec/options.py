@@ -15,13 +15,14 @@ from mdi.errors import UsageError
 from mdi.kernels.weight_formats import AUTO, OWN, check_packed
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
-from mdi.spec.cluster import WEIGHT_MODES, WeightMemory, check_device, check_dtype, parse_bytes, parse_cores
+from mdi.spec.cluster import check_device, check_dtype, parse_bytes, parse_cores
 from mdi.spec.combinations import facts_of, refuse
 from mdi.spec.decode import FormatText, Meta, Text, one_of
 from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
 from mdi.spec.prompts import DEFAULT_N_SAMPLES, DEFAULT_PROMPT
 
+WEIGHT_MODES = ("auto", "map", "copy")
 KV_DTYPES = ("auto", *CACHE_TYPES)
 N_THREADS_LIMIT = 4096
 N_FRAMES_LIMIT = 4096
@@ -133,6 +134,9 @@ class Requested:
         "let weights that are too large for their format become the largest number that it holds (default: they are refused)"
     )] = False
 
+    mlock: Annotated[bool, Option(
+        "lock the weights in memory, so that they are never swapped out; a starter's flag is for all nodes"
+    )] = False
     silence_s: Annotated[Silence, Option(
         "a node that is silent for S seconds is lost (%(default)g)", metavar="S"
     )] = SILENCE_S
@@ -196,6 +200,22 @@ def _with_name(adapter: str) -> str:
     folder = Path(adapter).expanduser()
     is_in_peft_form = "=" not in adapter and (folder / "adapter_config.json").is_file()
     return f"{folder.resolve().name}={adapter}" if is_in_peft_form else adapter
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """How a node reads weights in files.
+
+    Attributes:
+        mode: "map" reads the file's pages, which nodes of one machine share; "copy" takes memory of its own; "auto" copies only
+            where mapped pages are read a tenth slower.
+    """
+
+    mode: str = "auto"
+
+    @staticmethod
+    def of(options: Options) -> WeightMemory:
+        return WeightMemory(options.weights)
 
 
 @dataclass(frozen=True)
@@ -431,7 +451,6 @@ class Options(StarterOptions):
         "map: read packed weights from their file, which nodes of one machine share; copy: read them from a copy in memory; "
         "%(default)s: copy only if that is faster", choices=WEIGHT_MODES,
     )] = "auto"
-    mlock: Annotated[bool, Option("lock the weights in memory, so that they are never swapped out")] = False
 
     # Nodes and access to them
     nodes_config: Annotated[Path | None, Option(

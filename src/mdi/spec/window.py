@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from mdi.spec.cluster import WeightMemory
 from mdi.spec.decode import Meta
-from mdi.spec.options import Units
+from mdi.spec.options import Units, WeightMemory
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from mdi.kernels.blocks import Weights
 from mdi.kernels.layout import MOST, Matrix, aligned_bytes, check_range
 from mdi.model.caches import CHUNK_ROWS
 from mdi.model.spec import ModelSpec
-from mdi.spec.cluster import WeightMemory
+from mdi.spec.options import WeightMemory
 from mdi.spec.window import window_of
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
@@ -90,11 +90,15 @@ def build_stage(
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
     else:
-        placer, packing = WeightPlacer(memory), spec.packing
-        weights = Resident(
-            [*names, *adapter_parts],
-            lambda name: loaded.get(name) or kernel_weights(source(name), name, packing, placer, cancel),
-        )
+        placer, packing = WeightPlacer(memory, computing.mlock, spec.name), spec.packing
+
+        def part_weights(name: str) -> Weights:
+            if name not in loaded:
+                return kernel_weights(source(name), name, packing, placer, cancel)
+            placer.lock(loaded[name])
+            return loaded[name]
+
+        weights = Resident([*names, *adapter_parts], part_weights)
     try:
         adapters = {name: weights[name] if name in weights else source(name).weights(name) for name in adapter_parts}
         group = None if spec.group is None else GroupSum(spec.group.share(spec.model.config))
@@ -163,12 +167,15 @@ def _within_half(tensor: torch.Tensor, name: str, clips: bool) -> torch.Tensor:
 
 
 class WeightPlacer:
-    """Puts the weights of one stage into the memory from which they are read, part by part."""
+    """Puts the weights of one stage into the memory from which they are read, part by part.
 
-    def __init__(self, memory: WeightMemory) -> None:
-        self._memory = memory
-        self._mode = memory.mode
-        self._could_lock = True
+    Args:
+        locks: whether the system must keep them in memory. If it does not, that is said once, and they are used all the same.
+        name: of the node, for that message.
+    """
+
+    def __init__(self, memory: WeightMemory, locks: bool = False, name: str = "") -> None:
+        self._mode, self._locks, self._name = memory.mode, locks, name
 
     def place(self, weights: PartWeights) -> PartWeights:
         """The same weights, or copies of those that are mapped."""
@@ -178,13 +185,17 @@ class WeightPlacer:
             logger.debug("weights in files: %s", self._mode)
         if self._mode == "copy" and mapped:
             weights = {name: _copied(weight) for name, weight in weights.items()}
-        if self._memory.lock and self._could_lock:
-            self._could_lock = all(lock_pages(array) for array in arrays_of(weights))
-            if not self._could_lock:
-                logger.warning(
-                    "--mlock: the system does not let this process lock all weights in memory: raise its limit (ulimit -l)"
-                )
+        self.lock(weights)
         return weights
+
+    def lock(self, weights: Weights) -> None:
+        """Keep weights in memory, also those of another stage, if that is asked for."""
+        if self._locks and not all(lock_pages(array) for array in arrays_of(dict(weights))):
+            self._locks = False
+            logger.warning(
+                "%s: --mlock: the system does not let this process lock all weights in memory; it goes on, and they may be "
+                "swapped out: raise its limit (ulimit -l, of a service LimitMEMLOCK=)", self._name,
+            )  # fmt: skip
 
 
 def is_mapping_slow(data: np.ndarray) -> bool:

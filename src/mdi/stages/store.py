@@ -28,9 +28,9 @@ from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
 from mdi.kernels.format_maps import shown
 from mdi.model.caches import PageClass
-from mdi.spec.cluster import WeightMemory
 from mdi.spec.combinations import GRADIENTS, TORCH, refuse
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
+from mdi.spec.options import WeightMemory
 from mdi.stages.building import build_stage
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily

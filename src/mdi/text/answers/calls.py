@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mdi.text.answers.events import Call, Event, Text, Tools, n_begun
@@ -24,9 +25,11 @@ _MISTRAL = "[TOOL_CALLS]"
 _OPEN = (_MISTRAL, "<|python_tag|>")  # marks without an end
 _NO_MARK = ""  # of JSON alone
 _BLANKS = re.compile(r"\s*")
-# What stands between a mark and the JSON of a call, and what may become that.
-_BEFORE_JSON = re.compile(r"\s*(?=[{\[])"), re.compile(r"\s*")
-_HEADS = {
+Head = tuple[
+    re.Pattern[str], re.Pattern[str]
+]  # what stands between a mark and the JSON of a call, and what may become that
+_BEFORE_JSON: Head = re.compile(r"\s*(?=[{\[])"), re.compile(r"\s*")
+_HEADS: dict[str, Head] = {
     _NO_MARK: (re.compile(r'(?=\[?\s*\{\s*")'), re.compile(r"\[?\s*(\{\s*)?")),
     _MISTRAL: (
         re.compile(
@@ -68,24 +71,39 @@ def coder_calls(text: str, schemas: Mapping[str, Any]) -> list[Call]:
     return [Call(function[1], json.dumps(typed_arguments(arguments, schemas[function[1]])))] if is_whole else []
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How a form writes calls, besides what all forms may write.
+
+    Attributes:
+        read: reads what stands between marks and is no JSON.
+        ends: by marks of its own, the ends that belong to them.
+        heads: by marks of its own without an end, what stands before the JSON of the arguments; "name" is the tool's.
+        behind: what may stand behind such JSON, and means nothing.
+    """
+
+    read: ReadCalls = coder_calls
+    ends: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    behind: tuple[str, ...] = ()
+
+
 class Calls:
     """Tells calls from the text of an answer.
 
     Args:
         tools: those that may be called.
-        read: reads what stands between marks and is no JSON.
-        ends: by further marks, the ends that belong to them.
         is_call: whether the answer is nothing but calls: of one that is cut off, nothing is text.
     """
 
-    def __init__(
-        self, tools: Tools, read: ReadCalls = coder_calls, is_call: bool = False, ends: Mapping[str, str] = {}
-    ) -> None:
-        self._ends = {**_ENDS, **ends}
-        self._marks = (*self._ends, *_OPEN)
+    def __init__(self, tools: Tools, form: CallForm = CallForm(), is_call: bool = False) -> None:
+        self._ends = {**_ENDS, **form.ends}
+        self._heads = {**_HEADS, **form.heads}
+        self._behind = (*self._ends.values(), *form.behind)
+        self._marks = (*self._ends, *_OPEN, *form.heads)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        self._read, self._is_call = read, is_call
+        self._read, self._is_call = form.read, is_call
         self._step = self._in_words
         self._text, self._at = "", 0  # what came last, and how far it has been taken
         self._events: list[Event] = []
@@ -166,7 +184,7 @@ class Calls:
 
     def _in_head(self) -> bool:
         head = self._text[self._at : self._at + _LONGEST_HEAD]
-        whole, begun = _HEADS.get(self._mark, _BEFORE_JSON)
+        whole, begun = self._heads.get(self._mark, _BEFORE_JSON)
         found = whole.match(head)
         if found is not None:
             self._name = found.groupdict().get("name") or ""
@@ -205,12 +223,12 @@ class Calls:
 
     def _behind_call(self) -> bool:
         self._take_blanks()
-        for end in self._ends.values():
+        for end in self._behind:
             if self._is_at(end):
                 self._at += len(end)
                 self._blanks = []
                 return True
-        if n_begun(self._text, tuple(self._ends.values()), self._at) == len(self._text) - self._at:
+        if n_begun(self._text, self._behind, self._at) == len(self._text) - self._at:
             return False
         if self._text[self._at] in ";,":
             self._blanks.append(self._text[self._at])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from mdi.text.answers import calls, harmony, marked, think
-from mdi.text.answers.calls import Calls, ReadCalls
+from mdi.text.answers import calls, deepseek, harmony, marked, think
+from mdi.text.answers.calls import CallForm, Calls
 from mdi.text.answers.events import Parser, Tools
 from mdi.text.answers.harmony import Channels
 from mdi.text.answers.think import Thoughts
@@ -27,7 +27,7 @@ class Form:
         special: the marks that are special tokens, which have no text; letters that read the same are no marks.
         first: makes the parser of a form of its own.
         thinks: whether reasoning stands in <think>.
-        read: reads calls between marks; `ends` are marks of its own, and what ends a call behind each.
+        calls: how it writes calls.
         messages, tools: for the template.
         quiet: what a prompt goes on with for an answer without reasoning.
         is_plain: whether the model has no template: the prompt ends without a blank, which an answer begins with.
@@ -36,8 +36,7 @@ class Form:
     special: tuple[str, ...] = ()
     first: Callable[[Tools | None], Parser] | None = None
     thinks: bool = False
-    read: ReadCalls = calls.coder_calls
-    ends: Mapping[str, str] = field(default_factory=dict)
+    calls: CallForm = CallForm()
     messages: Callable[[Messages], Messages] = _as_they_are
     tools: Callable[[Tools], Tools] = _as_they_are
     quiet: str = ""
@@ -47,7 +46,7 @@ class Form:
         """What an answer goes through: the text of each is the next one's. See AnswerStream."""
         found: list[Parser] = [self.first(tools)] if self.first is not None else []
         found += [Thoughts(begins_in_reasoning)] if self.thinks else []
-        return [*found, Calls(tools, self.read, is_call, self.ends)] if tools else found
+        return [*found, Calls(tools, self.calls, is_call)] if tools else found
 
 
 WORDS = Form()
@@ -56,13 +55,14 @@ _BY_TEMPLATE = {  # the first whose mark the template has
     "<|channel|>": Form(
         harmony.MARKS, Channels, messages=harmony.template_messages, tools=harmony.template_tools, quiet=harmony.FINAL
     ),
-    "<arg_key>": Form(thinks=True, read=marked.glm_calls),
-    marked.MINIMAX: Form(thinks=True, read=marked.minimax_calls, ends=marked.MINIMAX_CALL),
+    "<arg_key>": Form(thinks=True, calls=marked.GLM_CALLS),
+    marked.MINIMAX: Form(thinks=True, calls=marked.MINIMAX_CALLS),
+    deepseek.CALLS: Form(thinks=True, calls=deepseek.DEEPSEEK_CALLS, messages=deepseek.template_messages),
     think.THINK: Form(thinks=True),
     think.END_OF_THINK: Form(thinks=True),
 }
 SPOKEN = frozenset(
-    (*think.MARKS, *calls.MARKS, *marked.MARKS)
+    (*think.MARKS, *calls.MARKS, *marked.MARKS, *deepseek.MARKS)
 )  # marks that are text, also where they are special tokens
 ENDS = harmony.ENDS  # special marks that end an answer
 

@@ -12,16 +12,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mdi.text.answers.calls import typed_arguments
+from mdi.text.answers.calls import CallForm, typed_arguments
 from mdi.text.answers.events import Call
 
 MINIMAX = "<minimax:tool_call>"
 _KEY, _VALUE = "<arg_key>", "<arg_value>"
 _GLM_CALL, _GLM_PARTS = {"<tool_call>": "</tool_call>"}, {_KEY: "</arg_key>", _VALUE: "</arg_value>"}
-MINIMAX_CALL = {MINIMAX: "</minimax:tool_call>"}
+_MINIMAX_CALL = {MINIMAX: "</minimax:tool_call>"}
 _INVOKE, _PARAMETER = {"<invoke name=": "</invoke>"}, {"<parameter name=": "</parameter>"}
 _BLANKS = re.compile(r"\s*")
-MARKS = tuple(mark for pair in (*_GLM_PARTS.items(), *MINIMAX_CALL.items()) for mark in pair)
+MARKS = tuple(mark for pair in (*_GLM_PARTS.items(), *_MINIMAX_CALL.items()) for mark in pair)
 
 Arguments = list[tuple[str, str]]  # as a model writes them
 
@@ -39,7 +39,7 @@ def glm_calls(text: str, schemas: Mapping[str, Any]) -> list[Call]:
 def minimax_calls(text: str, schemas: Mapping[str, Any]) -> list[Call]:
     """The calls that a text consists of; [] if it has other text, or one of no tool."""
     try:
-        ((_, inner),) = _pieces(text, MINIMAX_CALL)
+        ((_, inner),) = _pieces(text, _MINIMAX_CALL)
         return _calls([(name, [*_named(body, _PARAMETER)]) for name, body in _named(inner, _INVOKE)], schemas)
     except ValueError:
         return []
@@ -89,3 +89,7 @@ def _behind_blanks(text: str, at: int) -> int:
     found = _BLANKS.match(text, at)
     assert found is not None, "it may be empty"
     return found.end()
+
+
+GLM_CALLS = CallForm(glm_calls)
+MINIMAX_CALLS = CallForm(minimax_calls, _MINIMAX_CALL)
