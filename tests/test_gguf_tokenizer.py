@@ -207,6 +207,19 @@ def test_marks_of_phi_3_take_the_blanks_behind_them(tmp_path: Path, is_whole: bo
         assert (pieces[1:] == ["\u2581a"]) is (is_stripped and is_whole), mark
 
 
+def test_marks_of_a_byte_level_tokenizer_take_nothing(tmp_path: Path) -> None:
+    """Phi 4 mini has the same marks, and its blanks stay."""
+    tokens = ["a", "\u0120", "<|user|>", "<|assistant|>", "<|end|>"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1, 1, 3, 3, 3],
+    }
+    write_tokenizer(fields, tmp_path, Path("m.gguf"))
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert made.encode("<|user|> a", add_special_tokens=False).tokens == ["<|user|>", "\u0120", "a"]
+
+
 def test_the_chat_template_is_kept(tmp_path: Path, spm: sentencepiece.SentencePieceProcessor) -> None:
     template = "{{'<|start_header_id|>' + role}}"
     codec = _codec(tmp_path, sentencepiece_tokens(spm, **{"tokenizer.chat_template": template}))

@@ -28,6 +28,7 @@ class Fields:
 
     Attributes:
         arch: general.architecture. Names of fields are given without it.
+        values, shapes: as given.
 
     All methods raise ValueError for a field, or a tensor, that is missing or not what is expected.
     """
