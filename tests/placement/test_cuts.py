@@ -11,7 +11,8 @@ from clusters import block, cluster, every_placement, may_be_cut, model, node
 from mdi.placement.cost import CostModel
 from mdi.placement.methods import place
 from mdi.placement.model import Workload
-from mdi.placement.search import fastest
+from mdi.placement.profile import LinkProfile
+from mdi.placement.search import fastest, ring_of, spread
 
 
 def test_the_fastest_ring_is_the_best_of_those_that_may_be() -> None:
@@ -28,3 +29,21 @@ def test_the_fastest_ring_is_the_best_of_those_that_may_be() -> None:
         assert cost.predict(found.order, found.counts).round_s == pytest.approx(best, rel=1e-8)
         n_used.append(len(found.order))
     assert n_used.count(3) > 3 and n_used.count(4) > 3
+
+
+def test_a_link_that_is_too_slow_for_the_rows_of_a_cut_does_not_hide_another_cut() -> None:
+    """The way round is the shortest with (0, 3, 5); but its first link takes 9.25 ms for a frame, and no stage of (3, 3, 2)
+    more than 9 ms.
+    """
+    names = ("n0", "n1", "n2")
+    nodes = [
+        node(name, speed, read_bytes_s=0.0, head_s=((1, 1e-9),))
+        for name, speed in zip(names, (1 / 3, 1 / 3, 10), strict=True)
+    ]
+    links = tuple(LinkProfile(a, b, 0.0, 4.096e6) for a in names for b in names if a != b)
+    cut_bytes = tuple(4096 if cut in (3, 6, 8) else 37888 for cut in range(9))
+    cost = CostModel(cluster(*nodes, links=links), replace(model(8), cut_bytes=cut_bytes), Workload(3, 100))
+    found = spread(cost, ring_of(cost, (0, 1, 2), 1))
+    assert found is not None and found.counts == (3, 3, 2)
+    assert found.round_s == pytest.approx(27e-3) == cost.predict((0, 1, 2), found.counts).round_s
+    assert cost.predict((0, 1, 2), (0, 3, 5)).round_s == pytest.approx(27.75e-3)

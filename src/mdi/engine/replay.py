@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mdi.engine.sequence import Plan, PlannedSlice, Sequence
 from mdi.errors import EngineError
 from mdi.kernels.slices import Slice
-from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType, Section
+from mdi.net.wire import DTYPE_CODES, DTYPES, Frame, PayloadType
 
 COMPUTE, FILL, PASS = "compute", "fill", "pass"  # the parts that a node can have in replays, see SecondaryLoop
 
@@ -71,7 +71,7 @@ class SentRows:
         while self._n_bytes > self._limit_bytes:  # those that are held were here when there was memory for all
             self._forget(next(seq_id for seq_id in self._texts if seq_id not in self._held))
 
-    def _keep(self, frame: Frame, sections: list[Section]) -> None:
+    def _keep(self, frame: Frame, sections: list[Frame]) -> None:
         form: PayloadType = DTYPES[DTYPE_CODES[frame.dtype]]
         shape = frame.dtype, sum(one.n_cols for one in sections) - frame.n_cached, frame.n_cached
         if shape != self._shape:
@@ -81,8 +81,8 @@ class SentRows:
             self._row_bytes = [n_bytes for pair in sizes for n_bytes in pair]
         parts: list[memoryview] = []
         for section, scale in zip(sections, self._row_bytes[::2], strict=True):
-            split = section.n_rows * scale
-            parts += section.payload[:split], section.payload[split:]
+            payload, split = memoryview(section.payload).cast("B"), section.n_rows * scale
+            parts += payload[:split], payload[split:]
         row = 0
         for one in frame.slices:
             end = row + one.n_rows

@@ -7,7 +7,6 @@ finite stays not finite, so that the starter's check finds it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -268,7 +267,7 @@ def whole_rows(rows: FrameRows, frame: Frame, layout: RowLayout) -> Any:
     n_own = layout.width - n_cached
     kept = logit_rows(frame.slices) if layout.is_skipped else None
     whole = rows.zeros(frame.slices.n_rows, layout.width)
-    own, *cached = [replace(frame, n_cached=0, **one._asdict()) for one in frame.sections]
+    own, *cached = frame.sections
     whole[slice(None) if kept is None else kept, :n_own] = rows.read(own, n_own)
     for section in cached:
         whole[:, n_own:] = rows.read(section, n_cached)

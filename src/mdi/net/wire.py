@@ -37,9 +37,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from mdi.errors import WireError
 from mdi.kernels.slices import NO_SLICES, RECORD, SliceTable
@@ -132,14 +132,6 @@ class Limits:
 HANDSHAKE_LIMITS = Limits(max_rows=1, max_cols=4096, max_slices=0, max_payload_bytes=4096)
 
 
-class Section(NamedTuple):
-    """Some columns of rows of a frame, as its payload has them."""
-
-    n_rows: int
-    n_cols: int
-    payload: memoryview
-
-
 @dataclass(frozen=True)
 class Frame:
     """One message of the ring.
@@ -178,16 +170,14 @@ class Frame:
         return bool(self.n_rows or self.n_cached)
 
     @property
-    def sections(self) -> list[Section]:
-        """The payload in parts: the columns that only computed rows have, and, where there are some, those for caches."""
-        data = memoryview(self.payload).cast("B")
+    def sections(self) -> list[Frame]:
+        """The columns that only computed rows have, and those for caches, if there are some: each as if they were all."""
         if not self.n_cached:
-            return [Section(self.n_rows, self.n_cols, data)]
+            return [self]
+        data = memoryview(self.payload).cast("B")
         split = DTYPES[DTYPE_CODES[self.dtype]].n_bytes(self.n_rows, self.n_cols)
-        return [
-            Section(self.n_rows, self.n_cols, data[:split]),
-            Section(self.slices.n_rows, self.n_cached, data[split:]),
-        ]
+        cached = replace(self, n_rows=self.slices.n_rows, n_cols=self.n_cached, n_cached=0, payload=data[split:])
+        return [replace(self, n_cached=0, payload=data[:split]), cached]
 
     @classmethod
     def message(cls, frame_type: FrameType, epoch: int, data: bytes = b"") -> Frame:
@@ -301,9 +291,8 @@ class FrameCodec:
             raise WireError(f"unknown payload dtype {dtype_code}, flags {flags} or field {n_cached}")
         self._check_counts(n_slices, n_freed, n_copies, n_rows, n_cols + n_cached, n_bytes)
         payload_type = DTYPES[dtype_code]
-        if (
-            not n_cached and payload_type.n_bytes(n_rows, n_cols) != n_bytes
-        ):  # else the slices say how many rows these have
+        # Of columns for caches, the slices say how many rows have them.
+        if not n_cached and payload_type.n_bytes(n_rows, n_cols) != n_bytes:
             raise WireError(f"a payload of {n_bytes} bytes cannot be {n_rows} x {n_cols} values of {payload_type.name}")
         return Header(
             FrameType(frame_type), epoch, number, payload_type.name, n_slices, n_freed, n_copies, n_rows, n_cols, n_cached,

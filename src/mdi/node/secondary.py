@@ -307,9 +307,8 @@ class SecondaryNode:
 
     def _reserve(self, request: InitRequest, spec: StageSpec) -> HeldStage:
         """The place of a stage. Raises ControlError."""
-        widest = max(
-            request.model.spec.row_at(cut).width for cut in request.blocks
-        )  # of rows that come, and of those sent
+        # Of rows that come, and of those that are sent.
+        widest = max(request.model.spec.row_at(cut).width for cut in request.blocks)
         rows = request.extent.row_bytes(widest, request.replay_bytes)
         claim = Claim(
             request.run, request.epoch, request.keep_caches, rows, request.cache_share,
@@ -401,9 +400,8 @@ class SecondaryNode:
         if request.is_whole and len(data) > ROWS_BYTES:
             raise ControlError(f"{len(data)} bytes of rows; an answer has at most {ROWS_BYTES}", 413)
         told = base64.b64encode(data).decode() if request.is_whole else None
-        return ToldRows(
-            found.dtype, found.n_cols, hashlib.sha256(data).hexdigest(), held.spec.arithmetic, told
-        ).to_json()
+        sha256, arithmetic = hashlib.sha256(data).hexdigest(), held.spec.arithmetic
+        return ToldRows(found.dtype, found.n_cols, sha256, arithmetic, told).to_json()
 
     def _note_part(self, sha256: str) -> None:
         """A part has come, for one ring: another one may wait for it, too."""

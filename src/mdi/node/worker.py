@@ -373,11 +373,8 @@ class RingWorker:
         finally:
             self.report_caches = None
             self._listener.forget(expectation)
-        widest = (
-            stage.row_in.width
-            if isinstance(stage, KernelStage)
-            else self._weights.family.widest_row(request.model.spec)
-        )
+        is_own = isinstance(stage, KernelStage)
+        widest = stage.row_in.width if is_own else self._weights.family.widest_row(request.model.spec)
         buffers = receive_buffers(spec.computing.device)
         ring = join_ring(
             sock, seat, request.extent.n_frames or seat.n_nodes, ring_limits(widest, len(self.request.taps)), allocate=buffers,
