@@ -23,7 +23,7 @@ from mdi.serve import process as lines
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import Admission
 from mdi.serve.catalog import Catalog
-from mdi.serve.chat import Chat, parse_tools
+from mdi.serve.chat import Chat
 from mdi.serve.completions import Completion, CompletionChoices
 from mdi.serve.endpoint import Answers
 from mdi.serve.engine_client import EngineClient
@@ -44,6 +44,7 @@ from mdi.serve.request import (
     read_fields,
     write_texts,
 )
+from mdi.serve.tools import parse_tools
 from mdi.text.answers.events import End, Text
 from mdi.text.answers.forms import WORDS
 from mdi.text.answers.stream import AnswerStream

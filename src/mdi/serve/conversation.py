@@ -2,65 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from mdi.errors import CheckpointError, Code, UsageError
-from mdi.serve.api_errors import ApiError
+from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields, Opened, check_prompt, checked_text, encoded
+from mdi.serve.tools import ToolUse
 from mdi.text.answers.calls import written_call
 from mdi.text.answers.forms import WORDS, Form, form_of
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.answers.think import END_OF_THINK, THINK
 from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 
-# Beside these words, a schema's `properties` are not all that an object may have.
-_JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
-_OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
-_VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
-
-INSTRUCTIONS = """\
-You can call these functions:
-{tools}
-To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments": <object>}}"""
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Tools that a chat may call.
-
-    Attributes:
-        tools: as the request has them; () are none.
-        forced: names of which one must be called; () leaves that to the model.
-    """
-
-    tools: tuple[dict[str, Any], ...] = ()
-    forced: tuple[str, ...] = ()
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The form of an answer that is a call."""
-        if not self.forced:
-            return None
-        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
-        calls = []
-        for number, function in enumerate(functions):
-            place = "#/properties/arguments" if len(functions) == 1 else f"#/anyOf/{number}/properties/arguments"
-            arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
-            properties = {"name": {"const": function["name"]}, "arguments": _moved(arguments, place)}
-            required = ["name", "arguments"]
-            calls.append(
-                {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-            )
-        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-
-    @property
-    def instructions(self) -> str:
-        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+MOST_MESSAGES = 4096
+_ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -94,11 +55,13 @@ class Conversation:
 
     Attributes:
         values: further ones for the template, such as `enable_thinking`.
+        param: the field of the request that has the turns.
     """
 
     turns: Sequence[Turn]
     tools: ToolUse = ToolUse()
     values: Mapping[str, Any] = field(default_factory=dict)
+    param: str = "messages"
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -115,8 +78,8 @@ class Conversation:
         if has_grammar:
             text += END_OF_THINK if begins_in_reasoning else form.quiet
         encode = model.codec.encode if form.is_plain else model.tokenizer.encode_rendered
-        prompt = await encoded(model, text, encode, "messages")
-        check_prompt(model, prompt, "messages")
+        prompt = await encoded(model, text, encode, self.param)
+        check_prompt(model, prompt, self.param)
         stop = (*fields.stop, *(PLAIN_STOPS if form.is_plain and not has_grammar else ()))
         answer = partial(
             AnswerStream, model.codec, WORDS if has_grammar else form, stop, tools, begins_in_reasoning,
@@ -131,25 +94,24 @@ class Conversation:
             in_words = _in_words(messages, instructions)
             messages = _with_instructions(messages, instructions) if instructions else messages
         values = {"enable_thinking": False, **self.values} if form.thinks and has_grammar else self.values
-        return await _rendered(template, form.messages(messages), in_words, form.tools(self.tools.tools), values)
+        return await self._rendered(template, form.messages(messages), in_words, form.tools(self.tools.tools), values)
 
-
-async def _rendered(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], in_words: list[dict[str, Any]] | None, tools: Sequence[Any],
-    values: Mapping[str, Any],
-) -> str:  # fmt: skip
-    """The chat in the model's template, in its other form if that refuses the first one. Raises ApiError."""
-    try:
-        return checked_text("messages", await template.render(messages, tools, values))
-    except CheckpointError as e:
-        raise ApiError(500, str(e), e.code) from None
-    except UsageError as e:
-        if e.code is Code.TEMPLATE and in_words is not None:
-            return await _rendered(template, in_words, None, tools, values)
-        if e.code is Code.REMOVED:
-            raise ApiError(503, str(e), "engine_ended") from None
-        code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
-        raise ApiError(400, f"messages: {e}", code, "messages") from None
+    async def _rendered(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], in_words: list[dict[str, Any]] | None,
+        tools: Sequence[Any], values: Mapping[str, Any],
+    ) -> str:  # fmt: skip
+        """The chat in the model's template, in its other form if that refuses the first one. Raises ApiError."""
+        try:
+            return checked_text(self.param, await template.render(messages, tools, values))
+        except CheckpointError as e:
+            raise ApiError(500, str(e), e.code) from None
+        except UsageError as e:
+            if e.code is Code.TEMPLATE and in_words is not None:
+                return await self._rendered(template, in_words, None, tools, values)
+            if e.code is Code.REMOVED:
+                raise ApiError(503, str(e), "engine_ended") from None
+            code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
+            raise ApiError(400, f"{self.param}: {e}", code, self.param) from None
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
@@ -180,38 +142,29 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
     return turns
 
 
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have the keys of `properties` only, unless it says so: a weak model invents others for ever."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        word: {name: _closed(one) for name, one in value.items()}
-        if word in _OF_NAMES and isinstance(value, dict)
-        else _closed(value)
-        if word in ("items", "prefixItems", "additionalProperties")
-        else value
-        for word, value in schema.items()
-    }
-    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
-        closed.setdefault("additionalProperties", False)
-    return closed
+def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
+    """A text, or parts that are texts; "" for none. Raises ApiError.
+
+    Args:
+        kinds: types of parts, and for each the name of the field with its text.
+        between: what stands between two parts.
+    """
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        return checked_text(where, given)
+    if not isinstance(given, list):
+        raise invalid(where, "the content must be a text, or a list of parts")
+    parts = []
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
+        if not isinstance(text, str):
+            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only")
+        parts.append(checked_text(where, text))
+    return between.join(parts)
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that now stands at this place of another one: its references mean the same parts of it as before."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        word: place + value[1:]
-        if word == "$ref" and isinstance(value, str) and value.startswith("#")
-        else {name: _moved(one, place) for name, one in value.items()}
-        if word in _OF_NAMES and isinstance(value, dict)
-        else value
-        if word in _VALUES
-        else _moved(value, place)
-        for word, value in schema.items()
-    }
+def new_call_id() -> str:
+    """Of a call of a tool; one that Mistral's templates take back, too: nine letters and digits."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
