@@ -35,13 +35,14 @@ class Question:
 
 
 async def write(asked: Question, answers: Answers, exchange: Exchange) -> None:
+    exchange.failure = lambda e: f"wrong: {e}".encode()
     async for piece in answers.pieces():
         for event in piece.events:
             await exchange.push(json.dumps([type(event).__name__, *event]).encode() + b"\n")
     await exchange.end(json.dumps(answers.usage.n_completion).encode())
 
 
-LINES = Surface(Question, write, lambda e: {"wrong": str(e)}, lambda e: f"wrong: {e}".encode(), "text/lines")
+LINES = Surface(Question, write, lambda e: {"wrong": str(e)}, "text/lines")
 
 
 def asked(folder: Path, surface: Surface, body: Any, written: str, reason: str) -> tuple[list[Any], bytes]:
@@ -113,3 +114,27 @@ def test_a_call_ends_a_chat_as_a_call_only_if_it_was_not_cut_off(reason: str, tm
     (choice,) = json.loads(data)["choices"]
     assert choice["finish_reason"] == ("tool_calls" if reason == "eos" else "length")
     assert Chat(body).n_texts == 1 and choice["message"]["tool_calls"]
+
+
+def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.3)
+    sent: list[bytes] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http"}, cast(Any, None), send)
+        await exchange.push(b"first")
+        async with exchange.kept_alive(lambda: b"alive"):
+            for _ in range(20):  # one that says something gets none
+                await asyncio.sleep(0.01)
+                await exchange.push(b"word")
+            assert b"alive" not in sent
+            while sent.count(b"alive") < 3:
+                await asyncio.sleep(0.01)
+        n_sent = len(sent)
+        await asyncio.sleep(0.5)
+        assert len(sent) == n_sent, "not behind the end"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

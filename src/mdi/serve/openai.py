@@ -51,6 +51,7 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
         async def push(*shown: dict[str, Any], **others: Any) -> None:
             await exchange.push(stream_event({**made, "object": choices.CHUNK, "choices": list(shown), **others}))
 
+        exchange.failure = _failure
         begun = choices.begin()
         if fields.is_streamed:
             for choice in begun:
@@ -67,7 +68,7 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
             await push(usage=usage)
         await exchange.end(DONE)
 
-    return Surface(read, write, lambda error: error.body, _failure)
+    return Surface(read, write, lambda error: error.body)
 
 
 def stream_event(data: Mapping[str, Any]) -> bytes:
