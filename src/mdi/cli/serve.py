@@ -84,7 +84,7 @@ def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, ca
     from mdi.serve.process import ApiProcess
 
     adapters = [one.name for one in adapter_names(options.named_adapters)]
-    catalog = Catalog(models, ckpt, adapters)
+    catalog = Catalog(models, ckpt, adapters, settings.aliases)
     api = ApiProcess(settings, models, ckpt, adapters)
     try:
         logger.info("loading %s; %s answers then", ckpt.name, api.url)

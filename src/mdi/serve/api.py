@@ -175,7 +175,7 @@ class _Models:
         return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()]})
 
     async def one(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name = self._api.catalog.meant(request.path_params["name"])
         if not name:
             raise HTTPException(404)
         self._check()
@@ -295,7 +295,7 @@ def main() -> None:
     set_up_logging(os.environ.get(VARIABLE, TIMED))
     allow_many_connections()
     settings = msgspec.convert(values["settings"], ServeSettings)
-    catalog = Catalog(Path(values["home"]), Path(values["first"]), values["adapters"])
+    catalog = Catalog(Path(values["home"]), Path(values["first"]), values["adapters"], settings.aliases)
     listener, engine = (socket.socket(fileno=number) for number in (values["listener"], values["engine"]))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(settings, catalog, listener, engine))
