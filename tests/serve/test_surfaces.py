@@ -85,8 +85,8 @@ def test_events_come_in_their_order(tmp_path: Path) -> None:
     *lines, usage = data.splitlines()
     events = [json.loads(line) for line in lines]
     kinds = [kind for kind, *_ in events]
-    assert list(dict.fromkeys(kinds)) == ["Reasoning", "Text", "End"] and events[-1] == ["End", "stop"]
-    assert "".join(text for kind, text in events if kind == "Text") == "Yes" and int(usage) > 5
+    assert list(dict.fromkeys(kinds)) == ["Reasoning", "Text", "End"] and events[-1] == ["End", "stop", ""]
+    assert "".join(text for kind, text, *_ in events if kind == "Text") == "Yes" and int(usage) > 5
 
 
 def test_errors_are_in_its_form(tmp_path: Path) -> None:
