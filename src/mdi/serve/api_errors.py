@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from mdi.errors import MdiError
+
+logger = logging.getLogger("mdi")
 
 # status -> what OpenAI calls such errors
 TYPES = {
@@ -63,3 +67,9 @@ def checked_text(name: str, text: str) -> str:
     except UnicodeEncodeError:
         raise invalid(name, "not valid Unicode: half of a surrogate pair") from None
     return text
+
+
+@lru_cache(maxsize=1024)
+def tell_ignored(what: str, kinds: tuple[str, ...]) -> None:
+    """Log once what requests have that is left out."""
+    logger.warning("%s of these kinds are left out: %s", what, ", ".join(kind[:40] for kind in kinds[:8]))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from mdi.serve.api_errors import invalid
-from mdi.serve.conversation import MOST_MESSAGES, Conversation, Turn, new_call_id, text_of
+from mdi.serve.conversation import (
+    MOST_MESSAGES,
+    ChatRequest,
+    Conversation,
+    Effort,
+    Turn,
+    effort_values,
+    new_call_id,
+    text_of,
+)
 from mdi.serve.endpoint import Answers
-from mdi.serve.models import LoadedModel
 from mdi.serve.openai import Choices, surface
 from mdi.serve.request import (
-    Opened,
     RequestFields,
     TextPiece,
     TopLogprobs,
@@ -36,11 +43,11 @@ class ChatFields(RequestFields, kw_only=True):
     function_call: Any = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class Chat:
+class Chat(ChatRequest):
     """A request, read from its body."""
 
     def __init__(self, body: Any) -> None:
@@ -51,14 +58,10 @@ class Chat:
         tools = parse_tools(fields.tools, fields.tool_choice)
         self.fields = replace(common, grammar=tools.grammar or common.grammar)
         self.n_texts = common.n
-        effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
-        turns = _turns(fields.messages)
-        self.conversation = Conversation(turns, tools, {**effort, **fields.chat_template_kwargs})
+        values = {**effort_values(fields.reasoning_effort), **fields.chat_template_kwargs}
+        self.conversation = Conversation(_turns(fields.messages), tools, values)
         if fields.functions or fields.function_call not in (None, "none", "auto"):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
-
-    async def opened(self, model: LoadedModel) -> Opened:
-        return await self.conversation.opened(model, self.fields)
 
 
 def _turns(given: Any) -> list[Turn]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from mdi.errors import CheckpointError, Code, UsageError
 from mdi.serve.api_errors import ApiError, invalid
@@ -21,6 +23,8 @@ from mdi.text.answers.think import END_OF_THINK, THINK
 from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 
 MOST_MESSAGES = 4096
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_SEAL = "mdi_"
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -114,6 +118,18 @@ class Conversation:
             raise ApiError(400, f"{self.param}: {e}", code, self.param) from None
 
 
+class ChatRequest:
+    """A request for the answer to a conversation."""
+
+    fields: CommonFields
+    conversation: Conversation
+    n_texts = 1
+
+    async def opened(self, model: LoadedModel) -> Opened:
+        """Raises ApiError: the template refuses it, or the model cannot continue it."""
+        return await self.conversation.opened(model, self.fields)
+
+
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
     """Describes the tools in words, for a model whose template has no place for them."""
     first = messages[0]
@@ -165,6 +181,54 @@ def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "")
     return between.join(parts)
 
 
+def word_of(where: str, item: Mapping[str, Any], key: str) -> str:
+    """A field that is a text. Raises ApiError."""
+    if not isinstance(item.get(key), str):
+        raise invalid(where, f"{key} must be a text")
+    return checked_text(where, item[key])
+
+
 def new_call_id() -> str:
     """Of a call of a tool; one that Mistral's templates take back, too: nine letters and digits."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+def effort_values(effort: str | None) -> dict[str, Any]:
+    """Values for the template that say how much is to be thought."""
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+def with_one_system(param: str, turns: Sequence[Turn], before: str = "") -> list[Turn]:
+    """Turns with all that system and developers say as the first one, `before` at its beginning: many templates refuse it
+    elsewhere. Raises ApiError if there are too many, or none.
+    """
+    said = [turn.content for turn in turns if turn.role in ("system", "developer")]
+    system = "\n\n".join(filter(None, [before, *said]))
+    found = [turn for turn in turns if turn.role not in ("system", "developer")]
+    if not 0 < len(found) + bool(system) <= MOST_MESSAGES:
+        raise invalid(param, f"expected 1 to {MOST_MESSAGES} messages")
+    return [Turn("system", system), *found] if system else found
+
+
+def signature_of(reasoning: str) -> str:
+    """A text that says nothing to clients, with which they give reasoning back. Anybody may say what a model has thought, so it
+    needs no secret: it tells what models here wrote from what those of other services did.
+    """
+    return _SEAL + hashlib.sha256(f"{_SEAL}reasoning {reasoning}".encode()).hexdigest()
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning for clients that give back only what they cannot read."""
+    return f"{signature_of(reasoning)}.{base64.b64encode(reasoning.encode()).decode()}"
+
+
+def unsealed(where: str, given: Any) -> str:
+    """The reasoning. Raises ApiError if it was not sealed here."""
+    signature, _, data = given.partition(".") if isinstance(given, str) else ("", "", "")
+    try:
+        reasoning = base64.b64decode(data, validate=True).decode()
+    except ValueError:
+        reasoning = ""
+    if signature != signature_of(reasoning):
+        raise ApiError(400, f"{where}: this server did not write this reasoning", "invalid_encrypted_content", where)
+    return reasoning

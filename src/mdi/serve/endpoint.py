@@ -129,6 +129,9 @@ class Exchange:
         """Behind the first part of a stream: push a sign of life whenever there was nothing else for SIGN_S, as while a prompt
         is computed, or a call is written, which comes as a whole.
         """
+        if not self.is_streaming:
+            yield
+            return
 
         async def keep() -> None:
             while True:

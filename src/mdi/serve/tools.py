@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mdi.serve.api_errors import invalid
+from mdi.serve.api_errors import invalid, tell_ignored
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -86,6 +87,28 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
     if wanted in names:
         return ToolUse(tuple(given), (str(wanted),))
     raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
+
+
+def functions_of(path: str, given: Any, kinds: Sequence[str | None], parameters: str) -> Any:
+    """Tools that have their names in themselves, as `parse_tools` takes them; those of other kinds are left out.
+
+    Args:
+        path: of the API.
+        kinds: which types of its tools are functions; None: no type.
+        parameters: the field with the schema.
+    """
+    if not isinstance(given, list):
+        return given
+    if not all(isinstance(tool, dict) for tool in given):
+        raise invalid("tools", f'expected objects {{"name": ..., "{parameters}": ...}}')
+    if others := {str(tool.get("type")) for tool in given if tool.get("type") not in kinds}:
+        tell_ignored(f"tools of {path}", tuple(sorted(others)))
+    fields = {"name": "name", "description": "description", "parameters": parameters}
+    return [
+        {"type": "function", "function": {to: tool[of] for to, of in fields.items() if tool.get(of) is not None}}
+        for tool in given
+        if tool.get("type") in kinds
+    ]
 
 
 def _allowed_tools(tools: list[dict[str, Any]], names: list[str], allowed: Any) -> ToolUse:
