@@ -43,6 +43,7 @@ from mdi.serve.endpoint import Endpoint, Surface
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.operate import is_from_here
 from mdi.serve.process import DRAIN_S, ApiKey, ServeSettings, digest_of
+from mdi.serve.responses import RESPONSES
 from mdi.terminal import TIMED, VARIABLE, formatter
 
 # Without a key: the page itself, which asks for one, and whether the server is alive, also as agents ask it.
@@ -126,7 +127,11 @@ def is_own_page(headers: Headers) -> bool:
         return False
 
 
-SURFACES: dict[str, Surface] = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHATS}
+SURFACES: dict[str, Surface] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHATS,
+    "/v1/responses": RESPONSES,
+}
 # What programs ask for, with its method; the page and its questions are not among them.
 PATHS = {"/v1/models": "GET", **dict.fromkeys(SURFACES, "POST"), "/health": "GET", "/metrics": "GET"}
 # Of other servers' APIs: what has the same purpose here.
@@ -135,7 +140,6 @@ ALIKE = {
     "/api/generate": "/v1/completions",
     "/api/tags": "/v1/models",
     "/v1/messages": "/v1/chat/completions",
-    "/v1/responses": "/v1/chat/completions",
 }
 
 
@@ -172,7 +176,9 @@ class _Models:
 
     async def list(self, request: Request) -> Response:
         self._check()
-        return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()]})
+        # Codex reads a list of its own form, of which it has its own defaults, and reports an error without it.
+        more: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
+        return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()], **more})
 
     async def one(self, request: Request) -> Response:
         name = self._api.catalog.meant(request.path_params["name"])
