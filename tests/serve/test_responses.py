@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_surfaces import asked
+from test_surfaces import asked, events_of
 
 from mdi.serve.api_errors import ApiError, tell_ignored
 from mdi.serve.conversation import sealed
@@ -32,12 +32,9 @@ def whole(folder: Path, written: str, reason: str = "eos", **body: Any) -> dict[
 
 
 def streamed(folder: Path, written: str, reason: str = "eos", **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, which are counted, and each named as its data says."""
+    """The events of a stream, which are counted."""
     _, data = asked(folder, RESPONSES, {"input": "Where?", "stream": True, **body}, written, reason)
-    parts = [part.decode().split("\n") for part in data.split(b"\n\n")]
-    assert parts.pop() == [""]
-    events = [json.loads(second.removeprefix("data: ")) for _, second in parts]
-    assert [first for first, _ in parts] == [f"event: {event['type']}" for event in events]
+    events = events_of(data)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

@@ -78,6 +78,15 @@ def asked(folder: Path, surface: Surface, body: Any, written: str, reason: str) 
     return begins, b"".join(one.get("body", b"") for one in sent)
 
 
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    """Server-sent events, each named as its data says."""
+    parts = [part.decode().split("\n") for part in data.split(b"\n\n")]
+    assert parts.pop() == [""]
+    events = [json.loads(second.removeprefix("data: ")) for _, second in parts]
+    assert [first for first, _ in parts] == [f"event: {event['type']}" for event in events]
+    return events
+
+
 def test_events_come_in_their_order(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "texts")
     begins, data = asked(folder, LINES, {"ask": "Where?"}, f"{ANALYSIS}Hm{NEXT}{FINAL}Yes<|return|>", "eos")

@@ -41,6 +41,7 @@ from mdi.serve.chat import CHATS
 from mdi.serve.completions import COMPLETIONS
 from mdi.serve.endpoint import Endpoint, Surface
 from mdi.serve.engine_client import EngineClient
+from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
 from mdi.serve.operate import is_from_here
 from mdi.serve.process import DRAIN_S, ApiKey, ServeSettings, digest_of
 from mdi.serve.responses import RESPONSES
@@ -131,6 +132,8 @@ SURFACES: dict[str, Surface] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHATS,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": TOKEN_COUNTS,
 }
 # What programs ask for, with its method; the page and its questions are not among them.
 PATHS = {"/v1/models": "GET", **dict.fromkeys(SURFACES, "POST"), "/health": "GET", "/metrics": "GET"}
@@ -139,7 +142,6 @@ ALIKE = {
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
     "/api/tags": "/v1/models",
-    "/v1/messages": "/v1/chat/completions",
 }
 
 
@@ -178,7 +180,9 @@ class _Models:
         self._check()
         # Codex reads a list of its own form, of which it has its own defaults, and reports an error without it.
         more: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
-        return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()], **more})
+        names = self._api.catalog.names()
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # as Anthropic's API has them
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in names], **pages, **more})
 
     async def one(self, request: Request) -> Response:
         name = self._api.catalog.meant(request.path_params["name"])
@@ -207,6 +211,7 @@ class _Models:
         model = api.catalog.model_of(name)
         is_loaded = api.engine.state.is_serving(model)
         made = {"id": name, "object": "model", "created": int(api.begin), "owned_by": "mdi-llm"}
+        made |= {"type": "model", "display_name": name, "created_at": api.begin_date}  # as Anthropic's API has them
         # As vLLM names it; only a loaded model's is known: it depends on --sequence-length.
         facts = api.engine.state.models[model] if is_loaded else None
         context = facts and facts["context"] - facts["n_virtual"].get(name, 0)
@@ -235,7 +240,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     there = [f"{method} {path}" for path, method in PATHS.items()]
     near = nearest(request.url.path)
     hint = "" if near is None else f"did you mean {PATHS[near]} {near}? "
-    message = f"{asked}: there is no such path; {hint}This server has OpenAI's API: {', '.join(there)}"
+    message = f"{asked}: there is no such path; {hint}This server has: {', '.join(there)}"
     return JSONResponse(ApiError(404, message, "not_found", details={"paths": there}).body, 404, error.headers)
 
 

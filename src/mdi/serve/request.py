@@ -37,7 +37,7 @@ LONGEST_STOP = 4096  # characters; each new token is compared with the beginning
 MOST_TOP_LOGPROBS = 20
 LEAST_TOP_P = 1e-9  # for 0: the best token alone
 ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
-OF_OTHERS = ("mode", "models", "repetition_penalty_range")  # ... but these
+OF_OTHERS = ("mode", "models", "repetition_penalty_range", "speed")  # ... but these
 MOST_COMPARED = 64  # unknown fields; with thousands of them, other requests would wait
 _PATH = re.compile(r" - at `\$\.([^`\[]+)[^`]*`$")
 
