@@ -342,6 +342,8 @@ def test_usage_says_what_was_reasoning_and_how_fast_it_came(monkeypatch: pytest.
     monkeypatch.setattr("mdi.serve.request.time.monotonic", lambda: now[0])
     usage = Usage(7, begin_s=now[0])
     assert usage_of(usage)["pace"] == {}
+    usage.count(TextPiece(0, [], []), 1)
+    assert usage_of(usage)["pace"] == {}, "no token yet"
     for after_s, tokens, events in (
         (2.0, [1], [Reasoning("a")]),
         (0.5, [2, 3], [Reasoning("b")]),
@@ -352,6 +354,10 @@ def test_usage_says_what_was_reasoning_and_how_fast_it_came(monkeypatch: pytest.
     told = usage_of(usage)
     assert told["completion_tokens_details"]["reasoning_tokens"] == 3
     assert told["pace"] == {"first_token_s": 2.0, "tokens_s": 2.0}
+    at_once = Usage(7, begin_s=now[0])
+    for _ in range(2):
+        at_once.count(TextPiece(0, [Text("c")], [4]), 1)
+    assert usage_of(at_once)["pace"] == {"first_token_s": 0.0}
     usage.count(TextPiece(0, [Text("c")], [4, 5], n_before=5), 1)
     assert usage.n_reasoning == 0 and usage.n_completion == 2
 

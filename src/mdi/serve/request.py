@@ -38,6 +38,7 @@ MOST_TOP_LOGPROBS = 20
 LEAST_TOP_P = 1e-9  # for 0: the best token alone
 ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
 OF_OTHERS = ("mode", "models", "repetition_penalty_range", "speed")  # ... but these
+LEAST_PACE_S = 0.1  # tokens come from the engine process in bursts: a shorter time says nothing
 MOST_COMPARED = 64  # unknown fields; with thousands of them, other requests would wait
 _PATH = re.compile(r" - at `\$\.([^`\[]+)[^`]*`$")
 
@@ -523,12 +524,12 @@ class Usage:
 
     @property
     def pace(self) -> dict[str, float]:
-        """Seconds until the first tokens, and tokens per second behind them, as far as there are any."""
+        """Seconds until the first tokens, and tokens per second behind them, if they took LEAST_PACE_S."""
         if self.first_s is None or self.last_s is None:
             return {}
         found = {"first_token_s": round(self.first_s - self.begin_s, 6)}
         n, spent_s = self.n_completion - self._n_first, self.last_s - self.first_s
-        return found | ({"tokens_s": round(n / spent_s, 3)} if n > 0 and spent_s > 0 else {})
+        return found | ({"tokens_s": round(n / spent_s, 3)} if spent_s >= LEAST_PACE_S else {})
 
     def count(self, piece: TextPiece, n_choices: int) -> None:
         """A piece of a text, of so many for each prompt. A prompt is counted once, by the first of its texts."""
