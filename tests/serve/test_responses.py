@@ -264,3 +264,11 @@ def test_errors_before_a_stream_are_openais(folder: Path) -> None:
     begins, data = asked(folder, RESPONSES, {"input": "x" * 3000, "stream": True}, FINAL, "eos")
     error = json.loads(data)["error"]
     assert begins[0][0] == 400 and (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_reasoning_words_and_calls_that_follow_each_other_are_one_turn() -> None:
+    message, again = ({"type": "message", "role": "assistant", "content": text} for text in ("I look.", "And?"))
+    turns = ResponseRequest({"input": [SAID[1], message, SAID[2], SAID[2], again, SAID[1], SAID[1]]}).conversation.turns
+    assert [(turn.reasoning, turn.content, len(turn.calls)) for turn in turns] == [
+        ("Look.", "I look.", 2), ("", "And?", 0), ("Look.", "", 0), ("Look.", "", 0),
+    ]  # fmt: skip
