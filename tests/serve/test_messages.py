@@ -11,7 +11,8 @@ import pytest
 from test_api_paths import KEYS, Asked
 from test_surfaces import asked, events_of
 
-from mdi.serve.api_errors import ApiError, tell_ignored
+from mdi.serve import api_errors
+from mdi.serve.api_errors import ApiError
 from mdi.serve.conversation import signature_of
 from mdi.serve.messages import MESSAGES, TOKEN_COUNTS, MessageRequest, error_of
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, TOOL, USER, ids_of, prompt_of_conversation, write_texts
@@ -190,7 +191,7 @@ def test_only_a_first_block_that_changes_with_each_request_is_left_out(system: A
 
 
 def test_what_claude_code_sends_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    tell_ignored.cache_clear()
+    api_errors._tell.cache_clear()
     tools = [
         {**LOOK, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True, "description": "d"},
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, {"type": "custom", "name": "go"},

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from test_surfaces import asked, events_of
 
-from mdi.serve.api_errors import ApiError, tell_ignored
+from mdi.serve import api_errors
+from mdi.serve.api_errors import ApiError
 from mdi.serve.conversation import sealed
 from mdi.serve.responses import RESPONSES, ResponseRequest
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, TOOL, ids_of, prompt_of_conversation, write_texts
+from test_thoughts import TEMPLATES
 
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 AT = '{"at":"Zürich"}'
@@ -119,6 +121,25 @@ def test_events_come_in_their_order_and_the_last_one_has_all(
     assert told(answer) == told(last) and answer["usage"]["output_tokens"] == last["usage"]["output_tokens"]
 
 
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize(
+    ("said", "reason", "expected"),
+    [
+        ("Hm.</think>\n\nYes.", "eos", {"reasoning": "Hm.", "message": "Yes."}),
+        ("Hm.</thi", "length", {"reasoning": "Hm.</thi"}),  # cut in the mark
+        ("Hm.", "eos", {"reasoning": "Hm."}),  # never closed
+    ],
+)
+def test_reasoning_in_marks_is_an_item(
+    said: str, reason: str, expected: dict[str, str], kind: str, tmp_path: Path
+) -> None:
+    """Also where the prompt ends with the mark."""
+    folder = write_texts(tmp_path / kind, TEMPLATES[kind])
+    written = said if kind == "r1" else f"<think>\n{said}"
+    for answer in (whole(folder, written, reason), streamed(folder, written, reason)[-1]["response"]):
+        assert {item["type"]: item["content"][0]["text"] for item in answer["output"]} == expected
+
+
 def test_calls_have_ids_that_every_template_takes(folder: Path) -> None:
     first, second = whole(folder, f"{CALL}<|start|>assistant{CALL}", tools=[LOOK])["output"]
     assert first["name"] == second["name"] == "look" and first["arguments"] == AT
@@ -173,21 +194,26 @@ def test_sealed_reasoning_goes_back_and_no_other(folder: Path) -> None:
 
 
 def test_what_is_not_known_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    tell_ignored.cache_clear()
+    api_errors._tell.cache_clear()
     tools = [
         {"type": "web_search"},
         LOOK,
         {"type": "namespace", "name": "x", "tools": []},
         {"type": "custom", "name": "y"},
     ]
-    items = [*SAID, {"type": "web_search_call", "id": "ws_1"}, {"type": "compaction"}, {"type": "web_search_call"}]
+    items = [
+        *SAID,
+        {"type": "web_search_call", "id": "ws_1"},
+        {"type": "a\nb" + "x" * 10_000},
+        {"type": "web_search_call"},
+    ]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             request = ResponseRequest({"input": items, "tools": tools})
     assert request.conversation.tools.tools == (TOOL,) and len(request.conversation.turns) == 5
     assert [record.getMessage() for record in caplog.records] == [
         "tools of /v1/responses of these kinds are left out: custom, namespace, web_search",
-        "items of /v1/responses of these kinds are left out: compaction, web_search_call",
+        f"items of /v1/responses of these kinds are left out: a\\nb{'x' * 37}, web_search_call",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -69,7 +69,11 @@ def checked_text(name: str, text: str) -> str:
     return text
 
 
-@lru_cache(maxsize=1024)
-def tell_ignored(what: str, kinds: tuple[str, ...]) -> None:
+def tell_ignored(what: str, kinds: Iterable[str]) -> None:
     """Log once what requests have that is left out."""
-    logger.warning("%s of these kinds are left out: %s", what, ", ".join(kind[:40] for kind in kinds[:8]))
+    _tell(what, tuple(sorted({repr(kind[:40])[1:-1] for kind in kinds})[:8]))
+
+
+@lru_cache(maxsize=256)
+def _tell(what: str, kinds: tuple[str, ...]) -> None:
+    logger.warning("%s of these kinds are left out: %s", what, ", ".join(kinds))

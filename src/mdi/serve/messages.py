@@ -141,7 +141,7 @@ def _turns(given: Any) -> list[Turn]:
             turns.append(Turn(role, "\n\n".join(said)))
     end_words()
     if others:
-        tell_ignored("blocks of /v1/messages", tuple(sorted(others)))
+        tell_ignored("blocks of /v1/messages", others)
     return turns
 
 

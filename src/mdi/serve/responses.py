@@ -137,7 +137,7 @@ def _turns(given: Any) -> list[Turn]:
         else:
             others.add(str(kind))
     if others:
-        tell_ignored("items of /v1/responses", tuple(sorted(others)))
+        tell_ignored("items of /v1/responses", others)
     return [replace(turn, content="") if turn.content is None and not turn.calls else turn for turn in turns]
 
 

@@ -102,7 +102,7 @@ def functions_of(path: str, given: Any, kinds: Sequence[str | None], parameters:
     if not all(isinstance(tool, dict) for tool in given):
         raise invalid("tools", f'expected objects {{"name": ..., "{parameters}": ...}}')
     if others := {str(tool.get("type")) for tool in given if tool.get("type") not in kinds}:
-        tell_ignored(f"tools of {path}", tuple(sorted(others)))
+        tell_ignored(f"tools of {path}", others)
     fields = {"name": "name", "description": "description", "parameters": parameters}
     return [
         {"type": "function", "function": {to: tool[of] for to, of in fields.items() if tool.get(of) is not None}}
