@@ -44,9 +44,8 @@ class Catalog:
 
     def meant(self, asked: str) -> str:
         """The name here for one that a request has; itself if there is none."""
-        if not asked or asked in self.names():
-            return asked
-        return next((name for pattern, name in self._aliases.items() if fnmatchcase(asked[:200], pattern)), asked)
+        found = next((name for pattern, name in self._aliases.items() if fnmatchcase(asked[:200], pattern)), "")
+        return found if found and asked and asked not in self.names() else asked
 
     def model_of(self, name: str) -> str:
         """The model that is loaded for a name: an adapter's is the first."""

@@ -137,7 +137,7 @@ class Exchange:
             while True:
                 await asyncio.sleep(self._last_s + SIGN_S - time.monotonic())
                 if time.monotonic() - self._last_s >= SIGN_S:
-                    await self.push(sign())
+                    await asyncio.shield(self.push(sign()))  # who counts what it sends has counted this one
 
         keeping = asyncio.create_task(keep())
         try:
