@@ -16,8 +16,11 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import CHATS, Chat
 from mdi.serve.conversation import Conversation, Turn
 from mdi.serve.endpoint import Answers, Endpoint, Exchange, Surface
+from mdi.serve.messages import MESSAGES, MessageRequest
 from mdi.serve.models import LoadedModel
-from mdi.serve.request import Opened, RequestFields, common_fields
+from mdi.serve.request import Opened, RequestFields, TextPiece, Usage, common_fields
+from mdi.serve.responses import RESPONSES, ResponseRequest
+from mdi.text.answers.events import End, Reasoning, Text
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, engine_that_says, model_of, write_texts
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -147,3 +150,28 @@ def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.Mo
         assert len(sent) == n_sent, "not behind the end"
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize(("surface", "kind"), [(MESSAGES, MessageRequest), (RESPONSES, ResponseRequest)])
+def test_what_is_taken_back_is_not_in_a_whole_answer(surface: Surface, kind: type[Any]) -> None:
+    pieces = [
+        TextPiece(0, [Reasoning("wrong"), Text("wrong")], [1, 2]),
+        TextPiece(0, [Text("right")], [3], n_before=2),
+        TextPiece(0, [Text(" here"), End("stop")], [4]),
+    ]
+    sent: list[bytes] = []
+
+    async def given() -> AsyncIterator[TextPiece]:
+        for piece in pieces:
+            yield piece
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    answers = SimpleNamespace(model=SimpleNamespace(asked_name="m"), usage=Usage(7), pieces=given)
+    user = [{"role": "user", "content": "a"}]
+    body = kind({"messages": user, "input": user, "max_tokens": 9})
+    asyncio.run(surface.write(body, cast(Any, answers), Exchange({"type": "http"}, cast(Any, None), send)))
+    told = json.loads(b"".join(sent))
+    (block,) = told["content"] if surface is MESSAGES else told["output"][0]["content"]
+    assert block["text"] == "right here"
