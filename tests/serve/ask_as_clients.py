@@ -1,7 +1,13 @@
-"""Asks a server (MDI_URL, MDI_KEY) as `openai` and `anthropic` do, and prints what came as JSON. It runs in `.venv-clients`."""
+"""Asks a server (MDI_URL, MDI_KEY) as `openai` and `anthropic` do, and prints what came as JSON. It runs in `.venv-clients`.
 
+MDI_STREAMS is a JSON file of streams by their paths, which the clients read, too.
+"""
+
+import http.server
 import json
 import os
+import threading
+from pathlib import Path
 
 import anthropic
 import openai
@@ -115,4 +121,35 @@ def models() -> list:
     return [client.models.list().data[0].id for client in own]
 
 
-print(json.dumps({one.__name__: one() for one in (fields, responses, messages, models)}, default=str))
+class Streams(http.server.BaseHTTPRequestHandler):
+    """Answers each path with its stream."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(json.loads(Path(os.environ["MDI_STREAMS"]).read_text())[self.path].encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def streams() -> dict:
+    """What the clients make of streams with reasoning, words and a call."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Streams) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="a").responses.stream(model="m", input="a") as stream:
+            response = stream.get_final_response()
+        client = anthropic.Anthropic(base_url=url, api_key="a")
+        user = {"role": "user", "content": "a"}
+        with client.messages.stream(model="m", max_tokens=9, messages=[user]) as stream:
+            message = stream.get_final_message()
+        server.shutdown()
+    return {
+        "responses": [one.model_dump(exclude_none=True) for one in response.output],
+        "messages": [one.model_dump(exclude_none=True) for one in message.content], "stop": message.stop_reason,
+    }  # fmt: skip
+
+
+print(json.dumps({one.__name__: one() for one in (fields, responses, messages, models, streams)}, default=str))

@@ -313,3 +313,14 @@ def test_errors_before_the_body_is_read_have_the_same_form(path: str) -> None:
     assert Asked("POST", path, KEYS, x_api_key="alpha-secret", anthropic_version="2023-06-01").was_read
     assert error_of(ApiError(503, "loading"))["error"]["type"] == "overloaded_error"
     assert error_of(ApiError(429, "full"))["error"]["type"] == "rate_limit_error"
+
+
+def test_results_and_words_stay_in_their_order() -> None:
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "there"}
+    words = [{"type": "text", "text": text} for text in ("First.", "Then.", "Last.")]
+    made = MessageRequest(
+        {**BODY, "messages": [*SAID[:3], {"role": "user", "content": [words[0], result, *words[1:]]}]}
+    )
+    assert [(turn.role, turn.content) for turn in made.conversation.turns[2:]] == [
+        ("user", "First."), ("tool", "there"), ("user", "Then.\n\nLast."),
+    ]  # fmt: skip
