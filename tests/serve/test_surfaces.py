@@ -153,7 +153,9 @@ def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("surface", "kind"), [(MESSAGES, MessageRequest), (RESPONSES, ResponseRequest)])
-def test_what_is_taken_back_is_not_in_a_whole_answer(surface: Surface, kind: type[Any]) -> None:
+def test_what_is_taken_back_is_not_in_a_whole_answer_and_what_was_cached_is_told(
+    surface: Surface, kind: type[Any]
+) -> None:
     pieces = [
         TextPiece(0, [Reasoning("wrong"), Text("wrong")], [1, 2]),
         TextPiece(0, [Text("right")], [3], n_before=2),
@@ -168,10 +170,15 @@ def test_what_is_taken_back_is_not_in_a_whole_answer(surface: Surface, kind: typ
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message.get("body", b""))
 
-    answers = SimpleNamespace(model=SimpleNamespace(asked_name="m"), usage=Usage(7), pieces=given)
+    answers = SimpleNamespace(model=SimpleNamespace(asked_name="m"), usage=Usage(7, cached={0: 5}), pieces=given)
     user = [{"role": "user", "content": "a"}]
     body = kind({"messages": user, "input": user, "max_tokens": 9})
     asyncio.run(surface.write(body, cast(Any, answers), Exchange({"type": "http"}, cast(Any, None), send)))
     told = json.loads(b"".join(sent))
     (block,) = told["content"] if surface is MESSAGES else told["output"][0]["content"]
     assert block["text"] == "right here"
+    usage = told["usage"]
+    if surface is MESSAGES:  # which counts what was cached apart
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (2, 5)
+    else:
+        assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (7, 5)
