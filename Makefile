@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 REFERENCES := .venv-references
+CLIENTS := .venv-clients
 PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
@@ -20,7 +21,7 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references real lint types check kernels sanitize wheels first-hour bench figures venv clean
+.PHONY: help demo serve test fast numerical references clients real lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -28,6 +29,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
+	@echo "make clients     installs the openai and anthropic packages beside the project; the suite then asks the server with them"
 	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
 	@echo "make check  lint, types and tests, as the CI does"
@@ -93,6 +95,13 @@ $(REFERENCES)/tokens/tokens.json: $(REFERENCES)/.installed tests/references/writ
 references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
   $(REFERENCES)/tokens/tokens.json
 
+$(CLIENTS)/.installed: requirements-clients.txt
+	@$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r requirements-clients.txt
+	@touch $@
+
+clients: $(CLIENTS)/.installed
+
 # Into the user's cache folder, by pip and npm. Where no index can be reached the tests say that they are skipped.
 real: $(VENV)/.installed-dev $(REFERENCES)/.installed
 	@PYTHONPATH=src:tests $(PY) -m real.fetch
@@ -144,4 +153,4 @@ figures: $(VENV)/.installed
 	$(PY) benchmarks/draw_figures.py
 
 clean:
-	rm -rf $(VENV) $(REFERENCES) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(REFERENCES) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -23,8 +23,10 @@ from mdi.checkpoint.shapes import model_shapes
 from mdi.cli import launch
 from mdi.kernels import library
 from mdi.serve.chat import CHATS, Chat
+from mdi.serve.conversation import Conversation
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
+from mdi.serve.request import CommonFields
 from mdi.text.answers.forms import WORDS, Form, form_of
 from mdi.text.answers.stream import AnswerStream, InlineStream
 from mdi.text.answers.think import content
@@ -185,11 +187,16 @@ def model_of(folder: Path) -> LoadedModel:
 
 
 def prompt_of(folder: Path, **body: Any) -> str:
+    chat = Chat(body)
+    return prompt_of_conversation(folder, chat.conversation, chat.fields)
+
+
+def prompt_of_conversation(folder: Path, conversation: Conversation, fields: CommonFields) -> str:
     model = model_of(folder)
 
     async def made() -> list[int]:
         try:
-            (ids,) = (await Chat(body).opened(model)).prompts
+            (ids,) = (await conversation.opened(model, fields)).prompts
             return list(ids)
         finally:
             model.template.close()
@@ -286,7 +293,12 @@ def test_effort_is_said_and_a_demanded_form_begins_behind_the_reasoning(tmp_path
 
 
 def engine_that_says(written: str, reason: str) -> Any:
-    """The engine of a server, as far as it writes texts: this one, however often it is asked."""
+    """The engine of a server, as far as it writes texts: this one, however often it is asked.
+
+    Args:
+        reason: how it ends; "eos+0.3" begins to write after 0.3 s.
+    """
+    reason, _, wait_s = reason.partition("+")
 
     class Texts:
         def __init__(self, inner: Any) -> None:
@@ -301,6 +313,7 @@ def engine_that_says(written: str, reason: str) -> Any:
     def generate(requests: Any) -> Any:
         async def texts() -> Any:
             ids = ids_of(written)
+            await asyncio.sleep(float(wait_s or 0))
             for i in ids[:-1]:
                 yield 0, TextEvent([i], None, None, 0)
             yield 0, TextEvent(ids[-1:], reason, None, 0)

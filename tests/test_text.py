@@ -608,7 +608,7 @@ def test_the_beginning_of_a_stop_string_is_held_back():
     assert matcher.push("e") == ("", False)
     assert matcher.push("<") == ("<e", False)
     assert matcher.push("/s") == ("", False)
-    assert matcher.push(">b") == ("", True)
+    assert matcher.met == "" and matcher.push(">b") == ("", True) and matcher.met == "</s>"
     assert matcher.push("c") == ("", True)
     assert matcher.flush() == ""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mdi.cli.serve_settings import read_key
 from mdi.serve.api import PATHS, make_app
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
@@ -103,7 +104,6 @@ def test_programs_may_name_the_type_or_not(kind: str | None) -> None:
         ("GET", "/api/tags", "GET /v1/models"),
         ("POST", "/api/chat", "POST /v1/chat/completions"),
         ("POST", "/api/generate", "POST /v1/completions"),
-        ("POST", "/v1/responses", "POST /v1/chat/completions"),
         ("GET", "/api/version", None),
         ("POST", "/api/nothing", None),
         ("GET", "/static/nothing.js", None),
@@ -134,3 +134,30 @@ def test_a_wrong_method_is_told_the_right_one(path: str) -> None:
 def test_the_questions_of_the_page_are_asked() -> None:
     for path in ("/api/plan", "/api/doctor"):
         assert Asked("POST", path).status == 503  # the engine, which is not there
+
+
+KEYS = ServeSettings(keys=(read_key(1, "alpha-secret alpha"), read_key(2, "beta-secret beta 5")))
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        ({"authorization": "Bearer alpha-secret"}, True),
+        ({"x_api_key": "alpha-secret"}, True),
+        ({"x_api_key": "beta-secret", "authorization": "Bearer stale-secret"}, True),
+        ({"x_api_key": "stale-secret", "authorization": "Bearer beta-secret"}, True),
+        ({"x_api_key": "stale-secret"}, False),
+        ({"x_api_key": ""}, False),
+        ({"authorization": "alpha-secret"}, False),
+        ({}, False),
+    ],
+)
+def test_a_key_is_the_same_in_either_header(headers: dict[str, str], is_let_in: bool) -> None:
+    asked = Asked("POST", "/v1/completions", KEYS, **headers)
+    assert (asked.was_read, asked.status) == ((True, 0) if is_let_in else (False, 401))
+
+
+@pytest.mark.parametrize("path", ["/", "/api/hello"])
+def test_agents_ask_without_a_key_whether_the_server_is_there(path: str) -> None:
+    assert Asked("HEAD", path, KEYS).status == 200
+    assert Asked("GET", "/api/ring", KEYS).status == 401

@@ -15,21 +15,30 @@ from own_server import OwnServer, right, run, server
 from mdi.engine.sequence import Plan
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.completions import COMPLETIONS
-from mdi.serve.endpoint import Endpoint
+from mdi.serve.endpoint import Endpoint, Surface
+from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
+from mdi.serve.responses import RESPONSES
 from tiny_checkpoint import encode
 
-PROMPT = encode("The ring is closed link by link. ") * 8
+WORDS = "The ring is closed link by link. "
+ASKED = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 200}
+PROMPTS: dict[Surface, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": encode(WORDS) * 8, "max_tokens": 200},
+    RESPONSES: {"input": WORDS, "max_output_tokens": 200},
+    MESSAGES: ASKED,
+    TOKEN_COUNTS: ASKED,
+}
 
 
 class Client:
     """One request, whose client may go away."""
 
-    def __init__(self, made: OwnServer, **fields: Any) -> None:
+    def __init__(self, made: OwnServer, surface: Surface = COMPLETIONS, **fields: Any) -> None:
         self.sent: list[MutableMapping[str, Any]] = []
         self._gone = asyncio.Event()
-        self._body: bytes | None = json.dumps({"prompt": PROMPT, "temperature": 0, **fields}).encode()
+        self._body: bytes | None = json.dumps({**PROMPTS[surface], "temperature": 0, **fields}).encode()
         scope = {"type": "http"}
-        self.task = asyncio.create_task(Endpoint(made.api, COMPLETIONS)(scope, self._receive, self._send))
+        self.task = asyncio.create_task(Endpoint(made.api, surface)(scope, self._receive, self._send))
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._body is None:
@@ -97,11 +106,52 @@ def test_in_the_middle_of_its_text(folder: Path, nodes: list[SecondaryNode], is_
     async def scenario() -> None:
         async with server(folder, nodes) as made:
             gate = Gate(made, 20)
-            client = Client(made, max_tokens=200, stream=is_streamed, n=2)
+            client = Client(made, stream=is_streamed, n=2)
             await made.until(gate.is_reached.is_set)
             await client.go()
             await gate.open(made)
             assert 0 < made.engine.n_tokens < 60 and bool(client.sent) == is_streamed
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("surface", [RESPONSES, MESSAGES], ids=["responses", "messages"])
+def test_in_the_middle_of_a_stream_of_events(
+    surface: Surface, folder: Path, nodes: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nothing but signs of life comes."""
+    monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.05)
+
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            gate = Gate(made, 20)
+            client = Client(made, surface, stream=True)
+            await made.until(gate.is_reached.is_set)
+            n_sent = len(client.sent)
+            await made.until(lambda: len(client.sent) > n_sent + 2)
+            await client.go()
+            n_sent = len(client.sent)
+            await gate.open(made)
+            assert 0 < made.engine.n_tokens < 60
+            await asyncio.sleep(0.3)
+            assert len(client.sent) == n_sent and client.sent[-1]["more_body"], "nothing after it has gone"
+
+    run(scenario())
+
+
+def test_tokens_are_counted_in_the_queue(folder: Path, nodes: list[SecondaryNode]) -> None:
+    async def scenario() -> None:
+        async with server(folder, nodes, max_running=1) as made:
+            gate = Gate(made, 5)
+            first = Client(made, stream=True, max_tokens=6)
+            await made.until(gate.is_reached.is_set)
+            going, counting = (Client(made, TOKEN_COUNTS) for _ in range(2))
+            await made.until(lambda: made.api.counts["waiting"] == 2)
+            await going.go()
+            assert made.api.counts["waiting"] == 1 and not going.sent and not counting.sent
+            gate._is_open.set()
+            await asyncio.gather(first.task, counting.task)
+            assert json.loads(counting.sent[1]["body"])["input_tokens"] > 10 and made.engine.n_tokens == 6
 
     run(scenario())
 

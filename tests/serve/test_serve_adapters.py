@@ -18,11 +18,13 @@ from conftest import NANO, Server
 from families import greedy
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import open_source
+from mdi.cli.serve_settings import serve_settings
 from mdi.errors import UsageError
 from mdi.model.plain import ModelConfig
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
+from mdi.spec.options import Options
 from mdi.stages.side import Base, SideShape, write_side
 from mdi_training.side_training import SideModule
 from mdi_training.tuned_tensors import TuningKind, new_tensors
@@ -57,6 +59,18 @@ def test_an_adapter_takes_no_name_of_a_model(folder: Path) -> None:
         Catalog(folder, folder / "one", ["two"])
     with pytest.raises(UsageError, match="there is a model of that name"):
         Catalog(folder, folder / "one", ["one"])
+
+
+def test_an_alias_means_a_model_or_an_adapter(folder: Path) -> None:
+    given = serve_settings(Options(alias=("claude-*=two", "*-mini=sql", "one=three")))
+    catalog = Catalog(folder, folder / "one", ["sql"], given.aliases)
+    asked = ["claude-opus-5", "claude-mini", "gpt-mini", "one", "gpt", "", "Claude-1"]
+    assert [catalog.meant(name) for name in asked] == ["two", "two", "sql", "one", "gpt", "", "Claude-1"]
+    with pytest.raises(UsageError, match="--alias a=four: there is no model four; there are one, sql, three, two"):
+        Catalog(folder, folder / "one", ["sql"], {"a": "four"})
+    for wrong in ("claude", "=one", "claude-*="):
+        with pytest.raises(UsageError, match="expected PATTERN=NAME"):
+            serve_settings(Options(alias=(wrong,)))
 
 
 def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mdi.serve import process as lines
 from mdi.serve.admission import Admission
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
-from mdi.serve.chat import Chat, parse_tools
+from mdi.serve.chat import Chat
 from mdi.serve.completions import Completion, CompletionChoices
 from mdi.serve.endpoint import Answers
 from mdi.serve.engine_client import EngineClient
@@ -44,7 +44,8 @@ from mdi.serve.request import (
     read_fields,
     write_texts,
 )
-from mdi.text.answers.events import End, Text
+from mdi.serve.tools import parse_tools
+from mdi.text.answers.events import End, Reasoning, Text
 from mdi.text.answers.forms import WORDS
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.limited import schema_error
@@ -334,6 +335,31 @@ def test_cached_tokens_of_a_prompt_count_once() -> None:
         usage.count(TextPiece(index, [Text("a")], [1], n_cached=n_cached), 2)
     told = usage_of(usage)
     assert told["prompt_tokens_details"]["cached_tokens"] == 8 and told["completion_tokens"] == 4
+
+
+def test_usage_says_what_was_reasoning_and_how_fast_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("mdi.serve.request.time.monotonic", lambda: now[0])
+    usage = Usage(7, begin_s=now[0])
+    assert usage_of(usage)["pace"] == {}
+    usage.count(TextPiece(0, [], []), 1)
+    assert usage_of(usage)["pace"] == {}, "no token yet"
+    for after_s, tokens, events in (
+        (2.0, [1], [Reasoning("a")]),
+        (0.5, [2, 3], [Reasoning("b")]),
+        (1.5, [4, 5], [Text("c")]),
+    ):
+        now[0] += after_s
+        usage.count(TextPiece(0, events, tokens), 1)
+    told = usage_of(usage)
+    assert told["completion_tokens_details"]["reasoning_tokens"] == 3
+    assert told["pace"] == {"first_token_s": 2.0, "tokens_s": 2.0}
+    at_once = Usage(7, begin_s=now[0])
+    for _ in range(2):
+        at_once.count(TextPiece(0, [Text("c")], [4]), 1)
+    assert usage_of(at_once)["pace"] == {"first_token_s": 0.0}
+    usage.count(TextPiece(0, [Text("c")], [4, 5], n_before=5), 1)
+    assert usage.n_reasoning == 0 and usage.n_completion == 2
 
 
 def choices_of(asked: Completion, *prompts: list[int]) -> CompletionChoices:

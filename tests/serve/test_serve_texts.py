@@ -48,7 +48,9 @@ def chat(client: openai.OpenAI, text: str = "Speak, Romeo.", **fields: Any) -> A
     return client.chat.completions.create(**{"model": MODEL, "messages": messages, "max_tokens": 30, **fields})
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: openai.OpenAI, server: Server) -> None:
+    assert server.ask("GET", "/v1/models?client_version=1.2")[1]["models"] == [], "as Codex asks"
+    assert "models" not in server.ask("GET", "/v1/models")[1]
     listed = client.models.list().data
     assert listed[0].id == MODEL and client.models.retrieve(MODEL).id == MODEL
     assert listed[0].model_extra is not None and listed[0].model_extra["max_model_len"] == 1024
@@ -96,6 +98,22 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, expected:
     chunks = list(chat(client, seed=1, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+
+
+def test_other_apis_say_the_same_text(client: openai.OpenAI, server: Server) -> None:
+    whole = chat(client, seed=1).choices[0].message.content
+    events = list(client.responses.create(
+        model=MODEL, input="Speak, Romeo.", max_output_tokens=30, stream=True, extra_body={"seed": 1}
+    ))  # fmt: skip
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole
+    assert events[-1].response.output_text == whole and events[-1].type in ("response.incomplete", "response.completed")
+    asked = {"model": MODEL, "max_tokens": 30, "seed": 1, "messages": [{"role": "user", "content": "Speak, Romeo."}]}
+    status, told = server.ask("POST", "/v1/messages", asked, {"authorization": "", "x-api-key": KEYS[1]})
+    assert status == 200 and told["content"] == [{"type": "text", "text": whole}]
+    n_tokens = told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"]
+    assert server.ask("POST", "/v1/messages/count_tokens", asked) == (200, {"input_tokens": n_tokens})
+    _, again = server.ask("POST", "/v1/messages", {**asked, "stop_sequences": [whole[5:8]]})
+    assert again["stop_sequence"] == whole[5:8] and again["content"][0]["text"] == whole[: whole.index(whole[5:8])]
 
 
 def test_the_best_texts_are_those_of_the_command(client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:

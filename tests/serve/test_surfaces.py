@@ -16,8 +16,11 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import CHATS, Chat
 from mdi.serve.conversation import Conversation, Turn
 from mdi.serve.endpoint import Answers, Endpoint, Exchange, Surface
+from mdi.serve.messages import MESSAGES, MessageRequest
 from mdi.serve.models import LoadedModel
-from mdi.serve.request import Opened, RequestFields, common_fields
+from mdi.serve.request import Opened, RequestFields, TextPiece, Usage, common_fields
+from mdi.serve.responses import RESPONSES, ResponseRequest
+from mdi.text.answers.events import End, Reasoning, Text
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, engine_that_says, model_of, write_texts
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -35,13 +38,14 @@ class Question:
 
 
 async def write(asked: Question, answers: Answers, exchange: Exchange) -> None:
+    exchange.failure = lambda e: f"wrong: {e}".encode()
     async for piece in answers.pieces():
         for event in piece.events:
             await exchange.push(json.dumps([type(event).__name__, *event]).encode() + b"\n")
     await exchange.end(json.dumps(answers.usage.n_completion).encode())
 
 
-LINES = Surface(Question, write, lambda e: {"wrong": str(e)}, lambda e: f"wrong: {e}".encode(), "text/lines")
+LINES = Surface(Question, write, lambda e: {"wrong": str(e)}, "text/lines")
 
 
 def asked(folder: Path, surface: Surface, body: Any, written: str, reason: str) -> tuple[list[Any], bytes]:
@@ -77,6 +81,15 @@ def asked(folder: Path, surface: Surface, body: Any, written: str, reason: str) 
     return begins, b"".join(one.get("body", b"") for one in sent)
 
 
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    """Server-sent events, each named as its data says."""
+    parts = [part.decode().split("\n") for part in data.split(b"\n\n")]
+    assert parts.pop() == [""]
+    events = [json.loads(second.removeprefix("data: ")) for _, second in parts]
+    assert [first for first, _ in parts] == [f"event: {event['type']}" for event in events]
+    return events
+
+
 def test_events_come_in_their_order(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "texts")
     begins, data = asked(folder, LINES, {"ask": "Where?"}, f"{ANALYSIS}Hm{NEXT}{FINAL}Yes<|return|>", "eos")
@@ -84,8 +97,8 @@ def test_events_come_in_their_order(tmp_path: Path) -> None:
     *lines, usage = data.splitlines()
     events = [json.loads(line) for line in lines]
     kinds = [kind for kind, *_ in events]
-    assert list(dict.fromkeys(kinds)) == ["Reasoning", "Text", "End"] and events[-1] == ["End", "stop"]
-    assert "".join(text for kind, text in events if kind == "Text") == "Yes" and int(usage) > 5
+    assert list(dict.fromkeys(kinds)) == ["Reasoning", "Text", "End"] and events[-1] == ["End", "stop", ""]
+    assert "".join(text for kind, text, *_ in events if kind == "Text") == "Yes" and int(usage) > 5
 
 
 def test_errors_are_in_its_form(tmp_path: Path) -> None:
@@ -113,3 +126,59 @@ def test_a_call_ends_a_chat_as_a_call_only_if_it_was_not_cut_off(reason: str, tm
     (choice,) = json.loads(data)["choices"]
     assert choice["finish_reason"] == ("tool_calls" if reason == "eos" else "length")
     assert Chat(body).n_texts == 1 and choice["message"]["tool_calls"]
+
+
+def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.3)
+    sent: list[bytes] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http"}, cast(Any, None), send)
+        await exchange.push(b"first")
+        async with exchange.kept_alive(lambda: b"alive"):
+            for _ in range(20):  # one that says something gets none
+                await asyncio.sleep(0.01)
+                await exchange.push(b"word")
+            assert b"alive" not in sent
+            while sent.count(b"alive") < 3:
+                await asyncio.sleep(0.01)
+        n_sent = len(sent)
+        await asyncio.sleep(0.5)
+        assert len(sent) == n_sent, "not behind the end"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize(("surface", "kind"), [(MESSAGES, MessageRequest), (RESPONSES, ResponseRequest)])
+def test_what_is_taken_back_is_not_in_a_whole_answer_and_what_was_cached_is_told(
+    surface: Surface, kind: type[Any]
+) -> None:
+    pieces = [
+        TextPiece(0, [Reasoning("wrong"), Text("wrong")], [1, 2]),
+        TextPiece(0, [Text("right")], [3], n_before=2),
+        TextPiece(0, [Text(" here"), End("stop")], [4]),
+    ]
+    sent: list[bytes] = []
+
+    async def given() -> AsyncIterator[TextPiece]:
+        for piece in pieces:
+            yield piece
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    answers = SimpleNamespace(model=SimpleNamespace(asked_name="m"), usage=Usage(7, cached={0: 5}), pieces=given)
+    user = [{"role": "user", "content": "a"}]
+    body = kind({"messages": user, "input": user, "max_tokens": 9})
+    asyncio.run(surface.write(body, cast(Any, answers), Exchange({"type": "http"}, cast(Any, None), send)))
+    told = json.loads(b"".join(sent))
+    (block,) = told["content"] if surface is MESSAGES else told["output"][0]["content"]
+    assert block["text"] == "right here"
+    usage = told["usage"]
+    if surface is MESSAGES:  # which counts what was cached apart
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (2, 5)
+    else:
+        assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (7, 5)

@@ -43,7 +43,7 @@ COMMANDS = {
     "demo": ("mdi.cli.demo", "see a ring of three nodes write, on this machine, with a small model that is included"),
     "sample": ("mdi.cli.sample", "generate text on this machine alone"),
     "chat": ("mdi.cli.chat", "chat with a model, on this machine or over a ring"),
-    "serve": ("mdi.cli.serve", "serve models to programs and people, with OpenAI's API"),
+    "serve": ("mdi.cli.serve", "serve models to programs and people, with OpenAI's and Anthropic's APIs"),
     "pull": ("mdi.cli.pull", "download a model and make it ready"),
     "list": ("mdi.cli.list_models", "list the models that are ready"),
     "rm": ("mdi.cli.rm", "remove a model from the disk"),

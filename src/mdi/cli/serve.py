@@ -1,4 +1,4 @@
-"""Serve models to programs and people: OpenAI's API over a ring of nodes, for many texts at once.
+"""Serve models to programs and people: OpenAI's and Anthropic's APIs over a ring of nodes, for many texts at once.
 
 examples:
   serve.py --ckpt checkpoints/org/model                                   on this machine alone
@@ -7,9 +7,9 @@ examples:
   serve.py --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
       over the nodes of that file, for everybody in the network with a key
 
-Programs that use OpenAI's API need http://127.0.0.1:8000/v1 as their base URL. Without --sequence-length, a text may have up
-to 8,192 tokens, or as many as the model allows. Ctrl-C or SIGTERM ends the server when the texts under way are finished, or
-after 15 seconds.
+Programs that use OpenAI's API need http://127.0.0.1:8000/v1 as their base URL, those that use Anthropic's need
+http://127.0.0.1:8000. Without --sequence-length, a text may have up to 8,192 tokens, or as many as the model allows. Ctrl-C or
+SIGTERM ends the server when the texts under way are finished, or after 15 seconds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, ca
     from mdi.serve.process import ApiProcess
 
     adapters = [one.name for one in adapter_names(options.named_adapters)]
-    catalog = Catalog(models, ckpt, adapters)
+    catalog = Catalog(models, ckpt, adapters, settings.aliases)
     api = ApiProcess(settings, models, ckpt, adapters)
     try:
         logger.info("loading %s; %s answers then", ckpt.name, api.url)

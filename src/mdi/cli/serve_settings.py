@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import ssl
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,8 +43,19 @@ def serve_settings(options: Options) -> ServeSettings:
         origins=options.allow_origin,
         max_running=options.max_running,
         max_waiting=options.queue,
+        aliases=_aliases(options.alias),
         keep_alive_s=options.keep_alive,
     )
+
+
+def _aliases(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for one in given:
+        pattern, _, name = one.partition("=")
+        if not pattern or not name:
+            raise UsageError(f"--alias {one}: expected PATTERN=NAME, such as 'claude-*=org/model'")
+        found[pattern] = name
+    return found
 
 
 def _keys(options: Options) -> tuple[ApiKey, ...]:

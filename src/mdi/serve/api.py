@@ -39,14 +39,17 @@ from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
 from mdi.serve.chat import CHATS
 from mdi.serve.completions import COMPLETIONS
-from mdi.serve.endpoint import Endpoint
+from mdi.serve.endpoint import Endpoint, Surface
 from mdi.serve.engine_client import EngineClient
+from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
 from mdi.serve.operate import is_from_here
 from mdi.serve.process import DRAIN_S, ApiKey, ServeSettings, digest_of
+from mdi.serve.responses import RESPONSES
 from mdi.terminal import TIMED, VARIABLE, formatter
 
-# Without a key: the page itself, which asks for one, and whether the server is alive.
-OPEN_PATHS = ("/", "/health", "/favicon.ico", "/static/")
+# Without a key: the page itself, which asks for one, and whether the server is alive, also as agents ask it.
+HELLO = "/api/hello"
+OPEN_PATHS = ("/", "/health", "/favicon.ico", "/static/", HELLO)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -75,7 +78,7 @@ class Guard:
                 key.role == "operator" if key is not None else not self._keys and is_from_here(scope)
             )
         except ApiError as e:
-            await JSONResponse(e.body, e.status, e.headers)(scope, receive, send)
+            await _answer(scope["path"], e)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -98,14 +101,15 @@ class Guard:
         if not self._keys:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = digest_of(given.strip()) if scheme.lower() == "bearer" else ""
+        digests = [digest_of(headers.get("x-api-key", "").strip())]
+        digests += [digest_of(given.strip())] if scheme.lower() == "bearer" else []
         found = None
         for key in self._keys:  # all of them, so that the time tells nothing
-            if hmac.compare_digest(key.digest, digest):
+            if any([hmac.compare_digest(key.digest, digest) for digest in digests]):
                 found = key
         if found is None and not _is_open(path):
             raise ApiError(
-                401, "give your API key: Authorization: Bearer KEY", "invalid_api_key",
+                401, "give your API key: Authorization: Bearer KEY, or x-api-key: KEY", "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         return found
@@ -124,21 +128,20 @@ def is_own_page(headers: Headers) -> bool:
         return False
 
 
-# What programs ask for, with its method; the page and its questions are not among them.
-PATHS = {
-    "/v1/models": "GET",
-    "/v1/completions": "POST",
-    "/v1/chat/completions": "POST",
-    "/health": "GET",
-    "/metrics": "GET",
+SURFACES: dict[str, Surface] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHATS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": TOKEN_COUNTS,
 }
+# What programs ask for, with its method; the page and its questions are not among them.
+PATHS = {"/v1/models": "GET", **dict.fromkeys(SURFACES, "POST"), "/health": "GET", "/metrics": "GET"}
 # Of other servers' APIs: what has the same purpose here.
 ALIKE = {
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
     "/api/tags": "/v1/models",
-    "/v1/messages": "/v1/chat/completions",
-    "/v1/responses": "/v1/chat/completions",
 }
 
 
@@ -148,15 +151,15 @@ def make_app(api: ApiState) -> Starlette:
     routes: list[BaseRoute] = [
         Route("/v1/models", _Models(api).list, methods=["GET"]),
         Route("/v1/models/{name:path}", _Models(api).one, methods=["GET"]),
-        Route("/v1/completions", Endpoint(api, COMPLETIONS), methods=["POST"]),
-        Route("/v1/chat/completions", Endpoint(api, CHATS), methods=["POST"]),
+        *(Route(path, Endpoint(api, surface), methods=["POST"]) for path, surface in SURFACES.items()),
         Route("/health", _Models(api).health, methods=["GET"]),
+        Route(HELLO, lambda request: Response(), methods=["GET"]),
         *page.routes(api),
         *operate.routes(api, operator),
     ]
     cors = Middleware(
         CORSMiddleware, allow_origins=api.settings.origins, allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type"],
+        allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
     )  # fmt: skip
     app = Starlette(
         routes=routes,
@@ -175,10 +178,14 @@ class _Models:
 
     async def list(self, request: Request) -> Response:
         self._check()
-        return JSONResponse({"object": "list", "data": [self._entry(n) for n in self._api.catalog.names()]})
+        # Codex reads a list of its own form, of which it has its own defaults, and reports an error without it.
+        more: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
+        names = self._api.catalog.names()
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # as Anthropic's API has them
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in names], **pages, **more})
 
     async def one(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name = self._api.catalog.meant(request.path_params["name"])
         if not name:
             raise HTTPException(404)
         self._check()
@@ -204,6 +211,7 @@ class _Models:
         model = api.catalog.model_of(name)
         is_loaded = api.engine.state.is_serving(model)
         made = {"id": name, "object": "model", "created": int(api.begin), "owned_by": "mdi-llm"}
+        made |= {"type": "model", "display_name": name, "created_at": api.begin_date}  # as Anthropic's API has them
         # As vLLM names it; only a loaded model's is known: it depends on --sequence-length.
         facts = api.engine.state.models[model] if is_loaded else None
         context = facts and facts["context"] - facts["n_virtual"].get(name, 0)
@@ -214,20 +222,26 @@ class _Models:
         return {**made, "is_loaded": is_loaded, "max_model_len": context, "weights": weights, "sampling": drawing}
 
 
+def _answer(path: str, error: ApiError) -> Response:
+    """An error in the form of the path's API."""
+    surface = SURFACES.get(path)
+    return JSONResponse(error.body if surface is None else surface.error(error), error.status, error.headers)
+
+
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+    return _answer(request.url.path, error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such path, or not with this method."""
     asked = f"{request.method} {request.url.path[:200]}"
     if error.status_code != 404:
-        own = ApiError(error.status_code, f"{asked}: {error.detail}", "invalid_request")
-        return JSONResponse(own.body, own.status, error.headers)
+        own = ApiError(error.status_code, f"{asked}: {error.detail}", "invalid_request", headers=error.headers)
+        return _answer(request.url.path, own)
     there = [f"{method} {path}" for path, method in PATHS.items()]
     near = nearest(request.url.path)
     hint = "" if near is None else f"did you mean {PATHS[near]} {near}? "
-    message = f"{asked}: there is no such path; {hint}This server has OpenAI's API: {', '.join(there)}"
+    message = f"{asked}: there is no such path; {hint}This server has: {', '.join(there)}"
     return JSONResponse(ApiError(404, message, "not_found", details={"paths": there}).body, 404, error.headers)
 
 
@@ -293,7 +307,7 @@ def main() -> None:
     set_up_logging(os.environ.get(VARIABLE, TIMED))
     allow_many_connections()
     settings = msgspec.convert(values["settings"], ServeSettings)
-    catalog = Catalog(Path(values["home"]), Path(values["first"]), values["adapters"])
+    catalog = Catalog(Path(values["home"]), Path(values["first"]), values["adapters"], settings.aliases)
     listener, engine = (socket.socket(fileno=number) for number in (values["listener"], values["engine"]))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(settings, catalog, listener, engine))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from mdi.errors import MdiError
+
+logger = logging.getLogger("mdi")
 
 # status -> what OpenAI calls such errors
 TYPES = {
@@ -63,3 +67,13 @@ def checked_text(name: str, text: str) -> str:
     except UnicodeEncodeError:
         raise invalid(name, "not valid Unicode: half of a surrogate pair") from None
     return text
+
+
+def tell_ignored(what: str, kinds: Iterable[str]) -> None:
+    """Log once what requests have that is left out."""
+    _tell(what, tuple(sorted({repr(kind[:40])[1:-1] for kind in kinds})[:8]))
+
+
+@lru_cache(maxsize=256)
+def _tell(what: str, kinds: tuple[str, ...]) -> None:
+    logger.warning("%s of these kinds are left out: %s", what, ", ".join(kinds))

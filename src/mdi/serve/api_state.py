@@ -47,6 +47,11 @@ class ApiState:
         self.begin = time.time()
         self.is_draining = False
 
+    @property
+    def begin_date(self) -> str:
+        """When the server began, in UTC."""
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.begin))
+
     def queue(self, model: str) -> Admission:
         """Where texts of a model wait for their turn: a model that has no memory left holds no other one up."""
         if model not in self.queues:

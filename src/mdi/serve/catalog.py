@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mdi.checkpoint.folder import is_usable
@@ -18,21 +19,33 @@ class Catalog:
     home: the store.
     first: the folder that the server was started with; it may be elsewhere.
     adapters: names of the first model with an adapter.
+    aliases: for patterns of names that requests may have (claude-*), the names here that are meant.
 
     Raises:
-        UsageError: an adapter has the name of a model.
+        UsageError: an adapter has the name of a model, or an alias means none.
     """
 
-    def __init__(self, home: Path, first: Path, adapters: Sequence[str] = ()) -> None:
+    def __init__(self, home: Path, first: Path, adapters: Sequence[str] = (), aliases: Mapping[str, str] = {}) -> None:
         self.home = home
         self._first = first
         self._found: dict[str, Path] = {}
         self._looked = -LOOK_S
         self.adapters = tuple(adapters)
+        self._aliases = dict(aliases)
         self.first_name = next((n for n, path in self._look().items() if _is_same(path, first)), first.absolute().name)
 
         if taken := sorted({*self._look(), self.first_name}.intersection(self.adapters)):
             raise UsageError(f"--adapter {taken[0]}: there is a model of that name")
+        for pattern, name in self._aliases.items():
+            if name not in self.names():
+                raise UsageError(
+                    f"--alias {pattern}={name}: there is no model {name}; there are {', '.join(self.names())}"
+                )
+
+    def meant(self, asked: str) -> str:
+        """The name here for one that a request has; itself if there is none."""
+        found = next((name for pattern, name in self._aliases.items() if fnmatchcase(asked[:200], pattern)), "")
+        return found if found and asked and asked not in self.names() else asked
 
     def model_of(self, name: str) -> str:
         """The model that is loaded for a name: an adapter's is the first."""

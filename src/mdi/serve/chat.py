@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from mdi.serve.api_errors import invalid
-from mdi.serve.conversation import Conversation, ToolUse, Turn
+from mdi.serve.conversation import (
+    MOST_MESSAGES,
+    ChatRequest,
+    Conversation,
+    Effort,
+    Turn,
+    effort_values,
+    new_call_id,
+    text_of,
+)
 from mdi.serve.endpoint import Answers
-from mdi.serve.models import LoadedModel
 from mdi.serve.openai import Choices, surface
 from mdi.serve.request import (
-    Opened,
     RequestFields,
     TextPiece,
     TopLogprobs,
@@ -24,13 +28,11 @@ from mdi.serve.request import (
     common_fields,
     read_fields,
 )
+from mdi.serve.tools import parse_tools
 from mdi.text.answers.events import Call, Reasoning
 
-MOST_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-_ID_LETTERS = string.ascii_letters + string.digits
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MOST_MESSAGES = 4096
+PARTS = {"text": "text", "refusal": "refusal"}  # the second is what the assistant said instead
 
 
 class ChatFields(RequestFields, kw_only=True):
@@ -41,11 +43,11 @@ class ChatFields(RequestFields, kw_only=True):
     function_call: Any = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class Chat:
+class Chat(ChatRequest):
     """A request, read from its body."""
 
     def __init__(self, body: Any) -> None:
@@ -56,57 +58,10 @@ class Chat:
         tools = parse_tools(fields.tools, fields.tool_choice)
         self.fields = replace(common, grammar=tools.grammar or common.grammar)
         self.n_texts = common.n
-        effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
-        turns = _turns(fields.messages)
-        self.conversation = Conversation(turns, tools, {**effort, **fields.chat_template_kwargs})
+        values = {**effort_values(fields.reasoning_effort), **fields.chat_template_kwargs}
+        self.conversation = Conversation(_turns(fields.messages), tools, values)
         if fields.functions or fields.function_call not in (None, "none", "auto"):
             raise invalid("functions", "this old form is not supported: give tools and tool_choice")
-
-    async def opened(self, model: LoadedModel) -> Opened:
-        return await self.conversation.opened(model, self.fields)
-
-
-def parse_tools(given: Any, choice: Any) -> ToolUse:
-    """The fields `tools` and `tool_choice`. Raises ApiError."""
-    if given is None:
-        given = []
-    if not isinstance(given, list) or len(given) > MOST_TOOLS:
-        raise invalid("tools", f"expected a list of at most {MOST_TOOLS}")
-    names = []
-    for tool in given:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            raise invalid("tools", 'expected objects {"type": "function", "function": {...}}')
-        name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise invalid("tools", "a function's name has 1 to 64 letters, digits, dots, dashes and underscores")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise invalid("tools", f"the parameters of {name} are no JSON schema")
-        names.append(name)
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _allowed_tools(given, names, choice.get("allowed_tools"))
-    if choice in (None, "auto"):
-        return ToolUse(tuple(given))
-    if choice == "none":
-        return ToolUse()
-    if choice == "required" and names:
-        return ToolUse(tuple(given), tuple(names))
-    function = choice.get("function") if isinstance(choice, dict) else None
-    wanted = function.get("name") if isinstance(function, dict) else None
-    if wanted in names:
-        return ToolUse(tuple(given), (str(wanted),))
-    raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
-
-
-def _allowed_tools(tools: list[dict[str, Any]], names: list[str], allowed: Any) -> ToolUse:
-    """Of a `tool_choice` {"type": "allowed_tools", "allowed_tools": {"mode": auto or required, "tools": some of the tools}}."""
-    mode, given = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
-    functions = [one.get("function") for one in given if isinstance(one, dict)] if isinstance(given, list) else []
-    wanted = [function.get("name") for function in functions if isinstance(function, dict)]
-    if mode not in ("auto", "required") or not wanted or any(name not in names for name in wanted):
-        raise invalid("tool_choice", "allowed_tools needs a mode, auto or required, and some of the tools")
-    kept = [tool for tool in tools if tool["function"]["name"] in wanted]
-    return parse_tools(kept, mode)
 
 
 def _turns(given: Any) -> list[Turn]:
@@ -122,29 +77,12 @@ def _turns(given: Any) -> list[Turn]:
         others = {key: value for key, value in message.items() if value is not None}
         role, content, calls = others.pop("role"), others.pop("content", None), others.pop("tool_calls", [])
         reasoning = [others.pop(key, "") for key in ("reasoning_content", "reasoning")]
-        text = None if content is None and calls else _content(where, content)
+        text = None if content is None and calls else text_of(where, content, PARTS)
         if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise invalid(where, "tool_calls must be a list of objects")
         said = next((one for one in reasoning if isinstance(one, str) and one), "")
         turns.append(Turn(role, text, calls, checked_text(where, said), others))
     return turns
-
-
-def _content(where: str, given: Any) -> str:
-    """A text, or parts that are texts."""
-    if given is None:
-        return ""
-    if isinstance(given, str):
-        return checked_text(where, given)
-    if not isinstance(given, list):
-        raise invalid(where, "the content must be a text, or a list of parts")
-    parts = []
-    for part in given:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):  # what the assistant said instead
-            raise invalid(where, "this server reads parts of type text and refusal only")
-        parts.append(checked_text(where, part[kind]))
-    return "".join(parts)
 
 
 @dataclass
@@ -204,11 +142,7 @@ class ChatChoices(Choices):
 
 
 def _call(call: Call) -> dict[str, Any]:
-    """As OpenAI writes it, but with an id that Mistral's templates take back, too: nine letters and digits."""
-    return {
-        "id": "".join(secrets.choice(_ID_LETTERS) for _ in range(9)), "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }  # fmt: skip
+    return {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _chunk(

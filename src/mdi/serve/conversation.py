@@ -2,65 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import base64
+import hashlib
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from mdi.errors import CheckpointError, Code, UsageError
-from mdi.serve.api_errors import ApiError
+from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields, Opened, check_prompt, checked_text, encoded
+from mdi.serve.tools import ToolUse
 from mdi.text.answers.calls import written_call
 from mdi.text.answers.forms import WORDS, Form, form_of
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.answers.think import END_OF_THINK, THINK
 from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 
-# Beside these words, a schema's `properties` are not all that an object may have.
-_JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
-_OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
-_VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
-
-INSTRUCTIONS = """\
-You can call these functions:
-{tools}
-To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments": <object>}}"""
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Tools that a chat may call.
-
-    Attributes:
-        tools: as the request has them; () are none.
-        forced: names of which one must be called; () leaves that to the model.
-    """
-
-    tools: tuple[dict[str, Any], ...] = ()
-    forced: tuple[str, ...] = ()
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The form of an answer that is a call."""
-        if not self.forced:
-            return None
-        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
-        calls = []
-        for number, function in enumerate(functions):
-            place = "#/properties/arguments" if len(functions) == 1 else f"#/anyOf/{number}/properties/arguments"
-            arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
-            properties = {"name": {"const": function["name"]}, "arguments": _moved(arguments, place)}
-            required = ["name", "arguments"]
-            calls.append(
-                {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-            )
-        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-
-    @property
-    def instructions(self) -> str:
-        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+MOST_MESSAGES = 4096
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_SEAL = "mdi_"
+_ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -94,11 +59,13 @@ class Conversation:
 
     Attributes:
         values: further ones for the template, such as `enable_thinking`.
+        param: the field of the request that has the turns.
     """
 
     turns: Sequence[Turn]
     tools: ToolUse = ToolUse()
     values: Mapping[str, Any] = field(default_factory=dict)
+    param: str = "messages"
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -115,8 +82,8 @@ class Conversation:
         if has_grammar:
             text += END_OF_THINK if begins_in_reasoning else form.quiet
         encode = model.codec.encode if form.is_plain else model.tokenizer.encode_rendered
-        prompt = await encoded(model, text, encode, "messages")
-        check_prompt(model, prompt, "messages")
+        prompt = await encoded(model, text, encode, self.param)
+        check_prompt(model, prompt, self.param)
         stop = (*fields.stop, *(PLAIN_STOPS if form.is_plain and not has_grammar else ()))
         answer = partial(
             AnswerStream, model.codec, WORDS if has_grammar else form, stop, tools, begins_in_reasoning,
@@ -131,25 +98,36 @@ class Conversation:
             in_words = _in_words(messages, instructions)
             messages = _with_instructions(messages, instructions) if instructions else messages
         values = {"enable_thinking": False, **self.values} if form.thinks and has_grammar else self.values
-        return await _rendered(template, form.messages(messages), in_words, form.tools(self.tools.tools), values)
+        return await self._rendered(template, form.messages(messages), in_words, form.tools(self.tools.tools), values)
+
+    async def _rendered(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], in_words: list[dict[str, Any]] | None,
+        tools: Sequence[Any], values: Mapping[str, Any],
+    ) -> str:  # fmt: skip
+        """The chat in the model's template, in its other form if that refuses the first one. Raises ApiError."""
+        try:
+            return checked_text(self.param, await template.render(messages, tools, values))
+        except CheckpointError as e:
+            raise ApiError(500, str(e), e.code) from None
+        except UsageError as e:
+            if e.code is Code.TEMPLATE and in_words is not None:
+                return await self._rendered(template, in_words, None, tools, values)
+            if e.code is Code.REMOVED:
+                raise ApiError(503, str(e), "engine_ended") from None
+            code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
+            raise ApiError(400, f"{self.param}: {e}", code, self.param) from None
 
 
-async def _rendered(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], in_words: list[dict[str, Any]] | None, tools: Sequence[Any],
-    values: Mapping[str, Any],
-) -> str:  # fmt: skip
-    """The chat in the model's template, in its other form if that refuses the first one. Raises ApiError."""
-    try:
-        return checked_text("messages", await template.render(messages, tools, values))
-    except CheckpointError as e:
-        raise ApiError(500, str(e), e.code) from None
-    except UsageError as e:
-        if e.code is Code.TEMPLATE and in_words is not None:
-            return await _rendered(template, in_words, None, tools, values)
-        if e.code is Code.REMOVED:
-            raise ApiError(503, str(e), "engine_ended") from None
-        code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
-        raise ApiError(400, f"messages: {e}", code, "messages") from None
+class ChatRequest:
+    """A request for the answer to a conversation."""
+
+    fields: CommonFields
+    conversation: Conversation
+    n_texts = 1
+
+    async def opened(self, model: LoadedModel) -> Opened:
+        """Raises ApiError: the template refuses it, or the model cannot continue it."""
+        return await self.conversation.opened(model, self.fields)
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
@@ -180,38 +158,77 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
     return turns
 
 
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have the keys of `properties` only, unless it says so: a weak model invents others for ever."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        word: {name: _closed(one) for name, one in value.items()}
-        if word in _OF_NAMES and isinstance(value, dict)
-        else _closed(value)
-        if word in ("items", "prefixItems", "additionalProperties")
-        else value
-        for word, value in schema.items()
-    }
-    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
-        closed.setdefault("additionalProperties", False)
-    return closed
+def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
+    """A text, or parts that are texts; "" for none. Raises ApiError.
+
+    Args:
+        kinds: types of parts, and for each the name of the field with its text.
+        between: what stands between two parts.
+    """
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        return checked_text(where, given)
+    if not isinstance(given, list):
+        raise invalid(where, "the content must be a text, or a list of parts")
+    parts = []
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
+        if not isinstance(text, str):
+            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only")
+        parts.append(checked_text(where, text))
+    return between.join(parts)
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that now stands at this place of another one: its references mean the same parts of it as before."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        word: place + value[1:]
-        if word == "$ref" and isinstance(value, str) and value.startswith("#")
-        else {name: _moved(one, place) for name, one in value.items()}
-        if word in _OF_NAMES and isinstance(value, dict)
-        else value
-        if word in _VALUES
-        else _moved(value, place)
-        for word, value in schema.items()
-    }
+def word_of(where: str, item: Mapping[str, Any], key: str) -> str:
+    """A field that is a text. Raises ApiError."""
+    if not isinstance(item.get(key), str):
+        raise invalid(where, f"{key} must be a text")
+    return checked_text(where, item[key])
+
+
+def new_call_id() -> str:
+    """Of a call of a tool; one that Mistral's templates take back, too: nine letters and digits."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+def effort_values(effort: str | None) -> dict[str, Any]:
+    """Values for the template that say how much is to be thought."""
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+def with_one_system(param: str, turns: Sequence[Turn], before: str = "") -> list[Turn]:
+    """Turns with all that system and developers say as the first one, `before` at its beginning: many templates refuse it
+    elsewhere. Raises ApiError if there are too many, or none.
+    """
+    said = [turn.content for turn in turns if turn.role in ("system", "developer")]
+    system = "\n\n".join(filter(None, [before, *said]))
+    found = [turn for turn in turns if turn.role not in ("system", "developer")]
+    if not 0 < len(found) + bool(system) <= MOST_MESSAGES:
+        raise invalid(param, f"expected 1 to {MOST_MESSAGES} messages")
+    return [Turn("system", system), *found] if system else found
+
+
+def signature_of(reasoning: str) -> str:
+    """A text that says nothing to clients, with which they give reasoning back. Anybody may say what a model has thought, so it
+    needs no secret: it tells what models here wrote from what those of other services did.
+    """
+    return _SEAL + hashlib.sha256(f"{_SEAL}reasoning {reasoning}".encode()).hexdigest()
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning for clients that give back only what they cannot read."""
+    return f"{signature_of(reasoning)}.{base64.b64encode(reasoning.encode()).decode()}"
+
+
+def unsealed(where: str, given: Any) -> str:
+    """The reasoning. Raises ApiError if it was not sealed here."""
+    signature, _, data = given.partition(".") if isinstance(given, str) else ("", "", "")
+    try:
+        reasoning = base64.b64decode(data, validate=True).decode()
+    except ValueError:
+        reasoning = ""
+    if signature != signature_of(reasoning):
+        raise ApiError(400, f"{where}: this server did not write this reasoning", "invalid_encrypted_content", where)
+    return reasoning

@@ -7,7 +7,9 @@ import contextlib
 import json
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.responses import Response
@@ -23,6 +25,7 @@ EVENTS = "text/event-stream; charset=utf-8"
 BODY_LIMIT_BYTES = 16 << 20
 MOST_DROPPED_BYTES = 16 * BODY_LIMIT_BYTES
 BODY_S = 30.0
+SIGN_S = 10.0  # clients and proxies give a stream up that says nothing for longer
 LARGE_BYTES = 1 << 16
 MOST_LISTS = 1 << 16  # and objects of a body; 4,096 messages have some 12,000
 MOST_VALUES = 1 << 20  # such as token ids
@@ -37,13 +40,19 @@ class Exchange:
 
     Args:
         media_type: of an answer that is streamed.
+
+    Attributes:
+        failure: the end of a stream that is an error; who streams sets it before the first part.
     """
+
+    failure: Callable[[ApiError], bytes]
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, media_type: str = EVENTS) -> None:
         self.scope = scope
         self._media_type = media_type
         self._receive = receive
         self._send = send
+        self._last_s = 0.0  # when a part of the stream was sent last
         self.is_streaming = False
 
     @property
@@ -113,6 +122,29 @@ class Exchange:
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": raw})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._last_s = time.monotonic()
+
+    @asynccontextmanager
+    async def kept_alive(self, sign: Callable[[], bytes]) -> AsyncIterator[None]:
+        """Behind the first part of a stream: push a sign of life whenever there was nothing else for SIGN_S, as while a prompt
+        is computed, or a call is written, which comes as a whole.
+        """
+        if not self.is_streaming:
+            yield
+            return
+
+        async def keep() -> None:
+            while True:
+                await asyncio.sleep(self._last_s + SIGN_S - time.monotonic())
+                if time.monotonic() - self._last_s >= SIGN_S:
+                    await asyncio.shield(self.push(sign()))  # who counts what it sends has counted this one
+
+        keeping = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
 
     async def end(self, data: bytes = b"") -> None:
         """The end of a stream."""
@@ -202,15 +234,13 @@ class Surface(NamedTuple):
     Attributes:
         read: makes what is asked of a body. Raises ApiError.
         write: writes what `read` made of it and the answers to the client, streamed or not.
-        error: the body of an answer that is an error.
-        failure: the end of a stream that is one.
+        error: the body of an answer that is an error, also where the path was not let through to `read`.
         media_type: of a stream.
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Answers, Exchange], Awaitable[None]]
     error: Callable[[ApiError], Mapping[str, Any]]
-    failure: Callable[[ApiError], bytes]
     media_type: str = EVENTS
 
     async def answer(self, asked: Asked, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
@@ -246,7 +276,7 @@ class Endpoint:
         """Report an error to the client, in a form that fits the part of the answer that it has."""
         with contextlib.suppress(OSError):
             if exchange.is_streaming:
-                await exchange.end(self._surface.failure(error))
+                await exchange.end(exchange.failure(error))
             else:
                 close = {"connection": "close"} if error.status in (408, 413) else {}
                 await exchange.answer(self._surface.error(error), error.status, {**error.headers, **close})

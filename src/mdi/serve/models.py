@@ -120,7 +120,8 @@ class Models:
         Raises:
             ApiError: there is none of that name, or it is not loaded in time.
         """
-        asked, name = name, self._catalog.model_of(name or self.latest)
+        asked = self._catalog.meant(name)
+        name = self._catalog.model_of(asked or self.latest)
         deadline, was_tried = time.monotonic() + LOAD_WAIT_S, False
         while (loaded := self._serving(name)) is None:
             self._check(name)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class ServeSettings:
         origins: of foreign web pages that may use the API; () is none.
         max_running: most texts at the same time; others wait.
         max_waiting: texts that wait at most; more are refused.
+        aliases: names of models for patterns of names that requests may have.
         keep_alive_s: a model that was not used for so long is unloaded; None: never.
     """
 
@@ -66,6 +67,7 @@ class ServeSettings:
     origins: tuple[str, ...] = ()
     max_running: int = 256
     max_waiting: int = 512
+    aliases: Mapping[str, str] = field(default_factory=dict)
     keep_alive_s: float | None = None
 
 

@@ -27,7 +27,7 @@ from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
-from mdi.text.answers.events import End, Event, Text
+from mdi.text.answers.events import End, Event, Reasoning, Text
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.texts import TextCodec
 
@@ -37,7 +37,8 @@ LONGEST_STOP = 4096  # characters; each new token is compared with the beginning
 MOST_TOP_LOGPROBS = 20
 LEAST_TOP_P = 1e-9  # for 0: the best token alone
 ALIKE = 0.85  # of two names; with it, no field that other servers have is taken for one of this server's ...
-OF_OTHERS = ("mode", "models", "repetition_penalty_range")  # ... but these
+OF_OTHERS = ("mode", "models", "repetition_penalty_range", "speed")  # ... but these
+LEAST_PACE_S = 0.1  # tokens come from the engine process in bursts: a shorter time says nothing
 MOST_COMPARED = 64  # unknown fields; with thousands of them, other requests would wait
 _PATH = re.compile(r" - at `\$\.([^`\[]+)[^`]*`$")
 
@@ -66,28 +67,33 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] = {}
 
 
-class RequestFields(SamplingFields, kw_only=True):
-    """Fields that completions and chats have in common, with OpenAI's defaults; null is a field that is not there."""
+class TextFields(SamplingFields, kw_only=True):
+    """Fields of all surfaces; null is a field that is not there."""
 
     model: str = ""
+    seed: int | None = None
+    stream: bool = False
+    draft: Literal["auto", "none"] = "auto"
+    deadline_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+
+
+class RequestFields(TextFields, kw_only=True):
+    """Fields that completions and chats have in common, with OpenAI's defaults."""
+
     n: Choices = 1
     best_of: Choices | None = None
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
-    seed: int | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
     early_stopping: bool | Literal["never"] = False
     stop: Any = None
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: dict[str, Any] = {}
-    draft: Literal["auto", "none"] = "auto"
     prediction: dict[str, Any] = {}
-    deadline_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 
 
-Fields = TypeVar("Fields", bound=RequestFields)
+Fields = TypeVar("Fields", bound=TextFields)
 
 
 def read_fields(kind: type[Fields], body: Any) -> Fields:
@@ -109,7 +115,7 @@ def read_fields(kind: type[Fields], body: Any) -> Fields:
     return fields
 
 
-def check_spelling(kind: type[RequestFields], given: Mapping[str, Any]) -> None:
+def check_spelling(kind: type[TextFields], given: Mapping[str, Any]) -> None:
     """Raises ApiError if a field has almost the name of a known one."""
     known = {_plain(name): name for name in sorted(kind.__struct_fields__)}
     unknown = (name for name in given if name not in kind.__struct_fields__ and name not in OF_OTHERS)
@@ -162,12 +168,20 @@ class CommonFields:
         return self.n if self.beams is None else int(self.beams["n"])
 
 
+def one_text(fields: TextFields, n_tokens: int | None, stop: Sequence[str] = ()) -> CommonFields:
+    """Of a surface that writes one text for each request. Raises ApiError, which names the field."""
+    given = {name: getattr(fields, name) for name in TextFields.__struct_fields__}
+    return common_fields(RequestFields(**given, max_tokens=n_tokens, stop=list(stop)), None, None)
+
+
 def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int | None) -> CommonFields:
     """Raises ApiError, which names the field.
 
     Args:
         n_tokens: where the request does not say it.
     """
+    inner = fields.response_format.get("json_schema")
+    wanted = inner if isinstance(inner, dict) else {}
     best_of = fields.n if fields.best_of is None else fields.best_of
     if best_of != fields.n and not fields.use_beam_search:
         raise invalid("best_of", "without use_beam_search only the value of n is supported")
@@ -183,7 +197,7 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
         n_logprobs=n_logprobs,
         is_streamed=fields.stream,
         with_usage=bool(fields.stream_options.include_usage),
-        grammar=_grammar(fields.response_format),
+        grammar=grammar_of("response_format", fields.response_format, wanted.get("schema")),
         deadline_s=fields.deadline_s or None,
         is_guessed=fields.draft == "auto",
         prediction=_prediction(fields.prediction),
@@ -250,19 +264,23 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(checked_text("stop", one) for one in given)
 
 
-def _grammar(form: Mapping[str, Any]) -> dict[str, Any] | None:
+def grammar_of(param: str, form: Mapping[str, Any], schema: Any) -> dict[str, Any] | None:
+    """What an answer of a form ({"type": ...}) must be; None: any text. Raises ApiError.
+
+    Args:
+        param: the field with the form.
+        schema: of the type json_schema.
+    """
     wanted = form.get("type", "text")
     if wanted == "text":
         return None
     if wanted == "json_object":
         return {"type": "schema", "schema": {"type": "object"}}
     if wanted == "json_schema":
-        inner = form.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict):
-            raise invalid("response_format", "json_schema needs an object `schema`")
+            raise invalid(param, "json_schema needs an object `schema`")
         return {"type": "schema", "schema": schema}
-    raise invalid("response_format", f"expected type text, json_object or json_schema, got {_shown(wanted)}")
+    raise invalid(param, f"expected type text, json_object or json_schema, got {_shown(wanted)}")
 
 
 def _plain(name: str) -> str:
@@ -481,6 +499,8 @@ class Usage:
 
     Attributes:
         cached: of each prompt, by its number: tokens that caches still held.
+        reasoning: of each text, by its number: new tokens that are reasoning.
+        begin_s: when the texts were begun; first_s, last_s: when their first tokens came, and their last ones; None: not yet.
     """
 
     n_prompt: int
@@ -488,10 +508,39 @@ class Usage:
     cached: dict[int, int] = field(default_factory=dict)
     n_accepted: int = 0
     n_rejected: int = 0
+    reasoning: dict[int, int] = field(default_factory=dict)
+    begin_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    last_s: float | None = None
+    _n_first: int = 0
+
+    @property
+    def n_cached(self) -> int:
+        return sum(self.cached.values())
+
+    @property
+    def n_reasoning(self) -> int:
+        return sum(self.reasoning.values())
+
+    @property
+    def pace(self) -> dict[str, float]:
+        """Seconds until the first tokens, and tokens per second behind them, if they took LEAST_PACE_S."""
+        if self.first_s is None or self.last_s is None:
+            return {}
+        found = {"first_token_s": round(self.first_s - self.begin_s, 6)}
+        n, spent_s = self.n_completion - self._n_first, self.last_s - self.first_s
+        return found | ({"tokens_s": round(n / spent_s, 3)} if spent_s >= LEAST_PACE_S else {})
 
     def count(self, piece: TextPiece, n_choices: int) -> None:
         """A piece of a text, of so many for each prompt. A prompt is counted once, by the first of its texts."""
         self.n_completion += len(piece.tokens) - (piece.n_before or 0)
+        n_reasoning = len(piece.tokens) if any(isinstance(event, Reasoning) for event in piece.events) else 0
+        before = 0 if piece.n_before is not None else self.reasoning.get(piece.index, 0)
+        self.reasoning[piece.index] = before + n_reasoning
+        if piece.tokens:
+            self.last_s = time.monotonic()
+            if self.first_s is None:
+                self.first_s, self._n_first = self.last_s, len(piece.tokens)
         self.n_accepted += piece.n_accepted
         self.n_rejected += piece.n_rejected
         if piece.index % n_choices == 0:

@@ -645,6 +645,10 @@ class Options(StarterOptions):
         "folder of the models, perhaps on another disk (default: MDI_STORE, else {ckpt_folder})", ("--store", "--ckpt-folder"),
         metavar="DIR",
     )] = None
+    alias: Annotated[tuple[str, ...], Option(
+        "requests for a model whose name fits PATTERN (claude-*) get the model NAME; repeatable, the first that fits holds",
+        metavar="PATTERN=NAME", nargs="append",
+    )] = ()
     open: Annotated[bool, Option("open the server's page in a browser")] = False
 
     # Models on the disk
@@ -735,5 +739,5 @@ COMMON = ("verb", "debug", "log_json")
 NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
-    "keep_alive", "open",
+    "keep_alive", "alias", "open",
 )  # fmt: skip

@@ -443,6 +443,9 @@ class Detokenizer:
 class StopMatcher:
     """Cuts a growing text where a stop string first becomes complete, however the text comes in pieces.
 
+    Attributes:
+        met: the stop string that has been met; "" before.
+
     Raises:
         UsageError: a stop string is empty.
     """
@@ -452,7 +455,7 @@ class StopMatcher:
             raise UsageError("a stop string must not be empty (--stop)")
         self._stop = tuple(stop)
         self._held = ""
-        self._met = False
+        self.met = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next text.
@@ -460,13 +463,14 @@ class StopMatcher:
         Returns:
             The text that is safe to show, and whether a stop string has been met; it and all after it are cut off.
         """
-        if self._met:
+        if self.met:
             return "", True
         text = self._held + text
-        found = [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]
+        found = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
         if found:
-            self._met, self._held = True, ""
-            return text[: min(found)[1]], True
+            _, start, self.met = min(found)
+            self._held = ""
+            return text[:start], True
         longest = max((len(s) for s in self._stop), default=1)
         for start in range(max(0, len(text) - longest + 1), len(text)):
             if any(s.startswith(text[start:]) for s in self._stop):

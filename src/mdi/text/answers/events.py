@@ -26,9 +26,10 @@ class Call(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last event; `reason` is "stop", or "length" if the answer was cut off."""
+    """The last event; `reason` is "stop", or "length" if the answer was cut off. `stop` is the stop string that ended it."""
 
     reason: str
+    stop: str = ""
 
 
 Event = Text | Reasoning | Call | End

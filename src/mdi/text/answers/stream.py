@@ -58,7 +58,7 @@ class AnswerStream:
             for number, parser in enumerate(self._parsers):
                 events += self._through(parser.close(is_cut), number + 1)
             events += [] if self.is_stopped else [Text(self._matcher.flush())]
-        return [*joined(events), End("length" if is_cut and not self.is_stopped else "stop")]
+        return [*joined(events), End("length" if is_cut and not self.is_stopped else "stop", self._matcher.met)]
 
     def _parsed(self, text: str) -> list[Event]:
         if self._drops_blank and text:

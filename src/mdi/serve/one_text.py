@@ -1,0 +1,114 @@
+"""What APIs have in common whose answer is one text in blocks, streamed as events with a type."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from mdi.serve.api_errors import ApiError
+from mdi.serve.endpoint import Answers, Asked, Exchange, Surface
+from mdi.text.answers.events import Call, End, Event, Reasoning, Text
+
+Said = type[Text] | type[Reasoning]
+Sent = dict[str, Any]  # an event of the API
+
+
+class Growing(ABC):
+    """An answer as it grows. What follows each other of one kind, text or reasoning, is a block; a call is one, too.
+
+    Attributes:
+        ending: how it ended; None: not yet.
+    """
+
+    def __init__(self) -> None:
+        self.ending: End | None = None
+        self._kind: Said | None = None  # of the block that is open
+        self._pieces: list[str] = []
+
+    @abstractmethod
+    def begin(self) -> Iterator[Sent]:
+        """First events, before any token."""
+
+    @abstractmethod
+    def sign(self) -> Sent:
+        """An event that says nothing new."""
+
+    @abstractmethod
+    def opened(self, kind: Said) -> Iterator[Sent]:
+        """A block begins."""
+
+    @abstractmethod
+    def more(self, kind: Said, text: str) -> Sent:
+        """A piece of the open block."""
+
+    @abstractmethod
+    def closed(self, kind: Said, text: str) -> Iterator[Sent]:
+        """The block is complete."""
+
+    @abstractmethod
+    def called(self, call: Call) -> Iterator[Sent]:
+        """A block that is a call."""
+
+    @abstractmethod
+    def end(self) -> Iterator[Sent]:
+        """Last events."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Iterator[Sent]:
+        """Last events in their place, if the text cannot be finished."""
+
+    @abstractmethod
+    def whole(self) -> Mapping[str, Any]:
+        """The answer that is not streamed."""
+
+    def take(self, events: Iterable[Event]) -> Iterator[Sent]:
+        """What tells of new events of the model."""
+        for event in events:
+            kind = type(event) if isinstance(event, Text | Reasoning) else None
+            if isinstance(event, End):
+                self.ending = event
+            if kind is not self._kind:
+                if self._kind is not None:
+                    yield from self.closed(self._kind, "".join(self._pieces))
+                self._kind, self._pieces = kind, []
+                if kind is not None:
+                    yield from self.opened(kind)
+            if isinstance(event, Text | Reasoning):
+                self._pieces.append(event.text)
+                yield self.more(type(event), event.text)
+            elif isinstance(event, Call):
+                yield from self.called(event)
+
+
+def surface(
+    read: Callable[[Any], Any], open_answer: Callable[[Any, Answers], Growing],
+    error: Callable[[ApiError], Mapping[str, Any]],
+) -> Surface:  # fmt: skip
+    async def write(asked: Asked, answers: Answers, exchange: Exchange) -> None:
+        growing, is_streamed = open_answer(asked, answers), asked.fields.is_streamed
+        exchange.failure = lambda e: _written(growing.failed(e))
+        if is_streamed:
+            await exchange.push(_written(growing.begin()))
+        async with exchange.kept_alive(lambda: _written([growing.sign()])):
+            async for piece in answers.pieces():
+                if piece.n_before is not None:  # only where nothing is streamed
+                    growing = open_answer(asked, answers)
+                sent = _written(growing.take(piece.events))
+                if is_streamed and sent:
+                    await exchange.push(sent)
+        last = _written(growing.end())
+        if is_streamed:
+            await exchange.end(last)
+        else:
+            await exchange.answer(growing.whole())
+
+    return Surface(read, write, error)
+
+
+def _written(events: Iterable[Sent]) -> bytes:
+    """Server-sent events. Some clients read the type beside the data, some in it."""
+    return b"".join(
+        f"event: {one['type']}\ndata: {json.dumps(one, separators=(',', ':'))}\n\n".encode() for one in events
+    )

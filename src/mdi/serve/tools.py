@@ -1,0 +1,159 @@
+"""Tools that a chat may call, as OpenAI's API has them: their form, which must be called, and how a call is demanded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mdi.serve.api_errors import invalid, tell_ignored
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+# Beside these words, a schema's `properties` are not all that an object may have.
+_JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
+_OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
+_VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
+
+INSTRUCTIONS = """\
+You can call these functions:
+{tools}
+To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments": <object>}}"""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools that a chat may call.
+
+    Attributes:
+        tools: as the request has them; () are none.
+        forced: names of which one must be called; () leaves that to the model.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    forced: tuple[str, ...] = ()
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The form of an answer that is a call."""
+        if not self.forced:
+            return None
+        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
+        calls = []
+        for number, function in enumerate(functions):
+            place = "#/properties/arguments" if len(functions) == 1 else f"#/anyOf/{number}/properties/arguments"
+            arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
+            properties = {"name": {"const": function["name"]}, "arguments": _moved(arguments, place)}
+            required = ["name", "arguments"]
+            calls.append(
+                {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+            )
+        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+
+    @property
+    def instructions(self) -> str:
+        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+
+
+def parse_tools(given: Any, choice: Any) -> ToolUse:
+    """The fields `tools` and `tool_choice`. Raises ApiError."""
+    if given is None:
+        given = []
+    if not isinstance(given, list) or len(given) > MOST_TOOLS:
+        raise invalid("tools", f"expected a list of at most {MOST_TOOLS}")
+    names = []
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise invalid("tools", 'expected objects {"type": "function", "function": {...}}')
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise invalid("tools", "a function's name has 1 to 64 letters, digits, dots, dashes and underscores")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise invalid("tools", f"the parameters of {name} are no JSON schema")
+        names.append(name)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed_tools(given, names, choice.get("allowed_tools"))
+    if choice in (None, "auto"):
+        return ToolUse(tuple(given))
+    if choice == "none":
+        return ToolUse()
+    if choice == "required" and names:
+        return ToolUse(tuple(given), tuple(names))
+    function = choice.get("function") if isinstance(choice, dict) else None
+    wanted = function.get("name") if isinstance(function, dict) else None
+    if wanted in names:
+        return ToolUse(tuple(given), (str(wanted),))
+    raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
+
+
+def functions_of(path: str, given: Any, kinds: Sequence[str | None], parameters: str) -> Any:
+    """Tools that have their names in themselves, as `parse_tools` takes them; those of other kinds are left out.
+
+    Args:
+        path: of the API.
+        kinds: which types of its tools are functions; None: no type.
+        parameters: the field with the schema.
+    """
+    if not isinstance(given, list):
+        return given
+    if not all(isinstance(tool, dict) for tool in given):
+        raise invalid("tools", f'expected objects {{"name": ..., "{parameters}": ...}}')
+    if others := {str(tool.get("type")) for tool in given if tool.get("type") not in kinds}:
+        tell_ignored(f"tools of {path}", others)
+    fields = {"name": "name", "description": "description", "parameters": parameters}
+    return [
+        {"type": "function", "function": {to: tool[of] for to, of in fields.items() if tool.get(of) is not None}}
+        for tool in given
+        if tool.get("type") in kinds
+    ]
+
+
+def _allowed_tools(tools: list[dict[str, Any]], names: list[str], allowed: Any) -> ToolUse:
+    """Of a `tool_choice` {"type": "allowed_tools", "allowed_tools": {"mode": auto or required, "tools": some of the tools}}."""
+    mode, given = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    functions = [one.get("function") for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    wanted = [function.get("name") for function in functions if isinstance(function, dict)]
+    if mode not in ("auto", "required") or not wanted or any(name not in names for name in wanted):
+        raise invalid("tool_choice", "allowed_tools needs a mode, auto or required, and some of the tools")
+    kept = [tool for tool in tools if tool["function"]["name"] in wanted]
+    return parse_tools(kept, mode)
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have the keys of `properties` only, unless it says so: a weak model invents others for ever."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        word: {name: _closed(one) for name, one in value.items()}
+        if word in _OF_NAMES and isinstance(value, dict)
+        else _closed(value)
+        if word in ("items", "prefixItems", "additionalProperties")
+        else value
+        for word, value in schema.items()
+    }
+    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that now stands at this place of another one: its references mean the same parts of it as before."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        word: place + value[1:]
+        if word == "$ref" and isinstance(value, str) and value.startswith("#")
+        else {name: _moved(one, place) for name, one in value.items()}
+        if word in _OF_NAMES and isinstance(value, dict)
+        else value
+        if word in _VALUES
+        else _moved(value, place)
+        for word, value in schema.items()
+    }

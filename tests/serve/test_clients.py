@@ -1,0 +1,104 @@
+"""The APIs through the programs that other people's agents use, in an environment of their own: `make clients`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_surfaces import asked
+
+from conftest import KEYS, ROOT, Server
+from mdi.serve.conversation import signature_of
+from mdi.serve.messages import MESSAGES, MessageFields
+from mdi.serve.request import check_spelling
+from mdi.serve.responses import RESPONSES, ResponseFields
+from test_harmony import ANALYSIS, CALL, FINAL, NEXT, USER, write_texts
+
+PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+PROGRAM = Path(__file__).with_name("ask_as_clients.py")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no clients: make clients")
+
+
+@pytest.fixture(scope="module")
+def told(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the clients got, by the names of the functions of that program."""
+    folder = tmp_path_factory.mktemp("clients")
+    texts, written = write_texts(folder / "texts"), f"{ANALYSIS}Hm.{NEXT}{FINAL}So:{NEXT}{CALL}"
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    made = {
+        "/v1/responses": asked(texts, RESPONSES, {"input": "a", "stream": True, "tools": [look]}, written, "eos")[1],
+        "/v1/messages": asked(
+            texts,
+            MESSAGES,
+            {"messages": [USER], "max_tokens": 99, "stream": True, "tools": [{"name": "look"}]},
+            written,
+            "eos",
+        )[1],
+    }
+    (folder / "streams").write_text(json.dumps({path: data.decode() for path, data in made.items()}))
+    env = {
+        **os.environ,
+        "MDI_STREAMS": str(folder / "streams"),
+        "MDI_URL": f"http://127.0.0.1:{server.port}",
+        "MDI_KEY": KEYS[0],
+    }
+    done = subprocess.run([PYTHON, PROGRAM], capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_fields_that_the_clients_know_are_none_of_ours_misspelt(told: dict[str, Any]) -> None:
+    for kind, names in ((ResponseFields, told["fields"]["responses"]), (MessageFields, told["fields"]["messages"])):
+        assert len(names) > 10
+        check_spelling(kind, dict.fromkeys(names, 1))
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+def test_a_stream_is_the_whole_answer_in_pieces(api: str, told: dict[str, Any]) -> None:
+    of = told[api]
+    assert of["text"] and of["text"] == of["pieces"] == of["final"], "the same seed"
+    assert of["usage"][0] > 5 and of["usage"][1] == 20
+
+
+def test_the_text_is_that_of_the_chat(told: dict[str, Any], server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Speak, Romeo."}], "seed": 5, "max_tokens": 20}
+    text = server.ask("POST", "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+    assert told["responses"]["text"] == told["messages"]["text"] == text
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+def test_a_tool_is_called_and_its_result_read(api: str, told: dict[str, Any]) -> None:
+    calls = told[api]["calls"]
+    assert [name for name, _ in calls] == ["open_act", "open_act"], "at once and streamed"
+    assert all(1 <= given["act"] <= 5 for _, given in calls) and told[api]["after"]
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+def test_errors_are_the_clients_own(api: str, told: dict[str, Any]) -> None:
+    assert told[api]["errors"] == ["AuthenticationError", "NotFoundError", "BadRequestError", "BadRequestError"]
+
+
+def test_reasoning_words_and_calls_are_what_the_clients_make_of_streams(told: dict[str, Any]) -> None:
+    reasoning, message, call = told["streams"]["responses"]
+    assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("Hm.", "So:")
+    assert (call["name"], json.loads(call["arguments"])) == ("look", {"at": "Zürich"})
+    thinking, text, use = told["streams"]["messages"]
+    assert (thinking["thinking"], thinking["signature"]) == ("Hm.", signature_of("Hm."))
+    assert text["text"] == "So:" and (use["name"], use["input"]) == ("look", {"at": "Zürich"})
+    assert told["streams"]["stop"] == "tool_use"
+
+
+def test_models_and_counts(told: dict[str, Any]) -> None:
+    assert told["models"] == ["nano-llama", "nano-llama"]
+    assert told["messages"]["counted"] == told["messages"]["usage"][0]
+    assert told["messages"]["stop"] == ["stop_sequence", True]
+
+
+def test_an_answer_of_a_given_form(told: dict[str, Any]) -> None:
+    for api in ("responses", "messages"):
+        assert json.loads(told[api]["form"])["house"] in ("Montague", "Capulet")
