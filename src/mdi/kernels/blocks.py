@@ -25,7 +25,7 @@ from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import LAYOUTS
+from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, layout_of
 from mdi.model.caches import kinds_of, places_of
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
@@ -50,7 +50,7 @@ class MdiMatrix(ctypes.Structure):
         """Refers to the memory of both, which must stay."""
         address = None if bias is None else bias.ctypes.data
         return cls(
-            matrix.data.ctypes.data, address, LAYOUTS[matrix.format].number, matrix.n_out, matrix.n_in, matrix.skip
+            matrix.data.ctypes.data, address, layout_of(matrix.format).number, matrix.n_out, matrix.n_in, matrix.skip
         )
 
 
@@ -232,7 +232,7 @@ class BlockReader:
 
 def check_matrix(matrix: Matrix) -> None:
     """Raises KernelError if its bytes are not just those of its shape: the kernels read them unchecked."""
-    if matrix.format not in LAYOUTS:
+    if matrix.format not in LAYOUTS and matrix.format not in BLOCK_TYPES:
         raise KernelError(f"unknown weight format {matrix.format!r}")
     data, n_bytes = matrix.data, matrix_bytes(matrix.format, matrix.n_out, matrix.n_in)
     if data.dtype != np.uint8 or data.shape != (n_bytes,) or not data.flags.c_contiguous:

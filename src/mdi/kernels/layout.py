@@ -18,9 +18,12 @@ int4 stands for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first
 high ones. So does mxfp4 (Open Compute Project, Microscaling Formats 1.0): a half is a sign, two bits of an exponent and one of
 a fraction (0, 0.5, 1, 1.5, 2, 3, 4, 6), and a byte s is the scale 2^(s - 127). Where s is 0 the kernels count zeros.
 
+Block types of GGUF files lie otherwise: csrc/block_types.h, `block_rows`.
+
 A part is cut out of a packed weight without rounding again. Scales belong to groups of inputs: a cut within a group keeps the
 group's scale, the piece that is wanted stays at its place in the group, and the rest of the group becomes zero. Inputs before
-the first one that is wanted are then the matrix's `skip`.
+the first one that is wanted are then the matrix's `skip`. Of a block type whole records are kept, and nothing becomes
+zero: rows have zeros there.
 """
 
 from __future__ import annotations
@@ -37,9 +40,10 @@ import numpy as np
 
 from mdi.errors import CheckpointError
 from mdi.kernels import library
+from mdi.kernels.block_rows import chosen_rows, numbers_of, pack_rows, unpack_rows
 from mdi.kernels.lazy_rows import LazyRows, Rows
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, PANEL, Layout
+from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, PACKED_ROWS, PANEL, Layout, layout_of
 
 _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
 
@@ -131,7 +135,7 @@ def padded(n: int, to: int) -> int:
 
 def matrix_bytes(form: str, n_out: int, n_in: int) -> int:
     """Bytes of a packed weight."""
-    layout = LAYOUTS[form]
+    layout = layout_of(form)
     return (
         padded(n_out, PANEL)
         // PANEL
@@ -227,6 +231,8 @@ def _clipped(form: str, block: np.ndarray, most: float, name: str, clips: bool) 
 
 def unpack(matrix: Matrix) -> Floats:
     """A packed weight as float32 (n_out, n_in)."""
+    if matrix.format in BLOCK_TYPES:
+        return numbers_of(matrix.format, block_rows(matrix))[:, : matrix.n_in]
     layout = LAYOUTS[matrix.format]
     width = padded(matrix.n_in, layout.record_inputs)
     whole = _UNPACKERS[matrix.format](matrix.data, padded(matrix.n_out, PANEL), width)
@@ -244,6 +250,48 @@ def unpacked_rows(matrix: Matrix) -> LazyRows:
         return some[at.start - first * PANEL : at.stop - first * PANEL]
 
     return LazyRows((matrix.n_out, matrix.n_in), read)
+
+
+def pack_blocks(
+    form: str, n_out: int, n_in: int, read: Callable[[slice], np.ndarray], name: str = "a weight"
+) -> Matrix:
+    """A weight in a block type of GGUF files, with the same numbers.
+
+    Args:
+        form: a key of BLOCK_TYPES.
+        n_in: whole blocks.
+        read: gives rows of the weight as in the file, uint8 (n, bytes of a row).
+        name: of the tensor, for errors.
+
+    Raises:
+        CheckpointError: a scale is not finite.
+    """
+    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
+    panels = data.reshape(padded(n_out, PANEL) // PANEL, -1)
+    for first in range(0, n_out, PACKED_ROWS):
+        rows = read(slice(first, min(first + PACKED_ROWS, n_out)))
+        if not pack_rows(form, rows, panels[first // PANEL : (first + padded(len(rows), PANEL)) // PANEL]):
+            check_range("float32", math.nan, name, clips=False)
+    return Matrix(form, n_out, n_in, data)
+
+
+def block_rows(matrix: Matrix) -> Bytes:
+    """The rows of a weight in a block type as in the file: uint8 (n_out, bytes of a row)."""
+    return unpack_rows(matrix.format, _block_panels(matrix), _n_blocks(matrix))[: matrix.n_out]
+
+
+def look_up(matrix: Matrix, rows: np.ndarray) -> Floats:
+    """Some rows of a weight in a block type, by their numbers (n) -> float32 (n, n_in)."""
+    found = chosen_rows(matrix.format, _block_panels(matrix), _n_blocks(matrix), rows)
+    return numbers_of(matrix.format, found)[:, : matrix.n_in]
+
+
+def _block_panels(matrix: Matrix) -> Bytes:
+    return matrix.data.reshape(padded(matrix.n_out, PANEL) // PANEL, -1)
+
+
+def _n_blocks(matrix: Matrix) -> int:
+    return -(-matrix.n_in // BLOCK_TYPES[matrix.format].inputs)
 
 
 def floats(weight: np.ndarray) -> Floats:
@@ -578,19 +626,22 @@ def cut(matrix: Matrix, rows: Sequence[Range] | None = None, columns: Range | No
 
 def skipped(form: str, first: int, last: int) -> int:
     """How many inputs of zeros precede input `first` of a weight that is cut there."""
-    group = LAYOUTS[form].group
+    group = layout_of(form).group
     return first % group if group and last > first else 0
 
 
 def _bytes_of(matrix: Matrix, rows: Sequence[Range], start: int, first: int, last: int) -> Bytes:
-    """The packed bytes of the inputs [start, last); those before `first` become zero."""
-    layout = LAYOUTS[matrix.format]
+    """The packed bytes of the inputs [start, last); those before `first` become zero, in a block type they stay."""
+    layout = layout_of(matrix.format)
     n_records = padded(matrix.n_in, layout.record_inputs) // layout.record_inputs
     are_panels = (
         all(a % PANEL == 0 and (b % PANEL == 0 or b == matrix.n_out) for a, b in rows)
         and len([b for _, b in rows[:-1] if b % PANEL]) == 0
     )
-    are_records = first % layout.record_inputs == 0 and (last % layout.record_inputs == 0 or last == matrix.n_in)
+    is_block = matrix.format in BLOCK_TYPES
+    are_records = is_block or (
+        first % layout.record_inputs == 0 and (last % layout.record_inputs == 0 or last == matrix.n_in)
+    )
     panels = matrix.data.reshape(-1, n_records, layout.record_bytes)
     if are_records:  # the inputs, as they lie
         panels = panels[:, first // layout.record_inputs : -(-last // layout.record_inputs)]
@@ -599,12 +650,24 @@ def _bytes_of(matrix: Matrix, rows: Sequence[Range], start: int, first: int, las
     if are_records and are_panels:
         return panels.reshape(-1)
     width = panels.shape[1] * layout.record_inputs
+    if is_block:
+        return _repacked(matrix.format, panels, rows)
     chosen = [(0, len(panels) * PANEL)] if are_panels else rows
     columns = (0, width, 0) if are_records else (start, last, first - start)
     repack = _scaled if layout.group else _plain
     return repack(
         matrix.format, layout, np.ascontiguousarray(panels).reshape(-1), len(panels) * PANEL, width, chosen, columns
     )
+
+
+def _repacked(form: str, panels: np.ndarray, rows: Sequence[Range]) -> Bytes:
+    """Rows that are no whole panels, of panels of whole records."""
+    kind = BLOCK_TYPES[form]
+    found = unpack_rows(form, panels, panels.shape[1] * kind.blocks)
+    chosen = _joined([found[a:b] for a, b in rows])
+    made = np.empty((padded(len(chosen), PANEL) // PANEL, panels[0].size), dtype=np.uint8)
+    pack_rows(form, chosen, made)
+    return made.reshape(-1)
 
 
 def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:

@@ -41,6 +41,50 @@ class Layout:
         return 8 * self.record_bytes / (PANEL * self.record_inputs)
 
 
+@dataclass(frozen=True)
+class BlockType:
+    """A block type of GGUF files, whose numbers are packed as they are; csrc/block_types.h has how they lie.
+
+    Attributes:
+        number: of the format in the kernels.
+        type_id: GGUF's.
+        inputs: numbers of a block.
+        block_bytes: of it in a file.
+        halves, bytes, words: how many of two bytes, one, and four these are; in this order, of q6_k in the opposite one.
+    """
+
+    number: int
+    type_id: int
+    inputs: int
+    block_bytes: int
+    halves: int
+    bytes: int
+    words: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a record: two of 32 inputs, which share a group of activations, or one of 256."""
+        return 2 if self.inputs == 32 else 1
+
+    @property
+    def layout(self) -> Layout:
+        """Its records cannot be cut: a `group` is all of one."""
+        n_inputs, n_bytes = self.blocks * self.inputs, PANEL * self.blocks * self.block_bytes
+        return Layout(self.number, n_inputs, -(-n_bytes // 64) * 64, n_inputs)
+
+
+BLOCK_TYPES = {
+    "q8_0": BlockType(6, 8, 32, 34, 1, 0, 8),
+    "q4_1": BlockType(7, 3, 32, 20, 2, 0, 4),
+    "q5_0": BlockType(8, 6, 32, 22, 1, 0, 5),
+    "q5_1": BlockType(9, 7, 32, 24, 2, 0, 5),
+    "q4_k": BlockType(10, 12, 256, 144, 2, 12, 32),
+    "q5_k": BlockType(11, 13, 256, 176, 2, 12, 40),
+    "q6_k": BlockType(12, 14, 256, 210, 1, 16, 48),
+    "iq4_nl": BlockType(13, 20, 32, 18, 1, 0, 4),
+    "iq4_xs": BlockType(14, 23, 256, 136, 1, 6, 32),
+}
+
 # What weights can be packed in, the most precise first.
 LAYOUTS = {
     "float32": Layout(0, 1, 64, 0),
@@ -51,9 +95,16 @@ LAYOUTS = {
     "mxfp4": Layout(5, 128, 17 * 64, 32),
 }
 PACKED = tuple(LAYOUTS)
+_MATRIX_LAYOUTS = LAYOUTS | {name: kind.layout for name, kind in BLOCK_TYPES.items()}
 SMALLER = ("fp16", "int8", "int4")  # that a model can be brought into to take less, the most precise first
 HALVES = ("int4", "mxfp4")  # two weights in a byte
 ROUNDED = ("int8", "int4", "mxfp4")  # that lose something, the larger first
+
+
+def layout_of(form: str) -> Layout:
+    """Of a matrix: a format that weights are packed in, or a block type. Raises KeyError for any other."""
+    return _MATRIX_LAYOUTS[form]
+
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "float16": "fp16"}  # loses nothing
