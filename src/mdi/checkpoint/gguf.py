@@ -22,6 +22,7 @@ import numpy as np
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.errors import CheckpointError
 from mdi.kernels.layout import LARGEST_SCALE, Halves, bf16_from_float32, check_range, largest_of
+from mdi.kernels.weight_formats import BLOCK_TYPES
 from mdi.spec.cluster import nearest_existing
 from mdi.spec.decode import shown
 
@@ -259,7 +260,8 @@ def slice_tensor(tensor: GgufTensor, start: int, stop: int, shape: tuple[int, ..
 
 
 CARRIED_OVER = {"Q4_0": "int4", "MXFP4": "mxfp4"}  # ggml's name -> the kernels'
-OWN_FORMATS = {"F32": "float32", "F16": "fp16", "BF16": "bf16", **CARRIED_OVER}  # that lose nothing
+HELD = {**CARRIED_OVER, **{form.upper(): form for form in BLOCK_TYPES}}  # blocks that are kept as they are
+OWN_FORMATS = {"F32": "float32", "F16": "fp16", "BF16": "bf16", **HELD}  # that lose nothing
 ROUNDED_TO = "int8"  # what is in other types
 
 _BLOCK = 32  # weights of a block: a scale, then 16 bytes, whose low halves are the first 16 weights, the high ones the others

@@ -18,6 +18,7 @@ from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import CONFIG_FILE, GGUF_FOLDERS, GGUF_NOTE, PARTS_FILE, gguf_file, gguf_name
 from mdi.checkpoint.gguf import (
     CARRIED_OVER,
+    HELD,
     OWN_FORMATS,
     PLAIN,
     ROUNDED_TO,
@@ -44,7 +45,7 @@ from mdi.families.names import Names, Piece
 from mdi.families.registry import GGUF, family_in_gguf
 from mdi.files import replacing
 from mdi.kernels.format_maps import joined_pieces, map_of
-from mdi.kernels.layout import Halves, Matrix, aligned_bytes, matrix_bytes, pack, pack_halves
+from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack, pack_blocks, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, part_of_rows, spans
 from mdi.kernels.weight_formats import PACKED_ROWS, is_packable
 from mdi.model.plain import ModelConfig
@@ -120,7 +121,7 @@ class GgufSource(WeightSource):
         if not self._has_format(name) or self._own_format(name) != form or any(piece.plus for piece in pieces):
             return None
         kinds = [self._part(piece).type_name for piece in pieces]
-        if not set(kinds) & CARRIED_OVER.keys():
+        if not set(kinds) & HELD.keys():
             return None
         n_out, n_in = self.specs[name].shape
         whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
@@ -134,15 +135,17 @@ class GgufSource(WeightSource):
     def _piece_of(self, name: str, into: Matrix, first: int) -> Matrix:
         """Rows of a weight from `first` on, in the shape and format of `into`."""
         pieces, where = self._pieces[name], f"{self.path}: {name}"
-        kind = next((kind for kind, form in CARRIED_OVER.items() if form == into.format), None)
+        kind = next((kind for kind, form in HELD.items() if form == into.format), None)
         if kind is None:
             return pack(into.format, part_of_rows(self.rows(name), first, into.n_out), where)
 
-        def read(at: slice) -> Halves:
+        def read(at: slice) -> np.ndarray:
             own = slice(first + at.start, first + at.stop)
-            return halves_of(kind, joined(self._some(pieces, own, lambda piece, part: read_rows(part))), where)
+            return joined(self._some(pieces, own, lambda piece, part: read_rows(part)))
 
-        return pack_halves(into.format, into.n_out, into.n_in, read)
+        if kind in CARRIED_OVER:
+            return pack_halves(into.format, into.n_out, into.n_in, lambda at: halves_of(kind, read(at), where))
+        return pack_blocks(into.format, into.n_out, into.n_in, read, where)
 
     def same_as(self, name: str) -> str:
         is_tied = name == HEAD and self._pieces[HEAD] == self._pieces[EMBEDDING]

@@ -25,7 +25,7 @@ from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable
-from mdi.kernels.weight_formats import LAYOUTS, check_packed
+from mdi.kernels.weight_formats import check_packed, layout_of
 from mdi.model.caches import kinds_of, places_of
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
@@ -52,7 +52,7 @@ class MdiMatrix(ctypes.Structure):
         """Refers to memory, all of which goes to `kept`."""
         kept.append((matrix, bias))
         pieces = matrix.pieces
-        form = LAYOUTS[pieces[0].format].number
+        form = layout_of(pieces[0].format).number
         address = None if bias is None else bias.ctypes.data
         found = cls(matrix.data.ctypes.data, address, form, matrix.n_out, matrix.n_in, matrix.skip)
         if len(pieces) > 1:

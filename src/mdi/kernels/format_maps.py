@@ -38,6 +38,11 @@ Place = tuple[str, int | None]  # a layer, and a block or all
 Range = tuple[int, int]
 
 
+def is_word(form: str) -> bool:
+    """Whether it is one format, and no map and no list of pieces."""
+    return _WORD.fullmatch(form) is not None
+
+
 def _are_pieces(form: str) -> bool:
     *before, last = form.split("+")
     counted = [piece.partition("*") for piece in before]

@@ -18,9 +18,12 @@ int4 stands for (h - 8) * scale; of inputs 8i to 8i + 7 the line holds the first
 high ones. So does mxfp4 (Open Compute Project, Microscaling Formats 1.0): a half is a sign, two bits of an exponent and one of
 a fraction (0, 0.5, 1, 1.5, 2, 3, 4, 6), and a byte s is the scale 2^(s - 127). Where s is 0 the kernels count zeros.
 
+Block types of GGUF files lie otherwise: csrc/block_types.h, `block_rows`.
+
 A part is cut out of a packed weight without rounding again. Scales belong to groups of inputs: a cut within a group keeps the
 group's scale, the piece that is wanted stays at its place in the group, and the rest of the group becomes zero. Inputs before
-the first one that is wanted are then the matrix's `skip`.
+the first one that is wanted are then the matrix's `skip`. Of a block type whole records are kept, and nothing becomes
+zero: rows have zeros there.
 """
 
 from __future__ import annotations
@@ -35,12 +38,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
-from mdi.kernels.format_maps import matrix_pieces, rows_form, runs_of_rows
+from mdi.kernels.block_rows import chosen_rows, numbers_of, pack_rows, unpack_rows
+from mdi.kernels.format_maps import is_word, matrix_pieces, rows_form, runs_of_rows
 from mdi.kernels.lazy_rows import LazyRows, Rows, part_of_rows, stacked
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.weight_formats import LAYOUTS, PACKED_ROWS, PANEL, Layout
+from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, PACKED_ROWS, PANEL, Layout, layout_of
 
 _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
 
@@ -115,7 +119,7 @@ class Matrix:
     """A packed weight of a linear layer.
 
     Attributes:
-        format: a key of LAYOUTS, or one for each of several ranges of rows, whose bytes follow each other (format_maps).
+        format: a word of weight_formats, or one for each of several ranges of rows, whose bytes follow each other (format_maps).
         data: uint8, (matrix_bytes(...)), on a 64-byte boundary; may be a view of a mapped file.
         skip: of n_in, the first ones, which are zero and which rows lack: see the module.
     """
@@ -129,7 +133,7 @@ class Matrix:
     @property
     def pieces(self) -> list[Matrix]:
         """Its ranges of rows, each in one format, in the memory of this one; itself if there is one."""
-        if self.format in LAYOUTS:
+        if is_word(self.format):
             return [self]
         found, start = [], 0
         for piece in matrix_pieces(self.format, self.n_out):
@@ -145,9 +149,9 @@ def padded(n: int, to: int) -> int:
 
 def matrix_bytes(form: str, n_out: int, n_in: int) -> int:
     """Bytes of a packed weight."""
-    layout = LAYOUTS.get(form)
-    if layout is None:
+    if not is_word(form):
         return sum(matrix_bytes(piece.word, piece.n, n_in) for piece in matrix_pieces(form, n_out))
+    layout = layout_of(form)
     n_records = padded(n_in, layout.record_inputs) // layout.record_inputs
     return padded(n_out, PANEL) // PANEL * n_records * layout.record_bytes
 
@@ -216,6 +220,10 @@ def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -
     whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
     first = 0
     for piece in whole.pieces:
+        if piece.format not in LAYOUTS:
+            raise UsageError(
+                f"{name}: {piece.format} holds what a GGUF file has in it, other numbers are not brought into it"
+            )
         _pack_piece(piece, part_of_rows(weight, first, piece.n_out), name, clips)
         first += piece.n_out
     return whole
@@ -248,8 +256,10 @@ def _clipped(form: str, block: np.ndarray, most: float, name: str, clips: bool) 
 
 def unpack(matrix: Matrix) -> Floats:
     """A packed weight as float32 (n_out, n_in)."""
-    if matrix.format not in LAYOUTS:
+    if not is_word(matrix.format):
         return np.concatenate([unpack(piece) for piece in matrix.pieces])
+    if matrix.format in BLOCK_TYPES:
+        return numbers_of(matrix.format, block_rows(matrix))[:, : matrix.n_in]
     layout = LAYOUTS[matrix.format]
     width = padded(matrix.n_in, layout.record_inputs)
     whole = _UNPACKERS[matrix.format](matrix.data, padded(matrix.n_out, PANEL), width)
@@ -258,7 +268,7 @@ def unpack(matrix: Matrix) -> Floats:
 
 def unpacked_rows(matrix: Matrix) -> LazyRows:
     """A packed weight as float32 (n_out, n_in), whose rows are unpacked when they are asked for."""
-    if matrix.format not in LAYOUTS:
+    if not is_word(matrix.format):
         return stacked([unpacked_rows(piece) for piece in matrix.pieces])
     panels = matrix.data.reshape(padded(matrix.n_out, PANEL) // PANEL, -1)
 
@@ -291,10 +301,55 @@ class PackedRows:
             for at in range(0, len(own), self._AT_A_TIME):
                 places = own[at : at + self._AT_A_TIME]
                 rows = ids[places] - first
+                if piece.format in BLOCK_TYPES:
+                    found[places] = _block_numbers(piece, rows)
+                    continue
                 some = Matrix(piece.format, PANEL * len(rows), piece.n_in, panels[rows // PANEL].reshape(-1))
                 found[places] = unpack(some)[np.arange(len(rows)) * PANEL + rows % PANEL]
             first += piece.n_out
         return found
+
+
+def pack_blocks(
+    form: str, n_out: int, n_in: int, read: Callable[[slice], np.ndarray], name: str = "a weight"
+) -> Matrix:
+    """A weight in a block type of GGUF files, with the same numbers.
+
+    Args:
+        form: a key of BLOCK_TYPES.
+        n_in: whole blocks.
+        read: gives rows of the weight as in the file, uint8 (n, bytes of a row).
+        name: of the tensor, for errors.
+
+    Raises:
+        CheckpointError: a scale is not finite.
+    """
+    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
+    panels = data.reshape(padded(n_out, PANEL) // PANEL, -1)
+    for first in range(0, n_out, PACKED_ROWS):
+        rows = read(slice(first, min(first + PACKED_ROWS, n_out)))
+        if not pack_rows(form, rows, panels[first // PANEL : (first + padded(len(rows), PANEL)) // PANEL]):
+            check_range("float32", math.nan, name, clips=False)
+    return Matrix(form, n_out, n_in, data)
+
+
+def block_rows(matrix: Matrix) -> Bytes:
+    """The rows of a weight in a block type as in the file: uint8 (n_out, bytes of a row)."""
+    return unpack_rows(matrix.format, _block_panels(matrix), _n_blocks(matrix))[: matrix.n_out]
+
+
+def _block_numbers(matrix: Matrix, rows: np.ndarray) -> Floats:
+    """Some rows of a weight in a block type, by their numbers (n) -> float32 (n, n_in)."""
+    found = chosen_rows(matrix.format, _block_panels(matrix), _n_blocks(matrix), rows)
+    return numbers_of(matrix.format, found)[:, : matrix.n_in]
+
+
+def _block_panels(matrix: Matrix) -> Bytes:
+    return matrix.data.reshape(padded(matrix.n_out, PANEL) // PANEL, -1)
+
+
+def _n_blocks(matrix: Matrix) -> int:
+    return -(-matrix.n_in // BLOCK_TYPES[matrix.format].inputs)
 
 
 def floats(weight: np.ndarray) -> Floats:
@@ -618,7 +673,7 @@ def cut(matrix: Matrix, rows: Sequence[Range] | None = None, columns: Range | No
     """
     assert matrix.skip == 0, "cut already"
     rows = [(0, matrix.n_out)] if rows is None else [r for r in rows if r[0] < r[1]]
-    if matrix.format not in LAYOUTS:
+    if not is_word(matrix.format):
         return _cut_pieces(matrix, rows, columns or (0, matrix.n_in))
     first, last = columns or (0, matrix.n_in)
     n_out, skip = sum(b - a for a, b in rows), skipped(matrix.format, first, last)
@@ -648,34 +703,47 @@ def _cut_pieces(matrix: Matrix, rows: Sequence[Range], columns: Range) -> Matrix
 
 def skipped(form: str, first: int, last: int) -> int:
     """How many inputs of zeros precede input `first` of a weight that is cut there."""
-    group = max(LAYOUTS[piece.word].group for piece in matrix_pieces(form))
+    group = max(layout_of(piece.word).group for piece in matrix_pieces(form))
     return first % group if group and last > first else 0
 
 
 def _bytes_of(matrix: Matrix, rows: Sequence[Range], start: int, first: int, last: int) -> Bytes:
-    """The packed bytes of the inputs [start, last); those before `first` become zero."""
-    layout = LAYOUTS[matrix.format]
+    """The packed bytes of the inputs [start, last); those before `first` become zero, in a block type they stay."""
+    layout = layout_of(matrix.format)
     n_records = padded(matrix.n_in, layout.record_inputs) // layout.record_inputs
     are_panels = (
         all(a % PANEL == 0 and (b % PANEL == 0 or b == matrix.n_out) for a, b in rows)
         and len([b for _, b in rows[:-1] if b % PANEL]) == 0
     )
+    is_block = matrix.format in BLOCK_TYPES
     ends_record = last % layout.record_inputs == 0 or last == matrix.n_in
-    are_records = start == first and first % layout.record_inputs == 0 and ends_record
+    are_records = is_block or (start == first and first % layout.record_inputs == 0 and ends_record)
     panels = matrix.data.reshape(-1, n_records, layout.record_bytes)
     if are_records:  # the inputs, as they lie
-        panels = panels[:, first // layout.record_inputs : -(-last // layout.record_inputs)]
+        panels = panels[:, start // layout.record_inputs : -(-last // layout.record_inputs)]
     if are_panels:
         panels = _joined([panels[a // PANEL : -(-b // PANEL)] for a, b in rows])
     if are_records and are_panels:
         return panels.reshape(-1)
     width = panels.shape[1] * layout.record_inputs
+    if is_block:
+        return _repacked(matrix.format, panels, rows)
     chosen = [(0, len(panels) * PANEL)] if are_panels else rows
     columns = (0, width, 0) if are_records else (start, last, first - start)
     repack = _scaled if layout.group else _plain
     return repack(
         matrix.format, layout, np.ascontiguousarray(panels).reshape(-1), len(panels) * PANEL, width, chosen, columns
     )
+
+
+def _repacked(form: str, panels: np.ndarray, rows: Sequence[Range]) -> Bytes:
+    """Rows that are no whole panels, of panels of whole records."""
+    kind = BLOCK_TYPES[form]
+    found = unpack_rows(form, panels, panels.shape[1] * kind.blocks)
+    chosen = _joined([found[a:b] for a, b in rows])
+    made = np.empty((padded(len(chosen), PANEL) // PANEL, panels[0].size), dtype=np.uint8)
+    pack_rows(form, chosen, made)
+    return made.reshape(-1)
 
 
 def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:

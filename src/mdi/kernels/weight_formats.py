@@ -42,6 +42,50 @@ class Layout:
         return 8 * self.record_bytes / (PANEL * self.record_inputs)
 
 
+@dataclass(frozen=True)
+class BlockType:
+    """A block type of GGUF files, whose numbers are packed as they are; csrc/block_types.h has how they lie.
+
+    Attributes:
+        number: of the format in the kernels.
+        type_id: GGUF's.
+        inputs: numbers of a block.
+        block_bytes: of it in a file.
+        halves, bytes, words: how many of two bytes, one, and four these are; in this order, of q6_k in the opposite one.
+    """
+
+    number: int
+    type_id: int
+    inputs: int
+    block_bytes: int
+    halves: int
+    bytes: int
+    words: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a record: two of 32 inputs, which share a group of activations, or one of 256."""
+        return 2 if self.inputs == 32 else 1
+
+    @property
+    def layout(self) -> Layout:
+        """Its records cannot be cut: a `group` is all of one."""
+        n_inputs, n_bytes = self.blocks * self.inputs, PANEL * self.blocks * self.block_bytes
+        return Layout(self.number, n_inputs, -(-n_bytes // 64) * 64, n_inputs)
+
+
+BLOCK_TYPES = {
+    "q8_0": BlockType(6, 8, 32, 34, 1, 0, 8),
+    "q4_1": BlockType(7, 3, 32, 20, 2, 0, 4),
+    "q5_0": BlockType(8, 6, 32, 22, 1, 0, 5),
+    "q5_1": BlockType(9, 7, 32, 24, 2, 0, 5),
+    "q4_k": BlockType(10, 12, 256, 144, 2, 12, 32),
+    "q5_k": BlockType(11, 13, 256, 176, 2, 12, 40),
+    "q6_k": BlockType(12, 14, 256, 210, 1, 16, 48),
+    "iq4_nl": BlockType(13, 20, 32, 18, 1, 0, 4),
+    "iq4_xs": BlockType(14, 23, 256, 136, 1, 6, 32),
+}
+
 # What weights can be packed in, the most precise first.
 LAYOUTS = {
     "float32": Layout(0, 1, 64, 0),
@@ -52,9 +96,16 @@ LAYOUTS = {
     "mxfp4": Layout(5, 128, 17 * 64, 32),
 }
 PACKED = tuple(LAYOUTS)
+_MATRIX_LAYOUTS = LAYOUTS | {name: kind.layout for name, kind in BLOCK_TYPES.items()}
 SMALLER = ("fp16", "int8", "int4")  # that a model can be brought into to take less, the most precise first
 HALVES = ("int4", "mxfp4")  # two weights in a byte
 ROUNDED = ("int8", "int4", "mxfp4")  # that lose something, the larger first
+
+
+def layout_of(form: str) -> Layout:
+    """Of a matrix: a format that weights are packed in, or a block type. Raises KeyError for any other."""
+    return _MATRIX_LAYOUTS[form]
+
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 OWN_FORMAT = {"float32": "float32", "float64": "float32", "bfloat16": "bf16", "float16": "fp16"}  # loses nothing
@@ -82,10 +133,10 @@ class WeightFormat:
     def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
         """The bytes of a tensor. An embedding is never in 4 bits, because one row of it is read per token."""
         if (form := packed_form_of(self.name, name, shape)) is not None:
-            return sum(FORMATS[piece.word].bits * piece.n for piece in matrix_pieces(form, shape[0])) * shape[1] / 8
+            return sum(layout_of(piece.word).bits * piece.n for piece in matrix_pieces(form, shape[0])) * shape[1] / 8
         bits = 8.0 * self.value_bytes
         if name == EMBEDDING:
-            bits = FORMATS["int8"].bits if table_is_int8(self.name) else FORMATS[format_map(self.name).rest].bits
+            bits = FORMATS["int8"].bits if table_is_int8(self.name) else layout_of(format_map(self.name).rest).bits
         return math.prod(shape) * bits / 8
 
     def load_bytes(self, n_in: int) -> int:
@@ -115,18 +166,28 @@ def weight_format(name: str) -> WeightFormat:
     if name in FORMATS:
         return FORMATS[name]
     check_packed(name)
-    least = min(LAYOUTS[word].bits for word in format_map(name).words)
+    least = min(layout_of(word).bits for word in format_map(name).words)
     return WeightFormat(name, least, 4)
 
 
 def check_packed(name: str | None) -> None:
-    """Raises UsageError if a name is neither one of `PACKED` nor a map of them; None means no format."""
+    """Raises UsageError if a name is neither a format of matrices nor a map of them; None means no format."""
     if name is None or name in PACKED:
         return
     found = format_map(name) if ";" in name else FormatMap(name, {})
-    unknown = found.words.difference(PACKED)
+    unknown = found.words.difference(_MATRIX_LAYOUTS)
     if unknown:
         raise UsageError(f"unknown weight format {min(unknown)!r}: expected one of {', '.join(PACKED)}")
+
+
+def check_made(name: str) -> None:
+    """Raises UsageError if a format is none that numbers can be brought into."""
+    check_packed(name)
+    held = format_map(name).words.intersection(BLOCK_TYPES)
+    if held:
+        raise UsageError(
+            f"{min(held)} is a type of GGUF files, which run in it with --quantize own: other weights are not brought into it"
+        )
 
 
 def is_packed_form(name: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mdi.errors import UsageError
-from mdi.kernels.weight_formats import AUTO, OWN, check_packed
+from mdi.kernels.weight_formats import AUTO, OWN, check_made
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import check_device, check_dtype, parse_bytes, parse_cores
@@ -68,13 +68,13 @@ def _format(text: str, flag: str) -> str:
 def own_or_packed(text: str, flag: str) -> str:
     """A weight format, or that of the file."""
     if text != OWN:
-        check_packed(text)
+        check_made(text)
     return text
 
 
 def packed_format(text: str, flag: str) -> str:
     """A weight format of one node, which does not choose for all."""
-    check_packed(text)
+    check_made(text)
     return text
 
 

@@ -23,7 +23,7 @@ from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels.format_maps import map_of, matrix_pieces, rows_form
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
 from mdi.kernels.lazy_rows import LazyRows, joined, spans
-from mdi.kernels.weight_formats import LAYOUTS, format_within
+from mdi.kernels.weight_formats import format_within, layout_of
 from mdi.tensor.shares import Piece, Share, piece_of
 
 SHARD_KEY = "shard"
@@ -118,7 +118,7 @@ class ShardSource(DerivedSource):
         whole, spec = source.for_packing(name, self.packing)
         rows = piece.rows or ((0, shape[0]),)
         first, last = piece.columns or (0, shape[1])
-        group = max(LAYOUTS[piece.word].group for piece in matrix_pieces(form)) or 1
+        group = max(layout_of(piece.word).group for piece in matrix_pieces(form)) or 1
         start, end = first // group * group, min(-(-last // group) * group, shape[1]) if last > first else last
         counts = [b - a for a, b in rows]
         n_out, n_in = sum(counts), end - start

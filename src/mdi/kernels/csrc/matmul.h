@@ -363,6 +363,10 @@ void byte_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int
     for (int m = 0; m < n_rows; m += kTile) byte_rest<kTile, kFormat>(w, p, x, m, n_rows - m < kTile ? n_rows - m : kTile, out);
 }
 
+}  // namespace MDI_NS
+#include "blocks.h"
+namespace MDI_NS {
+
 // ---- any format
 
 inline bool wants_bytes(const MdiMatrix& w) { return w.format >= kInt8; }
@@ -386,7 +390,16 @@ inline void multiply_panels(const MdiMatrix& w, int first, int last, const Rows&
     case kFp16: return float_panels<kFp16>(w, first, last, rows.floats, rows.n, out);
     case kInt8: return byte_panels<kInt8>(w, first, last, *rows.bytes, rows.n, out);
     case kInt4: return byte_panels<kInt4>(w, first, last, *rows.bytes, rows.n, out);
-    default: return byte_panels<kMxfp4>(w, first, last, *rows.bytes, rows.n, out);
+    case kMxfp4: return byte_panels<kMxfp4>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ8_0: return block_panels<kQ8_0>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ4_1: return block_panels<kQ4_1>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ5_0: return block_panels<kQ5_0>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ5_1: return block_panels<kQ5_1>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ4_k: return block_panels<kQ4_k>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ5_k: return block_panels<kQ5_k>(w, first, last, *rows.bytes, rows.n, out);
+    case kQ6_k: return block_panels<kQ6_k>(w, first, last, *rows.bytes, rows.n, out);
+    case kIq4_nl: return block_panels<kIq4_nl>(w, first, last, *rows.bytes, rows.n, out);
+    default: return block_panels<kIq4_xs>(w, first, last, *rows.bytes, rows.n, out);
   }
 }
 

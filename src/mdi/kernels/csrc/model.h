@@ -2,7 +2,10 @@
 #pragma once
 #include <cstdint>
 
-enum MdiFormat { kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4, kMxfp4 = 5 };  // of weights; layout.py says how they lie
+enum MdiFormat {  // of weights; layout.py says how they lie, from kQ8_0 on blocks.h
+  kFloat32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4, kMxfp4 = 5,
+  kQ8_0 = 6, kQ4_1 = 7, kQ5_0 = 8, kQ5_1 = 9, kQ4_k = 10, kQ5_k = 11, kQ6_k = 12, kIq4_nl = 13, kIq4_xs = 14
+};
 enum MdiCacheType { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheFp16 = 2, kCacheInt8 = 3 };
 enum MdiNormType { kRmsNorm = 0, kLayerNorm = 1 };
 enum MdiActivation { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kClampedGlu = 4 };

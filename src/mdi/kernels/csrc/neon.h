@@ -20,9 +20,11 @@ inline MDI_INLINE void unrolled(Function f) {
 
 // Steps of 64 inputs, with one group of int8 or two of the others; a group is read by pairs of vectors of weights, each four
 // inputs of four outputs: two lines of int8, or the two halves of the bytes of one line.
-template <int kFormat> constexpr int kGroups = kFormat == kInt8 ? 1 : 2;
+constexpr int kLinesOf32 = -32, kLinesOf16 = -16;  // in place of a format: signed bytes as they lie, in groups of so many inputs
+template <int kFormat> constexpr bool kAreBytes = kFormat == kInt8 || kFormat < 0;
+template <int kFormat> constexpr int kGroups = kFormat == kInt8 ? 1 : kFormat == kLinesOf16 ? 4 : 2;
 template <int kFormat> constexpr int kPairs = 8 / kGroups<kFormat>;
-template <int kFormat> constexpr int kPairLines = kFormat == kInt8 ? 2 : 1;
+template <int kFormat> constexpr int kPairLines = kAreBytes<kFormat> ? 2 : 1;
 
 // Twice a number of mxfp4.
 alignas(16) static const int8_t kSignedE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -46,9 +48,9 @@ template <int kFormat, bool kOffset>
 inline MDI_INLINE Pair weight_pair(const uint8_t* p) {
   Pair w;
   w.first = vld1q_u8(p);
-  if constexpr (kFormat == kInt8) {
+  if constexpr (kAreBytes<kFormat>) {
     w.second = vld1q_u8(p + 64);
-    if constexpr (!kOffset) w = {veorq_u8(w.first, vdupq_n_u8(0x80)), veorq_u8(w.second, vdupq_n_u8(0x80))};
+    if constexpr (kFormat == kInt8 && !kOffset) w = {veorq_u8(w.first, vdupq_n_u8(0x80)), veorq_u8(w.second, vdupq_n_u8(0x80))};
   } else {
     w = {vandq_u8(w.first, vdupq_n_u8(15)), vshrq_n_u8(w.first, 4)};
     if constexpr (kFormat == kMxfp4) {
@@ -98,10 +100,10 @@ inline MDI_INLINE N begin_of(const int32_t* sums) {
   }
 }
 
-// sum += products of a group: kCount columns from the first one of `line` on, with q (8 inputs by 8, kRows of each). kFirst: the
-// first ones of a line, which ask for lines ahead.
+// sum += products of a group: kCount columns from the first one of `line` on, with q (8 inputs by 8, of n rows each).
+// kFirst: the first ones of a line, which ask for lines ahead.
 template <int kRows, int kFormat, int kCount, bool kFirst>
-inline MDI_INLINE void add_group(const uint8_t* line, const int8_t* q, N (&sum)[kCount][kVectors<kRows>]) {
+inline MDI_INLINE void add_group(const uint8_t* line, const int8_t* q, int n, N (&sum)[kCount][kVectors<kRows>]) {
 #ifndef MDI_DOT
   // Two products fit 16 bits, at most 2 * 128 * 127; of halves of bytes those of a group do: 8 of at most 15 * 127.
   int16x8_t low[kCount][kRows], high[kCount][kRows];
@@ -110,15 +112,15 @@ inline MDI_INLINE void add_group(const uint8_t* line, const int8_t* q, N (&sum)[
   unrolled<kPairs<kFormat>>([&](auto pair) MDI_INLINE {
     constexpr int p = pair;
     const uint8_t* at = line + 64 * kPairLines<kFormat> * p;
-    const int8_t* bytes = q + 8 * kRows * p;
+    const int8_t* bytes = q + 8 * n * p;
     if constexpr (kFirst) {
       prefetch(at + kAhead);
       if constexpr (kFormat == kInt8) prefetch(at + 64 + kAhead);
     }
 #ifdef MDI_DOT
-    constexpr int n = (kRows + 1) / 2;  // registers of two rows
-    int8x16_t x[n];
-    unrolled<n>([&](auto i) MDI_INLINE {
+    constexpr int n_pairs = (kRows + 1) / 2;  // registers of two rows
+    int8x16_t x[n_pairs];
+    unrolled<n_pairs>([&](auto i) MDI_INLINE {
       if constexpr (2 * i + 1 < kRows) x[i] = vld1q_s8(bytes + 16 * i);
       else x[i] = eight_bytes_twice(bytes + 16 * i);
     });
@@ -162,7 +164,7 @@ inline MDI_INLINE void add_group(const uint8_t* line, const int8_t* q, N (&sum)[
       int8x16_t a = vreinterpretq_s8_u8(w.first), b = vreinterpretq_s8_u8(w.second);
       unrolled<kRows>([&](auto m) MDI_INLINE {
         int8x16_t r = x[m][0], s = x[m][1];
-        if constexpr (kFormat == kInt8) {
+        if constexpr (kAreBytes<kFormat>) {
           int16x8_t few = vmlal_s8(vmull_s8(vget_low_s8(a), vget_low_s8(r)), vget_low_s8(b), vget_low_s8(s));
           int16x8_t others = vmlal_high_s8(vmull_high_s8(a, r), b, s);
           sum[c][m] = p ? vpadalq_s16(sum[c][m], few) : vpaddlq_s16(few);
@@ -181,7 +183,7 @@ inline MDI_INLINE void add_group(const uint8_t* line, const int8_t* q, N (&sum)[
   // Neighbours are added in 16 bits: of int4 at most 16 * 15 * 127, of mxfp4 16 * 12 * 127.
   unrolled<kCount>([&](auto c) MDI_INLINE {
     unrolled<kRows>([&](auto m) MDI_INLINE {
-      if constexpr (kFormat == kInt8) sum[c][m] = vpaddq_s32(sum[c][m], more[c][m]);
+      if constexpr (kAreBytes<kFormat>) sum[c][m] = vpaddq_s32(sum[c][m], more[c][m]);
       else if constexpr (kExcess<kFormat> == 0) sum[c][m] = vpaddlq_s16(vpaddq_s16(low[c][m], high[c][m]));
       else sum[c][m] = vpadalq_s16(sum[c][m], vpaddq_s16(low[c][m], high[c][m]));
     });
@@ -256,7 +258,7 @@ void byte_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
             N begin = begin_of<kRows, kFormat, v>(sums + g * kRows);
             unrolled<n_columns>([&](auto c) MDI_INLINE { sum[c][v] = begin; });
           });
-          add_group<kRows, kFormat, n_columns, first == 0>(line + g * 256 + 16 * first, q + 32 * g * kRows, sum);
+          add_group<kRows, kFormat, n_columns, first == 0>(line + g * 256 + 16 * first, q + 32 * g * kRows, kRows, sum);
           unrolled<n_columns>([&](auto c) MDI_INLINE {
             V of_column = column_scale<kFormat>(record, step, g, first + c);
             unrolled<n_vectors>([&](auto v) MDI_INLINE {

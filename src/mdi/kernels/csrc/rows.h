@@ -58,6 +58,8 @@ struct ByteRows {
   Buffer<int8_t> q;                     // per block (width / kPiece, rows, kPiece), or (width / 64, 16, 64)
   Buffer<float> scale;                  // per block (width / 64, rows)
   Buffer<int32_t> sum;                  // per block (width / 32, rows): sums of q
+  Buffer<int32_t> quarter;              // per block (width / 16, rows): sums of half as many
+  Buffer<float> float_sum;              // `sum` in floats
   Buffer<int32_t> offset;               // per block (width / 64, rows): 128 times the sums, for the matrix unit
   Buffer<Large> large;                  // (n_rows, kMostLarge * width / 64)
   Buffer<int32_t> n_large;              // (n_rows)
@@ -71,12 +73,16 @@ struct ByteRows {
     q.of((size_t)rows * width);
     scale.of((size_t)rows * (width / 64));
     sum.of((size_t)rows * (width / 32));
+    quarter.of((size_t)rows * (width / 16));
+    float_sum.of((size_t)rows * (width / 32));
     offset.of((size_t)rows * (width / 64));
     if (rest > 0) {
       int last = rows - kMatrixBlock;
       std::memset(bytes(last), 0, (size_t)kMatrixBlock * width);
       std::memset(scales(last), 0, sizeof(float) * kMatrixBlock * (width / 64));
       std::memset(sums(last), 0, sizeof(int32_t) * kMatrixBlock * (width / 32));
+      std::memset(quarters(last), 0, sizeof(int32_t) * kMatrixBlock * (width / 16));
+      std::memset(float_sums(last), 0, sizeof(float) * kMatrixBlock * (width / 32));
       std::memset(offsets(last), 0, sizeof(int32_t) * kMatrixBlock * (width / 64));
     }
     large.of((size_t)rows * kMostLarge * (width / 64));
@@ -85,6 +91,8 @@ struct ByteRows {
   int8_t* bytes(int block_row) const { return q.data() + (size_t)block_row * width; }
   float* scales(int block_row) const { return scale.data() + (size_t)block_row * (width / 64); }
   int32_t* sums(int block_row) const { return sum.data() + (size_t)block_row * (width / 32); }
+  int32_t* quarters(int block_row) const { return quarter.data() + (size_t)block_row * (width / 16); }
+  float* float_sums(int block_row) const { return float_sum.data() + (size_t)block_row * (width / 32); }
   int32_t* offsets(int block_row) const { return offset.data() + (size_t)block_row * (width / 64); }
   RowBlock block_of(int m) const {
     return RowBlock(m, for_matrix_unit ? padded(n_rows, kMatrixBlock) : n_rows, tile);
@@ -125,7 +133,8 @@ inline void quantize_row(const float* row, int m, const ByteRows& to) {
   int at = m - block.first, n = block.n;
   int8_t* q = to.bytes(block.first);
   float* scale = to.scales(block.first) + at;
-  int32_t* sums = to.sums(block.first) + at;
+  int32_t *sums = to.sums(block.first) + at, *quarters = to.quarters(block.first) + at;
+  float* float_sums = to.float_sums(block.first) + at;
   Large* large = to.large_of(m);
   int32_t n_large = 0;
   alignas(64) float group[kGroup];
@@ -141,7 +150,11 @@ inline void quantize_row(const float* row, int m, const ByteRows& to) {
       I low = to_int(mul(load(group + 32 * half), inverse)), high = to_int(mul(load(group + 32 * half + 16), inverse));
       store_bytes(bytes + 32 * half, low);
       store_bytes(bytes + 32 * half + 16, high);
-      sums[((int64_t)first / 32 + half) * n] = sum_int(low) + sum_int(high);
+      int32_t first_sum = sum_int(low), second_sum = sum_int(high);
+      int64_t place = (int64_t)first / 32 + half;
+      quarters[2 * place * n] = first_sum, quarters[(2 * place + 1) * n] = second_sum;
+      sums[place * n] = first_sum + second_sum;
+      float_sums[place * n] = (float)(first_sum + second_sum);
     }
     if (to.for_matrix_unit) {
       to.offsets(block.first)[(int64_t)first / 64 * n + at] = 128 * (sums[first / 32 * n] + sums[(first / 32 + 1) * n]);

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "model.h"
+#include "block_types.h"
 
 extern "C" {
 const char* mdi_instruction_sets(void);
@@ -74,7 +74,8 @@ static bool same(const Floats& a, const Floats& b) {
 
 // ---- packed weights of chance, as layout.py describes them
 
-static const char* const kFormats[] = {"float32", "bf16", "fp16", "int8", "int4", "mxfp4"};
+static const char* const kFormats[] = {"float32", "bf16", "fp16", "int8", "int4", "mxfp4", "q8_0", "q4_1", "q5_0", "q5_1",
+                                       "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"};
 
 static uint16_t half_near(Random& random, int exponent) {  // +-2^exponent and up to twice that
   return (uint16_t)(random.bits() % 2 << 15 | (uint32_t)(exponent + 15) << 10 | random.bits() % 1024);
@@ -97,17 +98,39 @@ static void fill_line(Random& random, int format, bool scales, uint8_t* line) {
   }
 }
 
+static int record_inputs(int format) {
+  const int inputs[] = {1, 2, 2, 128, 64, 128};
+  return format < kQ8_0 ? inputs[format] : 64 * record_shape(format).steps;
+}
+static int record_lines(int format) {
+  const int lines[] = {1, 1, 1, 33, 9, 17};
+  return format < kQ8_0 ? lines[format] : record_shape(format).bytes / 64;
+}
+
+// A record of a block type: halves of about +-2^exponent, and random bytes.
+static void fill_record(Random& random, int format, uint8_t* record) {
+  const BlockType& t = block_type(format);
+  RecordShape shape = record_shape(format);
+  for (int i = 0; i < shape.bytes; i++) record[i] = (uint8_t)random.bits();
+  for (int i = 0; i < 16 * shape.blocks * t.halves; i++) {
+    uint16_t half = half_near(random, t.bytes ? -14 : t.offset == 128 ? -10 : -7);
+    std::memcpy(record + 2 * i, &half, 2);
+  }
+}
+
 struct Weight {
   uint8_t* data;
   Floats bias;
   MdiMatrix matrix;
 
   Weight(Random& random, int format, int n_out, int n_in, bool with_bias = false) {
-    const int inputs[] = {1, 2, 2, 128, 64, 128}, lines[] = {1, 1, 1, 33, 9, 17};
-    size_t n_lines = (size_t)((n_out + 15) / 16) * ((n_in + inputs[format] - 1) / inputs[format]) * lines[format];
-    data = (uint8_t*)std::aligned_alloc(64, 64 * n_lines);
-    for (size_t i = 0; i < n_lines; i++)
-      fill_line(random, format, format >= kInt8 && i % lines[format] == 0, data + 64 * i);
+    int inputs = record_inputs(format), lines = record_lines(format);
+    size_t n_records = (size_t)((n_out + 15) / 16) * ((n_in + inputs - 1) / inputs);
+    data = (uint8_t*)std::aligned_alloc(64, 64 * n_records * lines);
+    for (size_t i = 0; i < n_records * lines; i++) {
+      if (format < kQ8_0) fill_line(random, format, format >= kInt8 && i % lines == 0, data + 64 * i);
+      else if (i % lines == 0) fill_record(random, format, data + 64 * i);
+    }
     if (with_bias) bias = random.numbers(n_out);
     matrix = {data, with_bias ? bias.data() : nullptr, format, n_out, n_in, 0};
   }
@@ -193,11 +216,10 @@ static void try_extremes(const char* set) {
   MdiNorm none{};
   for (Extreme e : {Extreme{kInt8, 255, 127}, Extreme{kInt8, 1, -127}, Extreme{kInt4, 0xff, 7}, Extreme{kInt4, 0x00, -8},
                     Extreme{kMxfp4, 0x77, 6}, Extreme{kMxfp4, 0xff, -6}}) {
-    const int inputs[] = {1, 2, 2, 128, 64, 128}, lines[] = {1, 1, 1, 33, 9, 17};
-    size_t n_lines = (size_t)kIn / inputs[e.format] * lines[e.format];
+    size_t lines = record_lines(e.format), n_lines = (size_t)kIn / record_inputs(e.format) * lines;
     uint8_t* data = (uint8_t*)std::aligned_alloc(64, 64 * n_lines);
     for (size_t i = 0; i < n_lines; i++) {
-      bool scales = i % lines[e.format] == 0;
+      bool scales = i % lines == 0;
       uint16_t one = 0x3c00;
       std::memset(data + 64 * i, scales ? 127 : e.byte, 64);
       for (int k = 0; scales && e.format != kMxfp4 && k < 32; k++) std::memcpy(data + 64 * i + 2 * k, &one, 2);
@@ -210,6 +232,28 @@ static void try_extremes(const char* set) {
         require(std::fabs(a / (sign * e.value * kIn) - 1) < 1e-5f, std::string(set) + ": sums of " + kFormats[e.format] + " overflow");
     }
     std::free(data);
+  }
+}
+
+// The same of block types: their sums must be those of other instruction sets.
+static void try_extreme_blocks(const char* set) {
+  constexpr int kIn = 256, kOut = 16, kRows = 13;
+  Context context(1);
+  MdiNorm none{};
+  for (int format = kQ8_0; format <= kIq4_xs; format++) {
+    Random random(6);
+    Weight w(random, format, kOut, kIn);
+    Floats all;
+    for (int byte : {0x00, 0x7f, 0xff})
+      for (float sign : {1.0f, -1.0f}) {
+        RecordShape shape = record_shape(format);
+        for (int at = 0; at < kIn / record_inputs(format) * shape.bytes; at += shape.bytes)
+          std::memset(w.data + at + shape.header, byte, (size_t)(shape.bytes - shape.header));
+        Floats x((size_t)kRows * kIn, sign), y((size_t)kRows * kOut);
+        require(!mdi_linear(context.handle, &none, &w.matrix, 0, x.data(), kRows, y.data()), "memory");
+        all.insert(all.end(), y.begin(), y.end());
+      }
+    print(set, std::string("extreme-") + kFormats[format], all);
   }
 }
 
@@ -338,6 +382,8 @@ int main(int argc, char** argv) {
       {"int4-experts", kInt4, kCacheFloat32, false, false, false, true, false},
       {"mxfp4-experts", kMxfp4, kCacheBf16, false, false, false, true, true},
       {"int8-window", kInt8, kCacheInt8, false, false, false, false, true},
+      {"q4_k-experts", kQ4_k, kCacheBf16, false, false, false, true, false},
+      {"q6_k-window", kQ6_k, kCacheInt8, false, false, false, false, true},
   };
   std::istringstream sets(mdi_instruction_sets());
   int left = argc > 1 ? std::atoi(argv[1]) : 100;
@@ -346,7 +392,8 @@ int main(int argc, char** argv) {
     try_functions(set.c_str());
     try_packing(set.c_str());
     try_extremes(set.c_str());
-    for (int format = kFloat32; format <= kMxfp4; format++) {
+    try_extreme_blocks(set.c_str());
+    for (int format = kFloat32; format <= kIq4_xs; format++) {
       try_linear(set.c_str(), format, 16 * 5 + 5, 301);
       try_linear(set.c_str(), format, 7, 64);
     }

@@ -17,9 +17,11 @@ constexpr int kPiece = 4;        // inputs of a row that lie together in its blo
 constexpr int kSums = 4;         // sums of attention that stay in registers
 #ifdef MDI_VNNI
 constexpr bool kDotIsUnsigned = true;
+constexpr int narrow_lines(int) { return 0; }
 constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 #else
 constexpr bool kDotIsUnsigned = false;
+constexpr int narrow_lines(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }  // see H
 constexpr int kUnrolled = 2;     // with more, gcc 12 adds up the products at the end, and keeps them on the stack until then
 #endif
 
@@ -88,6 +90,14 @@ inline W looked_up(W w, const uint8_t* table) {
   __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   return {_mm256_shuffle_epi8(t, w.a), _mm256_shuffle_epi8(t, w.b)};
 }
+template <int kRight> inline W bits_of(W w, int mask) {
+  __m256i m = _mm256_set1_epi8((char)mask);
+  if constexpr (kRight < 0) return {_mm256_and_si256(_mm256_slli_epi16(w.a, -kRight), m), _mm256_and_si256(_mm256_slli_epi16(w.b, -kRight), m)};
+  else return {_mm256_and_si256(_mm256_srli_epi16(w.a, kRight), m), _mm256_and_si256(_mm256_srli_epi16(w.b, kRight), m)};
+}
+inline W either(W x, W y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline W less(W w, int n) { __m256i v = _mm256_set1_epi8((char)n); return {_mm256_sub_epi8(w.a, v), _mm256_sub_epi8(w.b, v)}; }
+inline void store_line(uint8_t* p, W w) { _mm256_storeu_si256((__m256i*)p, w.a), _mm256_storeu_si256((__m256i*)(p + 32), w.b); }
 inline __m256i four_bytes(const int8_t* x) { return _mm256_set1_epi32(*(const int32_t*)x); }
 #ifdef MDI_VNNI
 inline W int8_line(const uint8_t* p) { return load_line(p); }
@@ -115,7 +125,8 @@ inline I dot(I sum, W w, const int8_t* x) {
   return {add_pairs(sum.a, _mm256_maddubs_epi16(_mm256_abs_epi8(w.a), _mm256_sign_epi8(v, w.a))),
           add_pairs(sum.b, _mm256_maddubs_epi16(_mm256_abs_epi8(w.b), _mm256_sign_epi8(v, w.b)))};
 }
-// Sums of a group in 16 bits: of int4, 16 products of at most 15 * 127 (30,480 in all); of mxfp4, 8 of at most 24 * 127.
+// Sums of a group in 16 bits: of int4, 16 products of at most 15 * 127 (30,480 in all); of mxfp4, 8 of at most 24 * 127; of 5 bits 8
+// of at most 31 * 127 (31,496), of 6 bits 4 of at most 63 * 127 (32,004).
 struct H { __m256i a, b; };
 inline H begin_halves(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline H dot_halves(H sum, W w, const int8_t* x) {

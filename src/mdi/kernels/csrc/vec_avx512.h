@@ -18,6 +18,7 @@ constexpr int kPiece = 4;        // inputs of a row that lie together in its blo
 constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 constexpr int kSums = 16;        // sums of attention that stay in registers
 constexpr bool kDotIsUnsigned = true;  // dot() takes bytes of int8 weights with their offset of 128
+constexpr int narrow_lines(int) { return 0; }  // whose products a narrower sum (H) holds, of blocks of so many bits; 0: it has none
 
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
@@ -53,6 +54,13 @@ inline W high_halves(W a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), 
 inline W looked_up(W a, const uint8_t* table) {  // table[a], of bytes below 16
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
 }
+template <int kRight> inline W bits_of(W a, int mask) {  // (a >> kRight) & mask of each byte; of a mask without what comes from the next
+  if constexpr (kRight < 0) return {_mm512_and_si512(_mm512_slli_epi16(a.v, -kRight), _mm512_set1_epi8((char)mask))};
+  else return {_mm512_and_si512(_mm512_srli_epi16(a.v, kRight), _mm512_set1_epi8((char)mask))};
+}
+inline W either(W a, W b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline W less(W a, int n) { return {_mm512_sub_epi8(a.v, _mm512_set1_epi8((char)n))}; }  // of each byte
+inline void store_line(uint8_t* p, W a) { _mm512_storeu_si512(p, a.v); }
 // Each lane adds the products of its four weights with the same four signed bytes.
 inline I dot(I sum, W w, const int8_t* x) { return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(*(const int32_t*)x))}; }
 // Sums of a group of halves of bytes begin with a whole number; a set of instructions may add them in a narrower form first.

@@ -16,7 +16,7 @@ struct I { int32x4_t a, b, c, d; };
 struct W { uint8x16_t a, b, c, d; };
 
 #if defined(MDI_I8MM)
-constexpr int tile_rows(int format) { return format == kInt8 || format == kInt4 ? 8 : 4; }
+constexpr int tile_rows(int format) { return format >= kInt8 && format != kMxfp4 ? 8 : 4; }
 #elif defined(MDI_DOT)
 constexpr int tile_rows(int) { return 4; }
 #else
@@ -26,6 +26,8 @@ constexpr int kFloatPanels = 1;
 constexpr int kBytePanels = 1;   // the same where weights are bytes
 constexpr int kPiece = 8;        // inputs of a row that lie together in its block
 constexpr int kSums = 4;         // sums of attention that stay in registers
+constexpr bool kDotIsUnsigned = false;
+constexpr int narrow_lines(int) { return 0; }
 
 // A vector of what `f` makes of the registers of each of `x`.
 template <typename R, typename Function, typename... T>
@@ -83,6 +85,17 @@ inline F load_bytes(const int8_t* p) {
 inline int32_t sum_int(I x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.a, x.b), vaddq_s32(x.c, x.d))); }
 
 inline W load_line(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }
+inline W int8_line(const uint8_t* p) { MDI_EACH(W, (B r), veorq_u8(r, vdupq_n_u8(0x80)), load_line(p)); }
+inline W low_halves(W w) { MDI_EACH(W, (B r), vandq_u8(r, vdupq_n_u8(15)), w); }
+inline W high_halves(W w) { MDI_EACH(W, (B r), vshrq_n_u8(r, 4), w); }
+inline W looked_up(W w, const uint8_t* table) { B t = vld1q_u8(table); MDI_EACH(W, (B r), vqtbl1q_u8(t, r), w); }
+template <int kRight> inline W bits_of(W w, int mask) {
+  B m = vdupq_n_u8((uint8_t)mask);
+  MDI_EACH(W, (B r), vandq_u8(vshlq_u8(r, vdupq_n_s8(-kRight)), m), w);
+}
+inline W either(W x, W y) { MDI_EACH(W, (B r, B s), vorrq_u8(r, s), x, y); }
+inline W less(W w, int n) { MDI_EACH(W, (B r), vsubq_u8(r, vdupq_n_u8((uint8_t)n)), w); }  // of each byte
+inline void store_line(uint8_t* p, W w) { vst1q_u8(p, w.a), vst1q_u8(p + 16, w.b), vst1q_u8(p + 32, w.c), vst1q_u8(p + 48, w.d); }
 inline F byte_of_lane(const uint8_t* line, int shift, int mask) {
   MDI_EACH(F, (B p), vcvtq_f32_u32(vandq_u32(vshlq_u32(vreinterpretq_u32_u8(p), vdupq_n_s32(-shift)), vdupq_n_u32((uint32_t)mask))),
            load_line(line));

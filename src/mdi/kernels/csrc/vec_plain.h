@@ -16,6 +16,7 @@ constexpr int kPiece = 4;        // inputs of a row that lie together in its blo
 constexpr int kUnrolled = 16;    // lines of bytes whose products stand one after the other in the code
 constexpr int kSums = 4;         // sums of attention that stay in registers
 constexpr bool kDotIsUnsigned = false;
+constexpr int narrow_lines(int) { return 0; }
 
 #define MDI_LANES(expression) for (int i = 0; i < 16; i++) { expression; }
 
@@ -47,6 +48,13 @@ inline W int8_line(const uint8_t* p) { W r; for (int i = 0; i < 64; i++) r.v[i] 
 inline W low_halves(W a) { for (uint8_t& b : a.v) b &= 15; return a; }
 inline W high_halves(W a) { for (uint8_t& b : a.v) b >>= 4; return a; }
 inline W looked_up(W a, const uint8_t* table) { for (uint8_t& b : a.v) b = table[b]; return a; }
+template <int kRight> inline W bits_of(W a, int mask) {
+  for (uint8_t& b : a.v) b = (uint8_t)((kRight < 0 ? b << (kRight < 0 ? -kRight : 0) : b >> (kRight < 0 ? 0 : kRight)) & mask);
+  return a;
+}
+inline W either(W a, W b) { for (int i = 0; i < 64; i++) a.v[i] |= b.v[i]; return a; }
+inline W less(W a, int n) { for (uint8_t& b : a.v) b = (uint8_t)(b - n); return a; }  // of each byte
+inline void store_line(uint8_t* p, W a) { std::memcpy(p, a.v, 64); }
 inline I dot(I sum, W w, const int8_t* x) {
   MDI_LANES(const uint8_t* q = w.v + 4 * i;
             sum.v[i] += (int8_t)q[0] * x[0] + (int8_t)q[1] * x[1] + (int8_t)q[2] * x[2] + (int8_t)q[3] * x[3])

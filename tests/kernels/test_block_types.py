@@ -1,0 +1,137 @@
+"""The block types of GGUF files as formats of the kernels: the file's own numbers, whatever is made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from block_files import extreme_rows, halves_of, numbers, random_rows
+from forced import forced, instruction_sets
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from mdi.errors import CheckpointError
+from mdi.kernels import library
+from mdi.kernels.block_rows import pack_rows, pack_rows_in_numpy
+from mdi.kernels.blocks import Context, Linear
+from mdi.kernels.layout import Matrix, PackedRows, block_rows, cut, matrix_bytes, pack_blocks, unpack
+from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, layout_of
+
+FORMS = list(BLOCK_TYPES)
+needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
+
+
+def packed(form: str, rows: np.ndarray) -> Matrix:
+    kind = BLOCK_TYPES[form]
+    return pack_blocks(form, len(rows), rows.shape[1] // kind.block_bytes * kind.inputs, lambda at: rows[at], "w")
+
+
+def test_the_table_has_the_sizes_and_numbers_of_the_gguf_package() -> None:
+    for form, kind in BLOCK_TYPES.items():
+        of_package = GGMLQuantizationType[form.upper()]
+        assert (of_package.value, GGML_QUANT_SIZES[of_package]) == (kind.type_id, (kind.inputs, kind.block_bytes))
+        assert kind.block_bytes == 2 * kind.halves + kind.bytes + 4 * kind.words
+        assert layout_of(form).record_bytes % 64 == 0
+        assert layout_of(form).bits < 1.01 * 8 * kind.block_bytes / kind.inputs
+    every = [layout.number for layout in LAYOUTS.values()] + [kind.number for kind in BLOCK_TYPES.values()]
+    assert every == list(range(len(every)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_are_those_of_the_file_to_the_bit(form: str) -> None:
+    n_in = 1280 if BLOCK_TYPES[form].inputs == 256 else 416  # 13 blocks of 32: the last record is half empty
+    for rows in (random_rows(form, 75, n_in), random_rows(form, 16, BLOCK_TYPES[form].inputs, 1), extreme_rows(form)):
+        matrix = packed(form, rows)
+        assert matrix.data.size == matrix_bytes(form, matrix.n_out, matrix.n_in)
+        assert np.array_equal(block_rows(matrix), rows)
+        assert np.array_equal(unpack(matrix).view(np.uint32), numbers(form, rows).view(np.uint32))
+        some = np.array([len(rows) - 1, 0, 5, 5])
+        assert np.array_equal(PackedRows(matrix)[some], numbers(form, rows)[some])
+        in_numpy = np.full_like(matrix.data, 7)
+        assert pack_rows_in_numpy(form, rows, in_numpy)
+        assert np.array_equal(in_numpy, matrix.data)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_that_are_not_finite_are_refused_by_name(form: str) -> None:
+    n_in = 2 * BLOCK_TYPES[form].inputs
+    for at in halves_of(form):
+        for bad in (np.nan, np.inf, -np.inf):
+            rows = random_rows(form, 20, n_in)
+            rows[17, at : at + 2] = np.array([bad], dtype=np.float16).view(np.uint8)
+            to = np.empty(matrix_bytes(form, 20, n_in), dtype=np.uint8)
+            assert not pack_rows_in_numpy(form, rows, to) and not pack_rows(form, rows, to)
+            with pytest.raises(CheckpointError, match="blk.7 has numbers that are not finite"):
+                pack_blocks(form, 20, n_in, lambda part, rows=rows: rows[part], "blk.7")
+
+
+def exact_activations(n_rows: int, n_in: int, seed: int = 2) -> np.ndarray:
+    """Whole numbers up to 127, which every group of 64 has: they are not rounded."""
+    random = np.random.default_rng(seed)
+    x = random.integers(-127, 128, (n_rows, n_in)).astype(np.float32)
+    x[:, ::64] = 127 * random.choice([-1, 1], x[:, ::64].shape)
+    return x
+
+
+def multiplied(matrix: Matrix, x: np.ndarray, bias: np.ndarray | None = None, n_threads: int = 1) -> np.ndarray:
+    return Linear(Context(n_threads), matrix, bias)(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", instruction_sets())
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_those_of_the_numbers(form: str, name: str) -> None:
+    """Also of weights at the end of what a type holds, of large activations, of many rows and of cut ones."""
+    inputs = BLOCK_TYPES[form].inputs
+    for n_out, n_in in ((1, inputs), (75, 5 * inputs), (33, 3 * inputs)):
+        rows = random_rows(form, n_out, n_in)
+        bias = np.random.default_rng(3).standard_normal(n_out).astype(np.float32)
+        with forced(name):
+            for n_rows in (1, 2, 3, 5, 7, 8, 9, 20, 100):
+                x = exact_activations(n_rows, n_in)
+                x[n_rows // 2, 3], x[0, n_in - 1] = 1e5, -3e4
+                found = multiplied(packed(form, rows), x, bias)
+                exact = x.astype(np.float64) @ numbers(form, rows).astype(np.float64).T + bias
+                size = np.abs(x).astype(np.float64) @ np.abs(numbers(form, rows)).astype(np.float64).T + np.abs(bias)
+                assert (np.abs(found - exact) < 2e-6 * size).all()
+    extreme = np.concatenate([extreme_rows(form)] * 4, axis=1)
+    finite = np.abs(numbers(form, extreme)).max(axis=1) < 1e6  # and sums within float32
+    for sign in (1, -1):
+        x = np.full((3, 4 * inputs), sign * 127, dtype=np.float32)
+        with forced(name):
+            found = multiplied(packed(form, extreme), x)[:, finite]
+        weights = numbers(form, extreme)[finite].astype(np.float64)
+        size = np.abs(x) @ (np.abs(weights) + np.abs(weights).max(axis=1)[:, None]).T
+        assert (np.abs(found - x @ weights.T) <= 1e-5 * size).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_all_instruction_sets_any_company_and_threads_give_the_same_bits(form: str) -> None:
+    n_in = 5 * BLOCK_TYPES[form].inputs
+    matrix = packed(form, random_rows(form, 75, n_in))
+    x = np.random.default_rng(5).standard_normal((200, n_in)).astype(np.float32)
+    x[:, 7] *= 40
+    expected = multiplied(matrix, x)
+    for name in instruction_sets():
+        with forced(name):
+            own = expected if name != "plain" else multiplied(matrix, x)
+            for n_rows, n_threads in ((1, 1), (2, 2), (5, 1), (9, 1), (16, 2), (97, 1), (200, 3)):
+                assert multiplied(matrix, x[:n_rows], None, n_threads).tobytes() == own[:n_rows].tobytes(), name
+
+
+ROWS = [None, [(0, 32)], [(16, 75)], [(5, 9)], [(0, 16), (32, 48), (64, 75)], [(1, 30), (30, 31), (70, 75)], [(7, 7)]]
+COLUMNS = [None, (0, 256), (256, 1280), (64, 192), (32, 96), (10, 33), (320, 1248), (1279, 1280), (5, 5)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_has_the_numbers_of_the_whole(form: str) -> None:
+    whole = packed(form, random_rows(form, 75, 1280))
+    for rows in ROWS:
+        chosen = unpack(whole) if rows is None else np.concatenate([unpack(whole)[a:b] for a, b in rows])
+        for columns in COLUMNS:
+            part = cut(whole, rows, columns)
+            first, last = columns or (0, 1280)
+            assert part.data.size == matrix_bytes(form, part.n_out, part.n_in)
+            assert (part.n_out, part.n_in - part.skip) == (len(chosen), last - first)
+            assert last == first or part.skip == first % (64 if BLOCK_TYPES[form].inputs == 32 else 256)
+            if part.data.size:
+                assert np.array_equal(unpack(part)[:, part.skip :], chosen[:, first:last])
