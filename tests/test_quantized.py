@@ -28,7 +28,7 @@ from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.cli import launch
 from mdi.errors import CheckpointError
-from mdi.kernels.layout import Matrix, pack_halves, unpack
+from mdi.kernels.layout import Matrix, empty, pack_halves, unpack
 from mdi.kernels.weight_formats import weight_format
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
@@ -87,7 +87,7 @@ def one(tmp_path: Path, tensors: State, settings: dict[str, Any]) -> Any:
 def carried(form: str, found: Decoded) -> Matrix:
     assert found.has_halves
     n_out, n_in = found.specs["x.weight"].shape
-    return pack_halves(form, n_out, n_in, found.halves)
+    return pack_halves(empty(form, n_out, n_in), found.halves)
 
 
 @pytest.mark.parametrize("shape", [(576, 192), (192, 576), (2880, 192), (192, 2880), (128, 256), (5, 130)])

@@ -12,7 +12,7 @@ from mdi.errors import CheckpointError
 from mdi.kernels import library
 from mdi.kernels.block_rows import pack_rows, pack_rows_in_numpy
 from mdi.kernels.blocks import Context, Linear
-from mdi.kernels.layout import Matrix, PackedRows, block_rows, cut, matrix_bytes, pack_blocks, unpack
+from mdi.kernels.layout import Matrix, PackedRows, block_rows, cut, empty, matrix_bytes, pack_blocks, unpack
 from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, layout_of
 
 FORMS = list(BLOCK_TYPES)
@@ -21,7 +21,9 @@ needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no kernels: 
 
 def packed(form: str, rows: np.ndarray) -> Matrix:
     kind = BLOCK_TYPES[form]
-    return pack_blocks(form, len(rows), rows.shape[1] // kind.block_bytes * kind.inputs, lambda at: rows[at], "w")
+    matrix = empty(form, len(rows), rows.shape[1] // kind.block_bytes * kind.inputs)
+    pack_blocks(matrix, lambda at: rows[at], "w")
+    return matrix
 
 
 def test_the_table_has_the_sizes_and_numbers_of_the_gguf_package() -> None:
@@ -60,7 +62,7 @@ def test_scales_that_are_not_finite_are_refused_by_name(form: str) -> None:
             to = np.empty(matrix_bytes(form, 20, n_in), dtype=np.uint8)
             assert not pack_rows_in_numpy(form, rows, to) and not pack_rows(form, rows, to)
             with pytest.raises(CheckpointError, match="blk.7 has numbers that are not finite"):
-                pack_blocks(form, 20, n_in, lambda part, rows=rows: rows[part], "blk.7")
+                pack_blocks(empty(form, 20, n_in), lambda part, rows=rows: rows[part], "blk.7")
 
 
 def exact_activations(n_rows: int, n_in: int, seed: int = 2) -> np.ndarray:

@@ -14,6 +14,7 @@ from mdi.kernels.layout import (
     Halves,
     aligned_bytes,
     bf16_from_float32,
+    empty,
     float32_from_bf16,
     matrix_bytes,
     pack,
@@ -87,7 +88,7 @@ def test_mxfp4_keeps_its_own_numbers_and_rounds_others_to_the_nearest() -> None:
     random = np.random.default_rng(4)
     scales, halves = random.integers(2, 253, (20, 7), np.uint8), random.integers(0, 256, (20, 112), np.uint8)
     halves[0], halves[1, :16], scales[1, 0] = 0, 0x11, 0  # zeros; numbers so small that the kernels count them as zero
-    matrix = pack_halves("mxfp4", 20, 224, lambda rows: Halves(scales[rows], halves[rows]))
+    matrix = pack_halves(empty("mxfp4", 20, 224), lambda rows: Halves(scales[rows], halves[rows]))
     by_code = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = np.empty((20, 224))
     for o, i in np.ndindex(20, 224):

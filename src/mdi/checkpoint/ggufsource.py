@@ -45,7 +45,7 @@ from mdi.families.names import Names, Piece
 from mdi.families.registry import GGUF, family_in_gguf
 from mdi.files import replacing
 from mdi.kernels.format_maps import joined_pieces, map_of
-from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack, pack_blocks, pack_halves
+from mdi.kernels.layout import Matrix, empty, pack_blocks, pack_halves, pack_into
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, part_of_rows, spans
 from mdi.kernels.weight_formats import PACKED_ROWS, is_packable
 from mdi.model.plain import ModelConfig
@@ -124,28 +124,27 @@ class GgufSource(WeightSource):
         if not set(kinds) & HELD.keys():
             return None
         n_out, n_in = self.specs[name].shape
-        whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
-        first = 0
+        whole, first = empty(form, n_out, n_in), 0
         for into in whole.pieces:
-            own = self._piece_of(name, into, first)
-            into.data[:] = own.data
+            self._fill(into, name, first)
             first += into.n_out
         return whole
 
-    def _piece_of(self, name: str, into: Matrix, first: int) -> Matrix:
+    def _fill(self, into: Matrix, name: str, first: int) -> None:
         """Rows of a weight from `first` on, in the shape and format of `into`."""
         pieces, where = self._pieces[name], f"{self.path}: {name}"
         kind = next((kind for kind, form in HELD.items() if form == into.format), None)
         if kind is None:
-            return pack(into.format, part_of_rows(self.rows(name), first, into.n_out), where)
+            return pack_into(into, part_of_rows(self.rows(name), first, into.n_out), where)
 
         def read(at: slice) -> np.ndarray:
             own = slice(first + at.start, first + at.stop)
             return joined(self._some(pieces, own, lambda piece, part: read_rows(part)))
 
         if kind in CARRIED_OVER:
-            return pack_halves(into.format, into.n_out, into.n_in, lambda at: halves_of(kind, read(at), where))
-        return pack_blocks(into.format, into.n_out, into.n_in, read, where)
+            pack_halves(into, lambda at: halves_of(kind, read(at), where))
+        else:
+            pack_blocks(into, read, where)
 
     def same_as(self, name: str) -> str:
         is_tied = name == HEAD and self._pieces[HEAD] == self._pieces[EMBEDDING]

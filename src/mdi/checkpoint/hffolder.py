@@ -33,7 +33,7 @@ from mdi.families.family import Family
 from mdi.families.names import LANGUAGE, Piece
 from mdi.families.registry import family_of, stated_family
 from mdi.files import default_cache_dir
-from mdi.kernels.layout import Halves, Matrix, pack_halves
+from mdi.kernels.layout import Halves, Matrix, empty, pack_halves
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, spans
 from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
@@ -125,7 +125,7 @@ class HfFolder(WeightSource):
             return Halves(*map(joined, zip(*found, strict=True)))
 
         n_out, n_in = self.specs[name].shape
-        return pack_halves(form, n_out, n_in, read)
+        return pack_halves(empty(form, n_out, n_in), read)
 
     @functools.cached_property
     def _interleaved(self) -> np.ndarray:

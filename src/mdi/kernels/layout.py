@@ -103,6 +103,7 @@ _WIDER = {"int4": ("int8", "bf16", "float32"), "float16": ("bfloat16", "float32"
 
 LINE_BYTES = 64
 ALIGN_BYTES = 64
+_BYTES_AT_A_TIME = 1 << 20  # of blocks that are read and brought into panels
 _OWN_PAGES = 4 << 20  # bytes from which on numpy asks for huge pages
 _LEAST_SHARED, _SHARED_BYTES = 1 << 18, 32 << 20  # of an array that lies beside others, and of their memory
 
@@ -119,7 +120,7 @@ class Matrix:
     """A packed weight of a linear layer.
 
     Attributes:
-        format: a word of weight_formats, or one for each of several ranges of rows, whose bytes follow each other (format_maps).
+        format: a word, or one for each of several ranges of rows, whose bytes follow each other (format_maps).
         data: uint8, (matrix_bytes(...)), on a 64-byte boundary; may be a view of a mapped file.
         skip: of n_in, the first ones, which are zero and which rows lack: see the module.
     """
@@ -205,6 +206,11 @@ def float32_from_bf16(bits: np.ndarray) -> Floats:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def empty(form: str, n_out: int, n_in: int) -> Matrix:
+    """A matrix whose memory is not filled."""
+    return Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+
+
 def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -> Matrix:
     """A weight (n_out, n_in) in a format, `PACKED_ROWS` at a time, so that temporary memory stays small.
 
@@ -217,19 +223,19 @@ def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -
         CheckpointError: a number is not finite, or too large for the format.
     """
     n_out, n_in = weight.shape
-    whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+    whole = empty(form, n_out, n_in)
     first = 0
     for piece in whole.pieces:
         if piece.format not in LAYOUTS:
             raise UsageError(
                 f"{name}: {piece.format} holds what a GGUF file has in it, other numbers are not brought into it"
             )
-        _pack_piece(piece, part_of_rows(weight, first, piece.n_out), name, clips)
+        pack_into(piece, part_of_rows(weight, first, piece.n_out), name, clips)
         first += piece.n_out
     return whole
 
 
-def _pack_piece(into: Matrix, weight: Rows, name: str, clips: bool) -> None:
+def pack_into(into: Matrix, weight: Rows, name: str, clips: bool = False) -> None:
     """A weight into the memory of a matrix of one format. Raises CheckpointError as `pack`."""
     form, n_out, n_in = into.format, into.n_out, into.n_in
     layout = LAYOUTS[form]
@@ -310,41 +316,37 @@ class PackedRows:
         return found
 
 
-def pack_blocks(
-    form: str, n_out: int, n_in: int, read: Callable[[slice], np.ndarray], name: str = "a weight"
-) -> Matrix:
+def pack_blocks(into: Matrix, read: Callable[[slice], np.ndarray], name: str = "a weight") -> None:
     """A weight in a block type of GGUF files, with the same numbers.
 
     Args:
-        form: a key of BLOCK_TYPES.
-        n_in: whole blocks.
+        into: of such a format, and of whole blocks; its memory is filled.
         read: gives rows of the weight as in the file, uint8 (n, bytes of a row).
         name: of the tensor, for errors.
 
     Raises:
         CheckpointError: a scale is not finite.
     """
-    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
-    panels = data.reshape(padded(n_out, PANEL) // PANEL, -1)
-    for first in range(0, n_out, PACKED_ROWS):
-        rows = read(slice(first, min(first + PACKED_ROWS, n_out)))
-        if not pack_rows(form, rows, panels[first // PANEL : (first + padded(len(rows), PANEL)) // PANEL]):
+    panels = _panels_of(into)
+    n_rows = max(1, _BYTES_AT_A_TIME // panels[0].nbytes) * PANEL if len(panels) else PANEL
+    for first in range(0, into.n_out, n_rows):
+        rows = read(slice(first, min(first + n_rows, into.n_out)))
+        if not pack_rows(into.format, rows, panels[first // PANEL : (first + padded(len(rows), PANEL)) // PANEL]):
             check_range("float32", math.nan, name, clips=False)
-    return Matrix(form, n_out, n_in, data)
 
 
 def block_rows(matrix: Matrix) -> Bytes:
     """The rows of a weight in a block type as in the file: uint8 (n_out, bytes of a row)."""
-    return unpack_rows(matrix.format, _block_panels(matrix), _n_blocks(matrix))[: matrix.n_out]
+    return unpack_rows(matrix.format, _panels_of(matrix), _n_blocks(matrix))[: matrix.n_out]
 
 
 def _block_numbers(matrix: Matrix, rows: np.ndarray) -> Floats:
     """Some rows of a weight in a block type, by their numbers (n) -> float32 (n, n_in)."""
-    found = chosen_rows(matrix.format, _block_panels(matrix), _n_blocks(matrix), rows)
+    found = chosen_rows(matrix.format, _panels_of(matrix), _n_blocks(matrix), rows)
     return numbers_of(matrix.format, found)[:, : matrix.n_in]
 
 
-def _block_panels(matrix: Matrix) -> Bytes:
+def _panels_of(matrix: Matrix) -> Bytes:
     return matrix.data.reshape(padded(matrix.n_out, PANEL) // PANEL, -1)
 
 
@@ -478,17 +480,16 @@ class Halves(NamedTuple):
     halves: np.ndarray
 
 
-def pack_halves(form: str, n_out: int, n_in: int, read: Callable[[slice], Halves]) -> Matrix:
+def pack_halves(into: Matrix, read: Callable[[slice], Halves]) -> Matrix:
     """A weight of halves of bytes and scales that come from a file, as they are, without rounding.
 
     Args:
-        form: int4 or mxfp4.
-        n_in: a multiple of 32.
+        into: in int4 or mxfp4, of a multiple of 32 inputs; its memory is filled.
         read: gives rows of the weight.
     """
+    form, n_out, n_in = into.format, into.n_out, into.n_in
     layout, n_groups = LAYOUTS[form], n_in // 32
-    data = aligned_bytes(matrix_bytes(form, n_out, n_in))
-    panels, width = data.reshape(padded(n_out, PANEL) // PANEL, -1), padded(n_in, layout.record_inputs)
+    panels, width = _panels_of(into), padded(n_in, layout.record_inputs)
     for first in range(0, n_out, PACKED_ROWS):
         scales, some = read(slice(first, min(first + PACKED_ROWS, n_out)))
         n_rows = padded(len(some), PANEL)
@@ -498,7 +499,7 @@ def pack_halves(form: str, n_out: int, n_in: int, read: Callable[[slice], Halves
         own[: len(some), :n_groups] = scales
         made = bytes_of_halves(form, own, numbers)
         panels[first // PANEL : (first + n_rows) // PANEL] = made.reshape(n_rows // PANEL, -1)
-    return Matrix(form, n_out, n_in, data)
+    return into
 
 
 # Twice the magnitude of the eight halves of mxfp4 without their sign, and the middles between two of them.
