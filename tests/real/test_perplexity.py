@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-FLOAT32, INT8 = 0.002, 0.003  # of transformers', and of float32's
+FLOAT32, INT8, OWN = 0.002, 0.003, 0.003  # of transformers', and of float32's
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -56,6 +56,10 @@ def test_a_text_is_as_likely_as_in_transformers(name: str, in_float32: Score) ->
     right = expected(name)
     assert in_float32.windows == right["windows"] and in_float32.n_tokens > 3000
     assert in_float32.perplexity == pytest.approx(right["perplexity"], rel=FLOAT32)
+
+
+def test_a_file_at_its_own_bits_is_nearly_as_good_as_its_exact_numbers(checkpoint: Path, in_float32: Score) -> None:
+    assert score(checkpoint, "own").perplexity < (1 + OWN) * in_float32.perplexity
 
 
 def test_int8_makes_it_hardly_less_likely(checkpoint: Path, in_float32: Score) -> None:

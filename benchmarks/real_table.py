@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""What each weight format costs published models: memory, speed and perplexity, as a table for docs/models.md.
+
+    benchmarks/real_table.py                  the models that `make real` has fetched
+    benchmarks/real_table.py --formats own int8
+    benchmarks/real_table.py --rounds 5       speeds are medians of so many runs, the formats in turns
+
+Memory is that of the whole process at its peak, speed is one text with one thread, and the perplexity is that of the text that
+`make real` has fetched, in windows of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from mdi.checkpoint.ggufsource import GgufSource  # noqa: E402
+from mdi.checkpoint.parts import part_of  # noqa: E402
+from mdi.kernels.weight_formats import weight_format  # noqa: E402
+from real.published import MODELS, TEXT, path_of  # noqa: E402
+from records import add_json_flag, save, told  # noqa: E402
+
+FORMATS = ("own", "float32", "bf16", "int8", "int4")
+N_TOKENS, N_CHARACTERS, WINDOW = 64, 16_000, 512
+
+
+def asked(command: str, *arguments: str) -> dict[str, Any]:
+    """What a command prints with --json."""
+    argv = [sys.executable, "-c", "from mdi.cli import launch; import sys; sys.exit(launch(sys.argv[1], sys.argv[2:]))"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([*argv, command, *arguments, "--json"], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command} {' '.join(arguments)}: {done.stderr.strip().splitlines()[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def bits_of(model: Path, form: str) -> float:
+    """Of a weight in the blocks."""
+    source = GgufSource(model)
+    name = source.own_formats if form == "own" else form
+    shapes = {name: spec.shape for name, spec in source.specs.items() if part_of(name).startswith("block.")}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    n_bytes = sum(weight_format(name or "").tensor_bytes(*one) for one in matrices.items())
+    return 8 * n_bytes / sum(rows * columns for rows, columns in matrices.values())
+
+
+def speed(model: Path, form: str) -> tuple[float, int]:
+    """Tokens per second of one text with one thread, and the peak of memory in bytes."""
+    text = ("--prompt", "The ring", "--n-tokens", str(N_TOKENS), "--temperature", "0", "--draft", "none")
+    run = asked("sample", "--ckpt", str(model), "--quantize", form, "--threads", "1", "--kv-dtype", "fp16", *text)
+    return run["samples"][0]["tokens_per_s"], run["nodes"][0]["peak_rss_bytes"]
+
+
+def perplexity(model: Path, form: str, text: Path) -> float:
+    found = asked("score", str(model), str(text), "--sequence-length", str(WINDOW), "--quantize", form)
+    return float(found["perplexity"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="FORMAT")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    add_json_flag(parser, "real_table")
+    args = parser.parse_args()
+    text = path_of("scored.txt")
+    text.write_text(path_of(TEXT).read_text(encoding="utf-8")[:N_CHARACTERS], encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    for name in MODELS:
+        model = path_of(f"models/{name}.gguf")
+        runs: dict[str, list[tuple[float, int]]] = {form: [] for form in args.formats}
+        for _ in range(args.rounds):
+            for form, found in runs.items():
+                found.append(speed(model, form))
+        for form, found in runs.items():
+            row = {
+                "model": name, "format": form, "bits": bits_of(model, form),
+                "tokens_per_s": statistics.median(rate for rate, _ in found),
+                "memory_bytes": max(memory for _, memory in found), "perplexity": perplexity(model, form, text),
+            }  # fmt: skip
+            rows.append(row)
+            print(f"{name} {form}: {row['perplexity']:.3f}", file=sys.stderr)
+    print("| model | format | bits a weight | memory, MB | one text, tokens/s | perplexity |\n|---|---|---|---|---|---|")
+    for row in rows:
+        numbers = f"{row['bits']:.1f} | {row['memory_bytes'] / 1e6:.0f} | {row['tokens_per_s']:.1f} | {row['perplexity']:.2f}"
+        print(f"| {row['model']} | {row['format']} | {numbers} |")
+    save(args.json, {"rows": rows, "arguments": told(args, "json")})
+
+
+if __name__ == "__main__":
+    main()
