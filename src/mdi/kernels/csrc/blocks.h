@@ -1,5 +1,5 @@
-// Products with weights in the block types of GGUF files (block_types.h), whose numbers are those of the file. A few inputs of a panel
-// at a time are brought into lines of bytes and scales in floats, the same for all types, which all rows are multiplied by.
+// Products with weights in the block types of GGUF files (block_types.h), whose numbers are those of the file. A few inputs of a
+// panel at a time are brought into lines of bytes and scales in floats, the same for all types, which all rows are multiplied by.
 #pragma once
 #include "block_types.h"
 
@@ -169,8 +169,9 @@ inline ChunkRows chunk_rows(const ByteRows& x, const RowBlock& block, int m, int
 namespace MDI_NS {
 #else
 
-// totals (kRows, kBytePanels, 16) += products of the rows with up to 256 inputs of panels side by side. Within a step of 64 inputs,
-// which share a scale of activations, group by group: the whole number times the scale, and the sum of activations times `more`.
+// totals (kRows, kBytePanels, 16) += products of the rows with up to 256 inputs of panels side by side. Within a step of 64
+// inputs, which share a scale of activations, group by group: the whole number times the scale, and the sum of activations times
+// `more`. Asking here for the weights that follow made 64 rows 1.6 times slower.
 template <int kRows, int kGroupInputs, bool kHasMinimum, int kNarrow>
 void multiply_chunk(const Decoded* w, int n_steps, const ChunkRows& x, int offset, float* totals, bool) {
   constexpr int kPanels = kBytePanels, kLines = kGroupInputs / 4, kGroups = 64 / kGroupInputs;
@@ -307,7 +308,8 @@ inline F add_groups(const uint8_t* words, const float (*scale)[16], const float 
 }
 
 template <int kFormat, int kStep = 0>
-inline F add_steps(const uint8_t* words, int n_steps, const float (*scale)[16], const float (*more)[16], const ChunkRows& x, F total) {
+inline F add_steps(const uint8_t* words, int n_steps, const float (*scale)[16], const float (*more)[16], const ChunkRows& x,
+                   F total) {
   if constexpr (kAreStepsAlike<kFormat>) {
     for (int i = 0; i < 4 && i < n_steps; i++) {
       ChunkRows of_step = {x.q + 64 * i, x.scale + i, x.float_sums + 2 * i, x.sums + 2 * i, x.quarters + 4 * i, 1};
@@ -331,7 +333,8 @@ void multiply_one(const uint8_t* panel, int n_steps, const ByteRows& x, float* t
   for (int step = 0; step < n_steps; step += shape.steps, panel += shape.bytes) {
     for (int at = 0; at < shape.header; at += 64) prefetch(panel + at + kAhead);
     decode_scales<kFormat>(panel, scale, more);
-    total = add_steps<kFormat>(panel + shape.header, n_steps - step, scale, more, chunk_rows(x, RowBlock(0, 1, 1), 0, step), total);
+    ChunkRows row = chunk_rows(x, RowBlock(0, 1, 1), 0, step);
+    total = add_steps<kFormat>(panel + shape.header, n_steps - step, scale, more, row, total);
   }
   store(to, total);
 }
@@ -358,8 +361,8 @@ struct Functions {  // of a type
 };
 
 // Row m's products with a panel, from their sum without the row's large numbers.
-inline void finish_blocks(const float* total, const Functions& of, const uint8_t* start, const MdiMatrix& w, int panel, const ByteRows& x,
-                          const Out& out, int m) {
+inline void finish_blocks(const float* total, const Functions& of, const uint8_t* start, const MdiMatrix& w, int panel,
+                          const ByteRows& x, const Out& out, int m) {
   F sum = load(total);
   const Large* large = x.large_of(m);
   for (int i = 0; i < x.n_large.data()[m]; i++) {
