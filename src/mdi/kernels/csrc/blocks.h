@@ -1,5 +1,5 @@
-// Products with weights in the block types of GGUF files (block_types.h), whose numbers are those of the file. A few inputs of a panel
-// at a time are brought into lines of bytes and scales in floats, the same for all types, which all rows are multiplied by.
+// Products with weights in the block types of GGUF files (block_types.h), whose numbers are those of the file. A few inputs of a
+// panel at a time are brought into lines of bytes and scales in floats, the same for all types, which all rows are multiplied by.
 #pragma once
 #include "block_types.h"
 
@@ -77,9 +77,20 @@ inline void decode_scales(const uint8_t* record, float (*scale)[16], float (*mor
     }
 }
 
+// Steps whose words lie one after the other, with nothing of another step in them.
+template <int kFormat> constexpr bool kAreStepsAlike = record_shape(kFormat).steps == 4 && block_type(kFormat).bits == 4;
+
+// Asks for words ahead, a line with each piece: all of a record at once would stand in each other's way.
+template <int kFormat, int kStep, int kPieceOfStep>
+inline void ask_ahead(const uint8_t* words) {
+  constexpr int each = record_shape(kFormat).blocks * block_type(kFormat).words / record_shape(kFormat).steps;  // of a step
+  if constexpr (kPieceOfStep < each) prefetch(words + 64 * (each * kStep + kPieceOfStep) + kAhead);
+}
+
 template <int kFormat, int kStep, int kPieceOfStep = 0>
 inline void decode_step(const uint8_t* words, uint8_t (*line)[64]) {
   if constexpr (kPieceOfStep < 16) {
+    ask_ahead<kFormat, kStep, kPieceOfStep>(words);
     store_line(line[kPieceOfStep], piece_of<kFormat, kStep, kPieceOfStep>(words));
     decode_step<kFormat, kStep, kPieceOfStep + 1>(words, line);
   }
@@ -87,7 +98,9 @@ inline void decode_step(const uint8_t* words, uint8_t (*line)[64]) {
 
 template <int kFormat, int kStep = 0>
 inline void decode_steps(const uint8_t* words, uint8_t (*line)[64]) {
-  if constexpr (kStep < record_shape(kFormat).steps) {
+  if constexpr (kAreStepsAlike<kFormat>) {
+    for (int step = 0; step < 4; step++) decode_step<kFormat, 0>(words + 512 * step, line + 16 * step);
+  } else if constexpr (kStep < record_shape(kFormat).steps) {
     decode_step<kFormat, kStep>(words, line + 16 * kStep);
     decode_steps<kFormat, kStep + 1>(words, line);
   }
@@ -100,7 +113,7 @@ void decode(const uint8_t* panel, int first_step, int n_steps, Decoded& to) {
   constexpr int groups = 64 * shape.steps / block_type(kFormat).group;
   const uint8_t* record = panel + (int64_t)(first_step / shape.steps) * shape.bytes;
   for (int i = 0; i * shape.steps < n_steps; i++, record += shape.bytes) {
-    for (int at = 0; at < shape.bytes; at += 64) prefetch(record + at + kAhead);
+    for (int at = 0; at < shape.header; at += 64) prefetch(record + at + kAhead);
     decode_scales<kFormat>(record, to.scale + i * groups, to.more + i * groups);
     decode_steps<kFormat>(record + shape.header, to.line + 16 * shape.steps * i);
   }
@@ -156,8 +169,9 @@ inline ChunkRows chunk_rows(const ByteRows& x, const RowBlock& block, int m, int
 namespace MDI_NS {
 #else
 
-// totals (kRows, kBytePanels, 16) += products of the rows with up to 256 inputs of panels side by side. Within a step of 64 inputs,
-// which share a scale of activations, group by group: the whole number times the scale, and the sum of activations times `more`.
+// totals (kRows, kBytePanels, 16) += products of the rows with up to 256 inputs of panels side by side. Within a step of 64
+// inputs, which share a scale of activations, group by group: the whole number times the scale, and the sum of activations times
+// `more`. Asking here for the weights that follow made 64 rows 1.6 times slower.
 template <int kRows, int kGroupInputs, bool kHasMinimum, int kNarrow>
 void multiply_chunk(const Decoded* w, int n_steps, const ChunkRows& x, int offset, float* totals, bool) {
   constexpr int kPanels = kBytePanels, kLines = kGroupInputs / 4, kGroups = 64 / kGroupInputs;
@@ -250,6 +264,82 @@ void multiply_chunk(const Decoded* w, int n_steps, const ChunkRows& x, int offse
 namespace MDI_NS {
 #endif
 
+#ifdef MDI_ONE_ROW
+// Sums of one row, without a detour of the weights through memory, in the order of multiply_chunk.
+
+template <int kFormat, int kStep, int kPieceOfStep, int kLeft>
+inline H add_narrow(const uint8_t* words, const int8_t* q, H sum) {
+  if constexpr (kLeft > 0) {
+    ask_ahead<kFormat, kStep, kPieceOfStep>(words);
+    sum = dot_halves(sum, piece_of<kFormat, kStep, kPieceOfStep>(words), q + 4 * kPieceOfStep);
+    return add_narrow<kFormat, kStep, kPieceOfStep + 1, kLeft - 1>(words, q, sum);
+  }
+  return sum;
+}
+
+template <int kFormat, int kStep, int kFirst, int kPieceOfGroup = 0>
+inline I add_group(const uint8_t* words, const int8_t* q, I sum) {
+  constexpr int kLines = block_type(kFormat).group / 4, kPieceOfStep = kFirst + kPieceOfGroup;
+  if constexpr (kPieceOfGroup == kLines) {
+    return sum;
+  } else if constexpr (kNarrowLines<kFormat> == 0) {
+    ask_ahead<kFormat, kStep, kPieceOfStep>(words);
+    sum = dot(sum, piece_of<kFormat, kStep, kPieceOfStep>(words), q + 4 * kPieceOfStep);
+    return add_group<kFormat, kStep, kFirst, kPieceOfGroup + 1>(words, q, sum);
+  } else {
+    H few = add_narrow<kFormat, kStep, kPieceOfStep, kNarrowLines<kFormat>>(words, q, begin_halves(0));
+    return add_group<kFormat, kStep, kFirst, kPieceOfGroup + kNarrowLines<kFormat>>(words, q, end_halves(few, sum));
+  }
+}
+
+template <int kFormat, int kStep, int kGroupOfStep = 0>
+inline F add_groups(const uint8_t* words, const float (*scale)[16], const float (*more)[16], const ChunkRows& x, F part) {
+  constexpr BlockType t = block_type(kFormat);
+  if constexpr (kGroupOfStep < 64 / t.group) {
+    constexpr int g = kStep * (64 / t.group) + kGroupOfStep;
+    int32_t sum = t.group == 32 ? x.sums[g] : x.quarters[g];
+    I whole = add_group<kFormat, kStep, kGroupOfStep * (t.group / 4)>(words, x.q + 64 * kStep,
+                                                                     splat_int(kKeepsOffset<kFormat> ? -t.offset * sum : 0));
+    part = fma(to_float(whole), load(scale[g]), part);
+    if constexpr (t.has_minimum) part = fma(load(more[g]), splat(x.float_sums[g]), part);
+    return add_groups<kFormat, kStep, kGroupOfStep + 1>(words, scale, more, x, part);
+  }
+  return part;
+}
+
+template <int kFormat, int kStep = 0>
+inline F add_steps(const uint8_t* words, int n_steps, const float (*scale)[16], const float (*more)[16], const ChunkRows& x,
+                   F total) {
+  if constexpr (kAreStepsAlike<kFormat>) {
+    for (int i = 0; i < 4 && i < n_steps; i++) {
+      ChunkRows of_step = {x.q + 64 * i, x.scale + i, x.float_sums + 2 * i, x.sums + 2 * i, x.quarters + 4 * i, 1};
+      F part = add_groups<kFormat, 0>(words + 512 * i, scale + 2 * i, more + 2 * i, of_step, splat(0.0f));
+      total = fma(part, splat(*of_step.scale), total);
+    }
+  } else if constexpr (kStep < record_shape(kFormat).steps) {
+    if (kStep < n_steps) {
+      F part = add_groups<kFormat, kStep>(words, scale, more, x, splat(0.0f));
+      return add_steps<kFormat, kStep + 1>(words, n_steps, scale, more, x, fma(part, splat(x.scale[kStep]), total));
+    }
+  }
+  return total;
+}
+
+template <int kFormat>
+void multiply_one(const uint8_t* panel, int n_steps, const ByteRows& x, float* to) {
+  constexpr RecordShape shape = record_shape(kFormat);
+  F total = splat(0.0f);
+  alignas(64) float scale[16][16], more[8][16];
+  for (int step = 0; step < n_steps; step += shape.steps, panel += shape.bytes) {
+    for (int at = 0; at < shape.header; at += 64) prefetch(panel + at + kAhead);
+    decode_scales<kFormat>(panel, scale, more);
+    ChunkRows row = chunk_rows(x, RowBlock(0, 1, 1), 0, step);
+    total = add_steps<kFormat>(panel + shape.header, n_steps - step, scale, more, row, total);
+  }
+  store(to, total);
+}
+#endif
+
 constexpr int kChunkSteps = 4;
 constexpr int kRowsAtOnce = 96;  // whole tiles of every instruction set
 
@@ -264,12 +354,27 @@ inline void multiply_rows(const Decoded* w, int n_steps, const ByteRows& x, cons
                                                                                    is_last);
 }
 
-using Decode = void (*)(const uint8_t* panel, int first_step, int n_steps, Decoded& to);
-using WeightsOf = void (*)(const uint8_t* panel, int k, float* weights);
+struct Functions {  // of a type
+  void (*decode)(const uint8_t* panel, int first_step, int n_steps, Decoded& to);
+  void (*weights_of)(const uint8_t* panel, int k, float* weights);
+  void (*multiply_one)(const uint8_t* panel, int n_steps, const ByteRows& x, float* total);  // or null
+};
+
+// Row m's products with a panel, from their sum without the row's large numbers.
+inline void finish_blocks(const float* total, const Functions& of, const uint8_t* start, const MdiMatrix& w, int panel,
+                          const ByteRows& x, const Out& out, int m) {
+  F sum = load(total);
+  const Large* large = x.large_of(m);
+  for (int i = 0; i < x.n_large.data()[m]; i++) {
+    alignas(64) float weights[16];
+    of.weights_of(start, large[i].input, weights);
+    sum = fma(load(weights), splat(large[i].value), sum);
+  }
+  finish(sum, w, panel, out, m);
+}
 
 template <int kGroupInputs, bool kHasMinimum, int kNarrow>
-void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out, Decode decode,
-                    WeightsOf weights_of) {
+void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out, const Functions& of) {
   constexpr int kPanels = kBytePanels;
   int offset = block_type(w.format).offset, n_steps = padded(w.n_in, 64) / 64;
   int64_t panel_bytes = block_panel_bytes(w, w.format);
@@ -281,12 +386,19 @@ void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, 
   for (int panel = first; panel < last; panel += kPanels) {
     int n_panels = last - panel < kPanels ? last - panel : kPanels;
     const uint8_t* start = w.data + panel * panel_bytes;
+    if (n_rows == 1 && of.multiply_one) {
+      for (int p = 0; p < n_panels; p++) {
+        of.multiply_one(start + p * panel_bytes, n_steps, x, totals);
+        finish_blocks(totals, of, start + p * panel_bytes, w, panel + p, x, out, 0);
+      }
+      continue;
+    }
     for (int m0 = 0; m0 < n_rows; m0 += kRowsAtOnce) {
       int end = n_rows - m0 < kRowsAtOnce ? n_rows : m0 + kRowsAtOnce;
       std::memset(totals, 0, sizeof(float) * 16 * kPanels * (size_t)padded(end - m0, x.for_matrix_unit ? kMatrixBlock : 1));
       for (int step = 0; step < n_steps; step += kChunkSteps) {
         int n = n_steps - step < kChunkSteps ? n_steps - step : kChunkSteps;
-        for (int p = 0; p < n_panels; p++) decode(start + p * panel_bytes, step, n, decoded[p]);
+        for (int p = 0; p < n_panels; p++) of.decode(start + p * panel_bytes, step, n, decoded[p]);
         if constexpr (kPanels > 1)
           if (n_panels == 1) std::memcpy(&decoded[1], &decoded[0], sizeof(Decoded));  // whose products nobody reads
         for (int m = m0; m < end;) {
@@ -302,16 +414,8 @@ void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, 
         }
       }
       for (int m = m0; m < end; m++)
-        for (int p = 0; p < n_panels; p++) {
-          F total = load(totals + ((m - m0) * kPanels + p) * 16);
-          const Large* large = x.large_of(m);
-          for (int i = 0; i < x.n_large.data()[m]; i++) {
-            alignas(64) float weights[16];
-            weights_of(start + p * panel_bytes, large[i].input, weights);
-            total = fma(load(weights), splat(large[i].value), total);
-          }
-          finish(total, w, panel + p, out, m);
-        }
+        for (int p = 0; p < n_panels; p++)
+          finish_blocks(totals + ((m - m0) * kPanels + p) * 16, of, start + p * panel_bytes, w, panel + p, x, out, m);
     }
   }
 }
@@ -319,8 +423,12 @@ void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, 
 template <int kFormat>
 inline void block_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
   constexpr BlockType t = block_type(kFormat);
-  block_products<t.group, t.has_minimum, kNarrowLines<kFormat>>(w, first, last, x, n_rows, out, decode<kFormat>,
-                                                                weights_of<kFormat>);
+#ifdef MDI_ONE_ROW
+  const Functions of = {decode<kFormat>, weights_of<kFormat>, multiply_one<kFormat>};
+#else
+  const Functions of = {decode<kFormat>, weights_of<kFormat>, nullptr};
+#endif
+  block_products<t.group, t.has_minimum, kNarrowLines<kFormat>>(w, first, last, x, n_rows, out, of);
 }
 
 }  // namespace MDI_NS

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#define MDI_ONE_ROW  // blocks.h has a function of its own for one row
+
 namespace MDI_NS {
 
 struct F { __m256 a, b; };
