@@ -31,6 +31,7 @@ help:
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make clients     installs the openai and anthropic packages beside the project; the suite then asks the server with them"
 	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
+	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
 	@echo "make check  lint, types and tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
@@ -107,6 +108,9 @@ real: $(VENV)/.installed-dev $(REFERENCES)/.installed
 	@PYTHONPATH=src:tests $(PY) -m real.fetch
 	@PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python -m real.write_expected
 	$(PY) -m pytest -n 2 --dist loadfile tests/real
+
+real-table: $(VENV)/.installed
+	$(PY) benchmarks/real_table.py
 
 numerical: $(VENV)/.installed-dev
 	sets=$$(PYTHONPATH=src:tests/kernels $(PY) -c \
