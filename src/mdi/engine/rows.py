@@ -20,7 +20,6 @@ from mdi.net.wire import BLOCK_INT8, FRAME_ROWS, HANDSHAKE_LIMITS, ROW_FLOAT16, 
 if TYPE_CHECKING:
     import torch
 
-    from mdi.engine.worker import FrameRows
 
 INT8_MAX = 127
 MARK = -128  # marks the place of a block's largest value
@@ -31,6 +30,25 @@ EXPONENTS = (-100, 120)
 
 Bytes = np.ndarray  # of uint8
 Floats = np.ndarray  # of float32
+
+
+class FrameRows(Protocol):
+    """How a stage's rows come from frames and into them: ArrayRows, TensorRows."""
+
+    def read(self, frame: Frame, n_cols: int) -> Any:
+        """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""
+
+    def wanting_logits(self, x: Any, slices: Slices) -> Any:
+        """The rows of a frame that need logits."""
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Rows below rows."""
+
+    def zeros(self, n_rows: int, n_cols: int) -> Any:
+        """Rows of zeros."""
+
+    def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
+        """Encoded rows: the name of the type and the bytes, which may be their memory."""
 
 
 class Encoder(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
-from mdi.engine.rows import whole_rows
+from mdi.engine.rows import FrameRows, whole_rows
 from mdi.errors import RingEndedError, WireError
 from mdi.kernels.pages import CachePages
 from mdi.kernels.slices import Slices, SliceTable
@@ -58,25 +58,6 @@ class FrameStage(Protocol):
             taps: numbers of its blocks in the model, rising. For each of them follow, below the others, its outputs of the rows
                 that need logits.
         """
-
-
-class FrameRows(Protocol):
-    """How a stage's rows come from frames and into them: engine.rows.ArrayRows, engine.rows.TensorRows."""
-
-    def read(self, frame: Frame, n_cols: int) -> Any:
-        """All rows, (n_rows, n_cols). Raises WireError if the frame has others."""
-
-    def wanting_logits(self, x: Any, slices: Slices) -> Any:
-        """The rows of a frame that need logits."""
-
-    def joined(self, parts: Sequence[Any]) -> Any:
-        """Rows below rows."""
-
-    def zeros(self, n_rows: int, n_cols: int) -> Any:
-        """Rows of zeros."""
-
-    def payload(self, x: Any, wire: str) -> tuple[str, memoryview]:
-        """Encoded rows: the name of the type and the bytes, which may be their memory."""
 
 
 class StarterRows(FrameRows, Protocol):
