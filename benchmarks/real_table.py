@@ -89,9 +89,13 @@ def main() -> None:
             }  # fmt: skip
             rows.append(row)
             print(f"{name} {form}: {row['perplexity']:.3f}", file=sys.stderr)
-    print("| model | format | bits a weight | memory, MB | one text, tokens/s | perplexity |\n|---|---|---|---|---|---|")
+    print(
+        "| model | format | bits a weight | memory, MB | one text, tokens/s | perplexity |\n|---|---|---|---|---|---|"
+    )
     for row in rows:
-        numbers = f"{row['bits']:.1f} | {row['memory_bytes'] / 1e6:.0f} | {row['tokens_per_s']:.1f} | {row['perplexity']:.2f}"
+        numbers = (
+            f"{row['bits']:.1f} | {row['memory_bytes'] / 1e6:.0f} | {row['tokens_per_s']:.1f} | {row['perplexity']:.2f}"
+        )
         print(f"| {row['model']} | {row['format']} | {numbers} |")
     save(args.json, {"rows": rows, "arguments": told(args, "json")})
 

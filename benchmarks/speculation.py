@@ -69,8 +69,8 @@ from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
-from mdi.spec.cluster import WeightMemory, standalone  # noqa: E402
-from mdi.spec.options import StarterOptions  # noqa: E402
+from mdi.spec.cluster import standalone  # noqa: E402
+from mdi.spec.options import StarterOptions, WeightMemory  # noqa: E402
 from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402

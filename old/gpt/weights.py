@@ -249,7 +249,7 @@ class GPTWeights(StarterWeights):
         self.sources.append(source)
         self.directory = source.path
         self.model = source.model_id
-        self.quantize = self.quantize_head = self.native = None
+        self.quantize = self.quantize_head = self.native = self.own_formats = None
         self.is_cut_by_chunks = False
         counts = self._cuts.get((self.n_layer, n_nodes))
         if layers is not None:

@@ -133,10 +133,10 @@ class WeightFormat:
     def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
         """The bytes of a tensor. An embedding is never in 4 bits, because one row of it is read per token."""
         if (form := packed_form_of(self.name, name, shape)) is not None:
-            return sum(layout_of(piece.word).bits * piece.n for piece in matrix_pieces(form, shape[0])) * shape[1] / 8
+            return sum(_bits_of(piece.word) * piece.n for piece in matrix_pieces(form, shape[0])) * shape[1] / 8
         bits = 8.0 * self.value_bytes
         if name == EMBEDDING:
-            bits = FORMATS["int8"].bits if table_is_int8(self.name) else layout_of(format_map(self.name).rest).bits
+            bits = FORMATS["int8"].bits if table_is_int8(self.name) else _bits_of(format_map(self.name).rest)
         return math.prod(shape) * bits / 8
 
     def load_bytes(self, n_in: int) -> int:
@@ -159,6 +159,10 @@ FORMATS = {
     },
     **{name: WeightFormat(name, layout.bits, 4) for name, layout in LAYOUTS.items()},
 }
+
+
+def _bits_of(word: str) -> float:
+    return FORMATS[word].bits if word in FORMATS else layout_of(word).bits
 
 
 def weight_format(name: str) -> WeightFormat:
