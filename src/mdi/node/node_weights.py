@@ -8,12 +8,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import AdapterFile
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.kept_packed import KeptPacked
+from mdi.checkpoint.part_users import note_user
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
@@ -195,7 +197,11 @@ class NodeWeights:
             if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
                 own = [part.name for part in spec.parts if _holds(self._weights, part)]
                 self._weights.verify(own, self.store.checked, cancel)
-            yield source
+            try:
+                yield source
+            finally:
+                own_path = None if self._own_weights(spec) is None else Path(str(self._weights))
+                note_user(self.store, keep, spec.model.name, own_path)
         self.device = spec.computing.device
 
     @contextlib.contextmanager
