@@ -68,7 +68,7 @@ def _remove_oldest(files: list[tuple[Path, int, float]], n_bytes: float, spares_
     """Remove the least recently used of some files, but none that is written to; returns how many bytes were removed.
 
     Args:
-        files: as `BlockStore._files` has them.
+        files: as `BlockStore.files` has them.
         n_bytes: that are to go at least.
         spares_mapped: also leave those that a process has mapped, whose bytes stay on the disk until it ends.
     """
@@ -251,7 +251,7 @@ class BlockStore:
         """
         with self._lock:
             used = self._used()
-            files = [f for f in self._files() if f[0].stem not in used and (shas is None or f[0].stem in shas)]
+            files = [f for f in self.files() if f[0].stem not in used and (shas is None or f[0].stem in shas)]
             return _remove_oldest(files, n_bytes)
 
     @contextlib.contextmanager
@@ -275,7 +275,7 @@ class BlockStore:
 
     def _free_space(self, n_bytes: int, keep: Collection[str]) -> int:
         used = self._used().difference(keep)
-        files = self._files()
+        files = self.files()
         own = sum(n for _, n, _ in files)
         others = [f for f in files if f[0].stem not in keep and f[0].stem not in used]
         if self.limit_bytes is None:
@@ -298,7 +298,7 @@ class BlockStore:
             raise busy
         return _remove_oldest(others, own + n_bytes - limit_bytes, spares_mapped=False)
 
-    def _files(self) -> list[tuple[Path, int, float]]:
+    def files(self) -> list[tuple[Path, int, float]]:
         """All parts, whole or not: path, bytes, when it was used last."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -55,7 +55,9 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
             mapped = mmap.mmap(file.fileno(), stop - first, access=access, offset=first)
             if sys.platform != "win32":  # which removes no mapped files
                 with contextlib.suppress(OSError):
-                    lock_file(file.fileno(), is_shared=True)  # for the mapping, so that no cleaning of a cache removes it
+                    lock_file(
+                        file.fileno(), is_shared=True
+                    )  # for the mapping, so that no cleaning of a cache removes it
     except OSError as e:
         if e.errno == errno.ENOMEM:
             raise MemoryShortError(

@@ -195,13 +195,14 @@ class NodeWeights:
 
         with self._alone(cancel), self.store.in_use(keep):
             if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
-                own = [part.name for part in spec.parts if _holds(self._weights, part)]
-                self._weights.verify(own, self.store.checked, cancel)
+                verified = [part.name for part in spec.parts if _holds(self._weights, part)]
+                self._weights.verify(verified, self.store.checked, cancel)
             try:
                 yield source
             finally:
-                own_path = None if self._own_weights(spec) is None else Path(str(self._weights))
-                note_user(self.store, keep, spec.model.name, own_path)
+                own = self._weights
+                is_own = own is not None and own.config_hash == spec.model.config_hash
+                note_user(self.store, keep, spec.model.name, Path(str(own)) if is_own else None)
         self.device = spec.computing.device
 
     @contextlib.contextmanager
