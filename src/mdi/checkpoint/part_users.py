@@ -37,7 +37,7 @@ def read_users(folder: Path) -> dict[str, set[PartUser]]:
 
 
 def note_user(store: BlockStore, shas: Collection[str], name: str, path: Path | None) -> None:
-    """Record that a model has read those of the parts that are in the store; parts that are not there any more are forgotten."""
+    """Record that a model has read those of the parts that are in the store; parts that are gone are forgotten."""
     here, user = set(store.parts()), PartUser(name, "" if path is None else str(path.resolve()))
     users = read_users(store.directory)
     if all(user in users.get(sha256, ()) for sha256 in here.intersection(shas)):

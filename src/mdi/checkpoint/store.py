@@ -85,7 +85,7 @@ def _remove_oldest(files: list[tuple[Path, int, float]], n_bytes: float, spares_
 
 @contextlib.contextmanager
 def _mark(directory: Path, shas: Collection[str]) -> Iterator[None]:
-    """A file that tells other processes which parts are in use. Its lock ends with the process; none where locks do not work."""
+    """A file that tells other processes which parts are in use. Its lock ends with the process."""
     path, made = directory / f"{_MARK}{os.getpid()}-{secrets.token_hex(4)}", directory / f".{secrets.token_hex(8)}"
     file: int | None = None
     try:
@@ -233,8 +233,8 @@ class BlockStore:
             How many bytes were removed. The usual limit removes nothing that a process has mapped, and may be exceeded.
 
         Raises:
-            CheckpointError: the files to keep and the new ones exceed the limit that was given; nothing was removed. Code "disk"
-                if they would not without what is in use.
+            CheckpointError: the files to keep and the new ones exceed the limit that was given; nothing was removed.
+                Code "disk" if they would not without what is in use.
         """
         with self._lock:  # what comes into use now is looked for afterwards
             return self._free_space(n_bytes, keep)

@@ -6,14 +6,14 @@ examples:
   mdi cache rm TinyLlama-1.1B-Chat-v1.0
       remove the weights that only this model has used
   mdi cache rm kernels
-      remove a kind: weights (received and packed), received, packed, kernels, runs, hashes, settings, profiles, records, window,
-      leftovers
+      remove a kind: weights (received and packed), received, packed, kernels, runs, hashes, settings, profiles, records,
+      window, leftovers
   mdi cache rm --unused
       remove the weights of models that are gone, and the kernels of other versions
   mdi cache --limit 20GB
       remove the least recently used weights until the folder has no more than that
 
-What a process uses stays. All that is removed is made or sent again when it is needed, but for runs, which cannot be resumed then.
+What a process uses stays. What is removed is made or sent again when it is needed, but for runs: those cannot be resumed then.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from mdi.checkpoint.hffolder import folder_record
 from mdi.checkpoint.kept_packed import read_packed
 from mdi.checkpoint.part_users import PartUser, read_users
 from mdi.checkpoint.store import BlockStore
+from mdi.errors import KernelError
 from mdi.kernels import library
 from mdi.placement import profiler
 from mdi.run.journal import runs_in
@@ -165,7 +166,10 @@ def _weights(folder: Path) -> Iterator[Entry]:
 
 
 def _kernels(folder: Path) -> Iterator[Entry]:
-    own = library.packaged_name().removesuffix(".so")
+    try:
+        own = library.packaged_name().removesuffix(".so")
+    except KernelError:  # there are no sources, so these libraries are of another installation
+        own = "none"
     files = list(folder.glob(library.ANY_NAME))
     of_this = [path for path in files if path.name.startswith(own)]
     others = [path for path in files if not path.name.startswith(own)]

@@ -496,8 +496,8 @@ class Options(StarterOptions):
         "secondary); default: settings_distr/configuration.json 0", ("--nodes-config",), metavar=("FILE", "INDEX"), nargs="+",
     )] = ()
     cache_size: Annotated[int | None, Option(
-        "limit for that folder, such as 20GB: the least recently used weights are deleted, and a run that needs more is refused "
-        "(default: half of the disk that is free or has them; what is used stays, and nothing is refused)",
+        "limit for that folder, such as 20GB: the least recently used weights are deleted, and a run that needs more is "
+        "refused (default: half of these weights and the free space together; what is in use stays, and no run is refused)",
         metavar="SIZE", read=parse_bytes,
     )] = None
     stand_with: Annotated[str | None, Option(
