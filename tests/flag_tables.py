@@ -31,7 +31,7 @@ BY_COMMANDS = {
     "access": ("key", "join", "job", "nodes"),
     "ring": ("starter", "secondary", "local-ring", "demo", "sample", "chat", "serve"),
     "plan": ("plan", "doctor", "explain"),
-    "models": ("run", "score", "pull", "list", "rm", "export", "import", "prepare-model"),
+    "models": ("run", "score", "pull", "list", "rm", "cache", "export", "import", "prepare-model"),
     "training": ("prepare-data", "train"),
     "finetuning": ("finetune",),
     "tools": ("mem-monitor", "plot-tok-time"),

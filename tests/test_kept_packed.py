@@ -14,6 +14,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
+from mdi.checkpoint.part_users import PartUser, read_users
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.store import BlockStore
@@ -175,3 +176,6 @@ def test_starter_and_secondary_pack_at_their_first_start_alone(
         with secondary(0, tmp_path / "cache") as node:
             assert ids(cluster_of([node])) == list(reference("The ring", 6))
     assert sorted(packings) == ["block.0", "block.1", "block.2", "block.3", "block.4", "embedding", "head"]
+    for folder, path in ((tmp_path / "starter", str(checkpoint.resolve())), (tmp_path / "cache", "")):
+        assert read_users(folder) == {sha: {PartUser("tiny-random", path)} for sha in BlockStore(folder).parts()}
+        assert not list(folder.glob("use-*"))

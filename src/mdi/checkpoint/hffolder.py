@@ -89,7 +89,7 @@ class HfFolder(WeightSource):
         self.folds_gains = (
             self.native is None
         )  # weights that were rounded once keep the numbers that they were rounded to
-        kept = (cache or default_cache_dir()) / "folders" / f"{_stamp(self.path)}.json"
+        kept = folder_record(cache or default_cache_dir(), self.path)
         self.hashes = HashRecord(kept, weights_stamp(files, self.config_hash))
 
     def __str__(self) -> str:
@@ -265,7 +265,7 @@ def _open_files(path: Path, takes_pickles: bool) -> dict[str, WeightFile]:
     return found
 
 
-def _stamp(path: Path) -> str:
-    """A name for the folder among others."""
-    where = str(path.resolve())
-    return f"{model_name(path)}-{hashlib.sha256(json.dumps(where).encode()).hexdigest()[:8]}"
+def folder_record(cache: Path, path: Path) -> Path:
+    """The record of a folder's hashes in a cache folder; its name has a hash of where the folder is."""
+    where = hashlib.sha256(json.dumps(str(path.resolve())).encode()).hexdigest()[:8]
+    return cache / "folders" / f"{model_name(path)}-{where}.json"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import mdi
@@ -37,7 +38,6 @@ class KeptPacked:
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
-        self._path = store.directory / FILE
 
     def part(self, source: WeightSource, part: Part, packing: Packing, keep: set[str], cancel: Cancel) -> WeightSource:
         """The source of a part: its packed form, made now if it is missing; `source` if that cannot be kept.
@@ -97,20 +97,23 @@ class KeptPacked:
         return info
 
     def _find(self, key: str, part: str) -> PartInfo | None:
-        entry = self._read().get(key)
+        entry = read_packed(self._store.directory).get(key)
         return PartInfo(part, *entry) if entry is not None and entry[0] in self._store.parts() else None
 
     def _remember(self, key: str, info: PartInfo) -> None:
         here = set(self._store.parts())
-        kept = {k: entry for k, entry in self._read().items() if entry[0] in here}
+        kept = {k: entry for k, entry in read_packed(self._store.directory).items() if entry[0] in here}
         kept[key] = info.sha256, info.n_bytes
-        write_kept(self._path, kept)
+        write_kept(self._store.directory / FILE, kept)
 
-    def _read(self) -> dict[str, tuple[str, int]]:
-        def take(data: Any) -> dict[str, tuple[str, int]]:
-            return {str(key): (str(sha256), int(n_bytes)) for key, (sha256, n_bytes) in data.items()}
 
-        return read_kept(self._path, take, {})
+def read_packed(folder: Path) -> dict[str, tuple[str, int]]:
+    """The sha256 and bytes of each packed part that a store has had, by a hash of what it was made of."""
+
+    def take(data: Any) -> dict[str, tuple[str, int]]:
+        return {str(key): (str(sha256), int(n_bytes)) for key, (sha256, n_bytes) in data.items()}
+
+    return read_kept(folder / FILE, take, {})
 
 
 def _key(source: WeightSource, part: Part, packing: Packing) -> str:

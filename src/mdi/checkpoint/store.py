@@ -6,9 +6,12 @@ import contextlib
 import errno
 import functools
 import hashlib
+import json
 import logging
+import math
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -24,12 +27,14 @@ from mdi.checkpoint.records import BELIEVED_S, HashRecord, in_threads, stamp_of
 from mdi.errors import CheckpointError, Code
 from mdi.files import lock_file
 from mdi.model.plain import ModelConfig
+from mdi.spec.settings_file import parse_json
 from mdi.units import size
 
 PIECE_BYTES = 1 << 20
 
 logger = logging.getLogger("mdi")
 
+_MARK = "use-"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A process or machine that is short of something for the moment: this says nothing of the file.
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -50,10 +55,64 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _is_written(path: Path) -> bool:
-    """Whether another process writes to a file just now. Raises OSError."""
+def _is_taken(path: Path) -> bool:
+    """Whether a process writes to a file just now, or has it mapped (see weightfile.map_bytes). Raises OSError."""
     with open(path, "r+b") as file:
-        return not lock_file(file.fileno())
+        try:
+            return not lock_file(file.fileno())
+        except OSError:  # a disk without locks
+            return False
+
+
+def _remove_oldest(files: list[tuple[Path, int, float]], n_bytes: float, spares_mapped: bool = True) -> int:
+    """Remove the least recently used of some files, but none that is written to; returns how many bytes were removed.
+
+    Args:
+        files: as `BlockStore.files` has them.
+        n_bytes: that are to go at least.
+        spares_mapped: also leave those that a process has mapped, whose bytes stay on the disk until it ends.
+    """
+    removed = 0
+    for path, n, _ in sorted(files, key=lambda file: file[2]):
+        if removed >= n_bytes:
+            break
+        with contextlib.suppress(OSError):  # Windows cannot remove mapped files
+            if not ((spares_mapped or path.suffix == ".part") and _is_taken(path)):
+                path.unlink()
+                removed += n
+    return removed
+
+
+@contextlib.contextmanager
+def _mark(directory: Path, shas: Collection[str]) -> Iterator[None]:
+    """A file that tells other processes which parts are in use. Its lock ends with the process."""
+    path, made = directory / f"{_MARK}{os.getpid()}-{secrets.token_hex(4)}", directory / f".{secrets.token_hex(8)}"
+    file: int | None = None
+    try:
+        if shas:
+            with contextlib.suppress(OSError):
+                directory.mkdir(parents=True, exist_ok=True)
+                file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                os.write(file, json.dumps(sorted(shas)).encode())
+                lock_file(file)
+                os.replace(made, path)  # nobody sees it without its lock
+        yield
+    finally:
+        for one in (made, path) if file is not None else ():
+            with contextlib.suppress(OSError):
+                one.unlink()
+        if file is not None:
+            os.close(file)
+
+
+def _marked(directory: Path) -> Iterator[set[str]]:
+    """The parts in the marks of processes that live; marks of others are removed."""
+    for path in directory.glob(f"{_MARK}*"):
+        with contextlib.suppress(OSError, ValueError, TypeError), open(path, "rb") as file:
+            if lock_file(file.fileno(), is_shared=True):
+                path.unlink()
+            else:
+                yield set(map(str, parse_json(file.read())))
 
 
 class BlockStore:
@@ -64,7 +123,8 @@ class BlockStore:
     directory: who writes to a `.part` has locked it, and another one hears that the part is coming.
 
     Args:
-        limit_bytes: limit for all files together, see `free_space`; None is no limit.
+        limit_bytes: limit for all files together, see `free_space`; None is the usual one: half of what these files and the
+            free space of the disk are together, which refuses nothing.
     """
 
     def __init__(self, directory: str | Path, limit_bytes: int | None = None) -> None:
@@ -170,59 +230,75 @@ class BlockStore:
             keep: sha256 of parts, whole or not, that are not removed in any case.
 
         Returns:
-            How many bytes were removed.
+            How many bytes were removed. The usual limit removes nothing that a process has mapped, and may be exceeded.
 
         Raises:
-            CheckpointError: the files to keep and the new ones exceed the limit; nothing was removed. Code "disk" if they would
-                not without what is in use.
+            CheckpointError: the files to keep and the new ones exceed the limit that was given; nothing was removed.
+                Code "disk" if they would not without what is in use.
         """
-        if self.limit_bytes is None:
-            return 0
         with self._lock:  # what comes into use now is looked for afterwards
-            return self._free_space(n_bytes, keep, self.limit_bytes)
+            return self._free_space(n_bytes, keep)
+
+    def remove(self, shas: Collection[str] | None = None, n_bytes: float = math.inf) -> int:
+        """Remove parts, whole or not, that no process uses, the least recently used first.
+
+        Args:
+            shas: of parts that may go; None is all.
+            n_bytes: that are to go at least, as far as there are so many.
+
+        Returns:
+            How many bytes were removed.
+        """
+        with self._lock:
+            used = self._used()
+            files = [f for f in self.files() if f[0].stem not in used and (shas is None or f[0].stem in shas)]
+            return _remove_oldest(files, n_bytes)
 
     @contextlib.contextmanager
     def in_use(self, shas: Collection[str]) -> Iterator[None]:
-        """Within it, `free_space` removes none of these parts, whole or not, for whom ever; `shas` may grow meanwhile."""
+        """Within it, neither this process nor another one removes any of these parts, whole or not, for whom ever.
+
+        `shas` may grow meanwhile; what it grows by is safe from other processes once it is mapped.
+        """
         with self._lock:
             self._in_use.append(shas)
         try:
-            yield
+            with _mark(self.directory, shas):
+                yield
         finally:
             with self._lock:
                 del self._in_use[next(i for i, one in enumerate(self._in_use) if one is shas)]
 
-    def _free_space(self, n_bytes: int, keep: Collection[str], limit_bytes: int) -> int:
-        used = self._coming.union(*self._in_use).difference(keep)
-        files = self._files()
+    def _used(self) -> set[str]:
+        """Parts that come just now or are in use, here or in another process."""
+        return self._coming.union(*self._in_use, *_marked(self.directory))
+
+    def _free_space(self, n_bytes: int, keep: Collection[str]) -> int:
+        used = self._used().difference(keep)
+        files = self.files()
+        own = sum(n for _, n, _ in files)
+        others = [f for f in files if f[0].stem not in keep and f[0].stem not in used]
+        if self.limit_bytes is None:
+            excess = own + n_bytes - (own + self.free_bytes()) // 2
+            return _remove_oldest(others, excess) if excess > 0 else 0
+        limit_bytes = self.limit_bytes
         kept = sum(n for path, n, _ in files if path.stem in keep)
         if kept + n_bytes > limit_bytes:
             raise CheckpointError(
                 f"the weights of this run take {size(kept + n_bytes)} in {self.directory}, which may hold "
                 f"{size(limit_bytes)}: allow more with --cache-size, or give this node fewer blocks"
             )
-        others = sum(n for path, n, _ in files if path.stem in used)
-        if kept + others + n_bytes > limit_bytes:
+        busy_bytes = sum(n for path, n, _ in files if path.stem in used)
+        if kept + busy_bytes + n_bytes > limit_bytes:
             busy = CheckpointError(
                 f"the weights of this run take {size(kept + n_bytes)} in {self.directory}, which may hold {size(limit_bytes)}, "
-                f"but other runs are loading {size(others)} there: allow more with --cache-size, or start it again later"
+                f"but other runs are loading {size(busy_bytes)} there: allow more with --cache-size, or start it again later"
             )
             busy.code = Code.DISK
             raise busy
-        excess = sum(n for _, n, _ in files) + n_bytes - limit_bytes
-        removed = 0
-        for path, n, _ in sorted(files, key=lambda file: file[2]):
-            if removed >= excess:
-                break
-            if path.stem not in keep and path.stem not in used:
-                with contextlib.suppress(OSError):  # Windows cannot remove mapped files
-                    if path.suffix == ".part" and _is_written(path):
-                        continue
-                    path.unlink()
-                    removed += n
-        return removed
+        return _remove_oldest(others, own + n_bytes - limit_bytes, spares_mapped=False)
 
-    def _files(self) -> list[tuple[Path, int, float]]:
+    def files(self) -> list[tuple[Path, int, float]]:
         """All parts, whole or not: path, bytes, when it was used last."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

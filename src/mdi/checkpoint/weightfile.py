@@ -6,10 +6,12 @@ touched, and processes share them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import struct
+import sys
 import warnings
 import weakref
 import zipfile
@@ -23,6 +25,7 @@ import numpy as np
 from mdi.checkpoint.parts import PIECE_BYTES
 from mdi.checkpoint.safetensors_layout import HEADER_LIMIT_BYTES, TYPES, TensorSpec, read_header
 from mdi.errors import INSTALL_ALL, CheckpointError, Code, MemoryShortError
+from mdi.files import lock_file
 from mdi.spec.cluster import nearest_existing
 from mdi.units import size
 
@@ -50,6 +53,11 @@ def map_bytes(path: Path, start: int, stop: int, *, is_writable: bool = False) -
                 raise CheckpointError(f"{path} was cut short: {found} bytes, {stop} expected at least")
             access = mmap.ACCESS_COPY if is_writable else mmap.ACCESS_READ
             mapped = mmap.mmap(file.fileno(), stop - first, access=access, offset=first)
+            if sys.platform != "win32":  # which removes no mapped files
+                with contextlib.suppress(OSError):
+                    lock_file(
+                        file.fileno(), is_shared=True
+                    )  # for the mapping, so that no cleaning of a cache removes it
     except OSError as e:
         if e.errno == errno.ENOMEM:
             raise MemoryShortError(

@@ -47,6 +47,7 @@ COMMANDS = {
     "pull": ("mdi.cli.pull", "download a model and make it ready"),
     "list": ("mdi.cli.list_models", "list the models that are ready"),
     "rm": ("mdi.cli.rm", "remove a model from the disk"),
+    "cache": ("mdi.cli.cache", "show and clean the cache folder: weights, kernels, records"),
     "export": ("mdi.cli.export", "write a model to one file, for a machine without a network"),
     "import": ("mdi.cli.import_model", "make a model ready from such a file"),
     "score": ("mdi.cli.score", "say how probable a text is for a model: perplexity, bits per byte"),

@@ -10,6 +10,7 @@ examples:
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ def run(options: Options) -> int:
     from mdi.checkpoint.disk_space import free_bytes
     from mdi.checkpoint.model_store import ModelStore
     from mdi.columns import table
+    from mdi.files import default_cache_dir
+    from mdi.run.cache_folder import entries_of
     from mdi.terminal import show
     from mdi.units import size
 
@@ -50,17 +53,26 @@ def run(options: Options) -> int:
         show(line)
     for number, home in enumerate(homes[1:], 1):
         show(f"[{number}] in {home}")
+    total = sum(stat.st_size for model in models for stat in _stats(model))
+    cached = sum(entry.n_bytes for entry in entries_of(default_cache_dir()))
+    show(f"the models take {size(total)}, and the cache folder {size(cached)} (`mdi cache` shows and cleans it)")
     return 0
+
+
+def _stats(model: StoredModel) -> list[os.stat_result]:
+    """Of its files."""
+    stats = []
+    for path in model.files:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            stats.append(path.stat())
+    return stats
 
 
 def _facts(model: StoredModel) -> tuple[str, str, str, str, str]:
     from mdi.checkpoint.folder import stated_blocks
     from mdi.units import size
 
-    stats = []
-    for path in model.files:
-        with contextlib.suppress(OSError):  # removed meanwhile
-            stats.append(path.stat())
+    stats = _stats(model)
     changed = time.strftime("%Y-%m-%d", time.localtime(max((stat.st_mtime for stat in stats), default=0)))
     n_blocks = stated_blocks(Path(model.folder))
     total = sum(stat.st_size for stat in stats)

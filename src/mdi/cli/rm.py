@@ -1,4 +1,4 @@
-"""Remove a model from the disk, by the name that `mdi list` shows.
+"""Remove a model from the disk, by the name that `mdi list` shows, and what only that model used in the cache folder.
 
 examples:
   mdi rm TinyLlama/TinyLlama-1.1B-Chat-v1.0
@@ -20,6 +20,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Options) -> int:
     from mdi.checkpoint.model_store import ModelStore
+    from mdi.files import default_cache_dir
+    from mdi.run.cache_folder import remove_model
+    from mdi.units import size
 
     store = ModelStore(options.ckpt_folder)
     model = next((model for model in store.all() if model.name == options.name), None)
@@ -30,14 +33,22 @@ def run(options: Options) -> int:
             f"{model.name} is in the hub's own cache, {model.home}: `hf cache rm` removes it", code=Code.OTHER
         )
     _check_alone(model.folder, model.home)
-    if not options.yes:
-        if not sys.stdin.isatty():
-            raise UsageError("without a terminal there is no confirmation: give --yes")
-        if input(f"remove {model.folder} and all that is in it? [y/N] ").strip().lower() not in ("y", "yes"):
-            return 1
+    if not is_confirmed(options, f"remove {model.folder} and all that is in it?"):
+        return 1
+    home = model.folder.resolve()
     store.remove(model)
-    print(f"{options.name} is removed")
+    n_bytes = remove_model(default_cache_dir(), home)
+    print(f"{options.name} is removed" + (f", and {size(n_bytes)} of the cache that only it used" if n_bytes else ""))
     return 0
+
+
+def is_confirmed(options: Options, question: str) -> bool:
+    """Whether the user agrees, with --yes or now. Raises UsageError without a terminal."""
+    if options.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise UsageError("without a terminal there is no confirmation: give --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _check_alone(folder: Path, home: Path) -> None:

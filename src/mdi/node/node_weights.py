@@ -8,12 +8,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import AdapterFile
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.kept_packed import KeptPacked
+from mdi.checkpoint.part_users import note_user
 from mdi.checkpoint.parts import Part
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
@@ -193,9 +195,14 @@ class NodeWeights:
 
         with self._alone(cancel), self.store.in_use(keep):
             if isinstance(self._weights, ChunkFile):  # its manifest is only a claim
-                own = [part.name for part in spec.parts if _holds(self._weights, part)]
-                self._weights.verify(own, self.store.checked, cancel)
-            yield source
+                verified = [part.name for part in spec.parts if _holds(self._weights, part)]
+                self._weights.verify(verified, self.store.checked, cancel)
+            try:
+                yield source
+            finally:
+                own = self._weights
+                is_own = own is not None and own.config_hash == spec.model.config_hash
+                note_user(self.store, keep, spec.model.name, Path(str(own)) if is_own else None)
         self.device = spec.computing.device
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from mdi.cancel import Cancel
 from mdi.checkpoint.kept_packed import KeptPacked
+from mdi.checkpoint.part_users import note_user
 from mdi.checkpoint.parts import PartInfo
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
@@ -76,4 +77,7 @@ class StarterSupply:
             return kept.part(of, of.info(part), spec.packing, keep, cancel)
 
         with store.in_use(keep):
-            yield source
+            try:
+                yield source
+            finally:
+                note_user(store, keep, spec.model.name, self._weights.directory)

@@ -496,7 +496,8 @@ class Options(StarterOptions):
         "secondary); default: settings_distr/configuration.json 0", ("--nodes-config",), metavar=("FILE", "INDEX"), nargs="+",
     )] = ()
     cache_size: Annotated[int | None, Option(
-        "limit for that folder, such as 20GB: the least recently used weights are deleted (default: no limit)",
+        "limit for that folder, such as 20GB: the least recently used weights are deleted, and a run that needs more is "
+        "refused (default: half of these weights and the free space together; what is in use stays, and no run is refused)",
         metavar="SIZE", read=parse_bytes,
     )] = None
     stand_with: Annotated[str | None, Option(
@@ -662,6 +663,14 @@ class Options(StarterOptions):
     )] = ()
     name: Annotated[str, Option("name as `mdi list` shows it", ("name",), metavar="NAME")] = ""
     yes: Annotated[bool, Option("do not ask first", ("-y", "--yes"))] = False
+    action: Annotated[str | None, Option(
+        "remove what is named; without it, the folder is shown", ("action",), metavar="rm", nargs="?", choices=("rm",)
+    )] = None
+    what: Annotated[str, Option("a model, or a kind of files", ("what",), metavar="NAME|KIND", nargs="?")] = ""
+    unused: Annotated[bool, Option("remove what no model that is still there needs")] = False
+    limit: Annotated[int | None, Option(
+        "remove the least recently used weights until the folder has no more than that", metavar="SIZE", read=parse_bytes
+    )] = None
     n_nodes: Annotated[int | None, Option("cut the model for a ring of N nodes", metavar="N")] = None
     hf_token: Annotated[str | None, Option("for gated and private models (default: $HF_TOKEN)", metavar="TOKEN")] = None
     revision: Annotated[str | None, Option("branch, tag or commit (default: main)")] = None
