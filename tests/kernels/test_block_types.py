@@ -10,12 +10,23 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.kernels.block_rows import pack_rows, pack_rows_in_numpy
+from mdi.kernels.block_rows import drawn_rows, pack_rows, pack_rows_in_numpy
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, PackedRows, block_rows, cut, empty, matrix_bytes, pack_blocks, unpack
 from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, layout_of
 
 FORMS = list(BLOCK_TYPES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_by_chance_are_finite(form: str) -> None:
+    rows = drawn_rows(form, 16, 300, np.random.default_rng(0))
+    matrix = empty(form, 16, -(-300 // BLOCK_TYPES[form].inputs) * BLOCK_TYPES[form].inputs)
+    pack_blocks(matrix, lambda at: rows[at])
+    found = unpack(matrix)
+    assert np.isfinite(found).all() and 0 < np.abs(found).max() < 2
+
+
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
 

@@ -121,6 +121,12 @@ class PackedSource(DerivedSource):
         self._shared = {of for name, of in others if name != of and forms[name] == forms[of] is not None}
         self._in_use: weakref.WeakValueDictionary[str, Matrix] = weakref.WeakValueDictionary()
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of tensors that have the memory of another one, where both are in the same process."""
+        names = (name for name in self._source.specs if self._source.same_as(name) in self._shared)
+        return sum(self.specs[name].n_bytes for name in names if self._source.same_as(name) != name)
+
     def __str__(self) -> str:
         return f"{self._source} in {shown(self.packing.blocks)}"
 

@@ -94,6 +94,14 @@ def numbers_of(form: str, rows: np.ndarray) -> np.ndarray:
     return np.asarray(dequantize(rows, GGMLQuantizationType(BLOCK_TYPES[form].type_id)), dtype=np.float32)
 
 
+def drawn_rows(form: str, n_rows: int, n_in: int, generator: np.random.Generator) -> np.ndarray:
+    """Rows of numbers by chance, with small scales: uint8 (n_rows, bytes of a row); for measurements."""
+    kind = BLOCK_TYPES[form]
+    blocks = generator.integers(0, 256, (n_rows, -(-n_in // kind.inputs), kind.block_bytes), dtype=np.uint8)
+    _parts(form, blocks)[0][:] = np.frombuffer(np.full(kind.halves, 1e-4, dtype=np.float16).tobytes(), dtype=np.uint8)
+    return blocks.reshape(n_rows, -1)
+
+
 def _parts(form: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The halves, bytes and words of blocks as in the file: views (..., bytes of them)."""
     kind: BlockType = BLOCK_TYPES[form]

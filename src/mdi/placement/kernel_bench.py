@@ -10,9 +10,10 @@ import numpy as np
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.parts import part_of
 from mdi.host.threads import n_threads
+from mdi.kernels.block_rows import drawn_rows
 from mdi.kernels.blocks import Context, Head
-from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes, pack
-from mdi.kernels.weight_formats import PANEL, weight_format
+from mdi.kernels.layout import Matrix, empty, pack, pack_blocks
+from mdi.kernels.weight_formats import BLOCK_TYPES, PANEL, weight_format
 from mdi.model.tensors import EMBEDDING
 from mdi.placement.profiling import Bench
 from mdi.stages.kernel_stage import KernelStage, Resident
@@ -38,9 +39,15 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], packing: Packing, seed
 
 def _matrix(form: str, n_out: int, n_in: int, generator: np.random.Generator) -> Matrix:
     """One panel of chance, repeated: to pack each would take longer than measuring."""
-    whole = Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
+    whole = empty(form, n_out, n_in)
     for piece in whole.pieces:
-        panel = pack(piece.format, generator.standard_normal((PANEL, n_in), dtype=np.float32) * np.float32(SIZE)).data
+        if piece.format in BLOCK_TYPES:
+            one = empty(piece.format, PANEL, n_in)
+            pack_blocks(one, lambda at, form=piece.format: drawn_rows(form, PANEL, n_in, generator)[at])  # type: ignore[misc]
+            panel = one.data
+        else:
+            numbers = generator.standard_normal((PANEL, n_in), dtype=np.float32) * np.float32(SIZE)
+            panel = pack(piece.format, numbers).data
         piece.data.reshape(-1, panel.size)[:] = panel
     return whole
 

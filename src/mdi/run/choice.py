@@ -587,7 +587,7 @@ def told_choice(weights: StarterWeights, form: str) -> str:
     Args:
         form: of the blocks in memory.
     """
-    n_bytes = model_shape(weights.config, form).weight_bytes
+    n_bytes = model_shape(weights.config, form).weight_bytes - weights.shared_bytes
     exact = "float32" if weights.own_formats else OWN_FORMAT.get(weights.model.dtype, "float32")
     others = "" if form == exact else f" (--quantize {exact}: with its exact numbers)"
     return f"{weights.model.name}: weights in {shown(form)}, {size(n_bytes)}{others}"

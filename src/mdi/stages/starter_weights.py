@@ -159,6 +159,12 @@ class StarterWeights:
         self.id, self._shards = secrets.token_hex(8), {}
         self._take(self.sources[0])
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of a head that is the embedding, and has its memory."""
+        first = self.sources[0]
+        return first.shared_bytes if isinstance(first, PackedSource) else 0
+
     def take_adapters(self, named: Sequence[AdapterName]) -> None:
         """Read the adapters of a run; they become parts of the nodes. Raises CheckpointError, before anything is sent."""
         base = functools.cache(lambda: weights_hash(self.sources[0]))
