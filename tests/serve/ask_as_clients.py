@@ -1,4 +1,5 @@
-"""Asks a server (MDI_URL, MDI_KEY) as `openai` and `anthropic` do, and prints what came as JSON. It runs in `.venv-clients`.
+"""Asks a server (MDI_URL, MDI_OLLAMA, MDI_KEY) as `openai`, `anthropic` and `ollama` do, and prints what came as
+JSON. It runs in `.venv-clients`.
 
 MDI_STREAMS is a JSON file of streams by their paths, which the clients read, too.
 """
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 
 import anthropic
+import ollama as ollama_client
 import openai
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_params
@@ -33,6 +35,9 @@ def fields() -> dict:
     return {
         "responses": [*response_create_params.ResponseCreateParamsBase.__annotations__],
         "messages": sorted({*message_create_params.MessageCreateParamsBase.__annotations__, *beta}),
+        "chat": [*ollama_client._types.ChatRequest.model_fields],
+        "options": [*ollama_client.Options.model_fields],
+        "generate": [*ollama_client._types.GenerateRequest.model_fields],
     }
 
 
@@ -116,6 +121,60 @@ def messages() -> dict:
     }  # fmt: skip
 
 
+def ollama() -> dict:
+    def client(url: str = os.environ["MDI_OLLAMA"], key: str = KEY) -> ollama_client.Client:
+        return ollama_client.Client(url, headers={"authorization": f"Bearer {key}"})
+
+    own, chat = client(), {"model": MODEL, "messages": [{"role": "user", "content": ASK}]}
+    asked = {**chat, "options": {"seed": 5, "num_predict": 20, "num_ctx": 8192}, "keep_alive": "5m"}
+    lines = list(own.chat(**asked, stream=True))
+    whole = own.chat(**asked)
+    prompt = {**asked, "prompt": ASK}
+    prompt.pop("messages")
+
+    def open_act(act: int) -> str:
+        """Open an act.
+
+        Args:
+            act: its number
+        """
+
+    call = {"function": {"name": "open_act", "arguments": {"act": 2}}}
+    said = [
+        *chat["messages"],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_name": "open_act"},
+    ]
+    after = own.chat(MODEL, said, tools=[open_act], options={"num_predict": 5})
+    shown, (running,), (listed,) = own.show(MODEL), own.ps().models, own.list().models
+    return {
+        "text": whole.message.content, "pieces": "".join(line.message.content for line in lines),
+        "final": own.generate(**prompt).response,
+        "prompt": "".join(one.response for one in own.generate(**prompt, stream=True)),
+        "usage": [whole.prompt_eval_count, lines[-1].eval_count], "ends": [one.done_reason for one in (whole, lines[-1])],
+        "durations": [lines[-1].total_duration, lines[-1].eval_duration],
+        "after": after.message.content or [one.function.name for one in after.message.tool_calls or []],
+        "form": own.chat(**chat, format=HOUSE, options={"num_predict": 200}).message.content,
+        "load": own.generate(MODEL).done_reason, "models": [running.model, listed.model], "size": listed.size,
+        "context": [running.context_length, shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"]],
+        "errors": [
+            status_of(lambda: client(key="wrong-secret").chat(**asked)), status_of(lambda: own.chat("gpt-4", chat["messages"])),
+            status_of(lambda: own.chat(**{**chat, "messages": [{"role": "user", "content": "a b " * 5000}]})),
+            status_of(lambda: list(own.chat(**{**asked, "model": MISSING}, stream=True))),
+            status_of(lambda: own.embed(MODEL, "a")), status_of(lambda: own.pull(MODEL)), status_of(lambda: own.delete(MODEL)),
+        ],
+    }  # fmt: skip
+
+
+def status_of(call: object) -> int:
+    try:
+        call()
+    except ollama_client.ResponseError as e:
+        assert e.error, e
+        return e.status_code
+    return 200
+
+
 def models() -> list:
     own = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY), anthropic.Anthropic(base_url=URL, api_key=KEY)
     return [client.models.list().data[0].id for client in own]
@@ -127,7 +186,7 @@ class Streams(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-type", "application/x-ndjson" if "/api/" in self.path else "text/event-stream")
         self.end_headers()
         self.wfile.write(json.loads(Path(os.environ["MDI_STREAMS"]).read_text())[self.path].encode())
 
@@ -145,11 +204,16 @@ def streams() -> dict:
         user = {"role": "user", "content": "a"}
         with client.messages.stream(model="m", max_tokens=9, messages=[user]) as stream:
             message = stream.get_final_message()
+        lines = list(ollama_client.Client(url).chat("m", [user], stream=True))
         server.shutdown()
+    said = [line.message for line in lines]
+    calls = [[one.function.name, one.function.arguments] for message in said for one in message.tool_calls or []]
+    thinking, content = ("".join(getattr(message, name) or "" for message in said) for name in ("thinking", "content"))
     return {
+        "ollama": [thinking, content, calls, lines[-1].done_reason],
         "responses": [one.model_dump(exclude_none=True) for one in response.output],
         "messages": [one.model_dump(exclude_none=True) for one in message.content], "stop": message.stop_reason,
     }  # fmt: skip
 
 
-print(json.dumps({one.__name__: one() for one in (fields, responses, messages, models, streams)}, default=str))
+print(json.dumps({one.__name__: one() for one in (fields, responses, messages, ollama, models, streams)}, default=str))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -64,9 +65,16 @@ class Server:
         finally:
             connection.close()
 
-    def connection(self) -> http.client.HTTPConnection:
+    @property
+    def ollama_port(self) -> int:
+        """The port of Ollama's API, which the log tells."""
+        found = re.search(r"Ollama's API: http://127.0.0.1:(\d+)", self.log.read_text())
+        assert found is not None
+        return int(found[1])
+
+    def connection(self, port: int | None = None) -> http.client.HTTPConnection:
         if self._certificate is None:
-            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+            return http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=DEADLINE_S)
         context = ssl.create_default_context(cafile=str(self._certificate))
         return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=DEADLINE_S, context=context)
 
@@ -106,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "keys").write_text(f"# two of them\n{KEYS[0]} alpha\n{KEYS[1]} beta 5\n")
     (folder / "keys").chmod(0o600)
-    flags = ("--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16)
+    flags = ("--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16, "--ollama-port", 0)
     made = Server(folder, *flags, "--trace", folder / "trace.json")
     try:
         made.wait()

@@ -17,6 +17,7 @@ from mdi.node.secondary import SecondaryNode
 from mdi.serve.completions import COMPLETIONS
 from mdi.serve.endpoint import Endpoint, Surface
 from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
+from mdi.serve.ollama import CHATS, GENERATIONS
 from mdi.serve.responses import RESPONSES
 from tiny_checkpoint import encode
 
@@ -27,6 +28,8 @@ PROMPTS: dict[Surface, dict[str, Any]] = {
     RESPONSES: {"input": WORDS, "max_output_tokens": 200},
     MESSAGES: ASKED,
     TOKEN_COUNTS: ASKED,
+    CHATS: {**ASKED, "options": {"num_predict": 200}},
+    GENERATIONS: {"prompt": WORDS, "options": {"num_predict": 200}},
 }
 
 
@@ -115,7 +118,9 @@ def test_in_the_middle_of_its_text(folder: Path, nodes: list[SecondaryNode], is_
     run(scenario())
 
 
-@pytest.mark.parametrize("surface", [RESPONSES, MESSAGES], ids=["responses", "messages"])
+@pytest.mark.parametrize(
+    "surface", [RESPONSES, MESSAGES, CHATS, GENERATIONS], ids=["responses", "messages", "ollama", "ollama prompt"]
+)
 def test_in_the_middle_of_a_stream_of_events(
     surface: Surface, folder: Path, nodes: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from test_surfaces import asked
 from conftest import KEYS, ROOT, Server
 from mdi.serve.conversation import signature_of
 from mdi.serve.messages import MESSAGES, MessageFields
+from mdi.serve.ollama import CHATS, ChatFields, GenerateFields, Options
 from mdi.serve.request import check_spelling
 from mdi.serve.responses import RESPONSES, ResponseFields
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, USER, write_texts
@@ -38,12 +39,14 @@ def told(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             written,
             "eos",
         )[1],
+        "/api/chat": asked(texts, CHATS, {"messages": [USER], "tools": [{"function": look}]}, written, "eos")[1],
     }
     (folder / "streams").write_text(json.dumps({path: data.decode() for path, data in made.items()}))
     env = {
         **os.environ,
         "MDI_STREAMS": str(folder / "streams"),
         "MDI_URL": f"http://127.0.0.1:{server.port}",
+        "MDI_OLLAMA": f"http://127.0.0.1:{server.ollama_port}",
         "MDI_KEY": KEYS[0],
     }
     done = subprocess.run([PYTHON, PROGRAM], capture_output=True, text=True, timeout=240, env=env, check=False)
@@ -53,12 +56,15 @@ def told(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def test_fields_that_the_clients_know_are_none_of_ours_misspelt(told: dict[str, Any]) -> None:
-    for kind, names in ((ResponseFields, told["fields"]["responses"]), (MessageFields, told["fields"]["messages"])):
-        assert len(names) > 10
+    kinds = (ResponseFields, MessageFields, ChatFields, GenerateFields, Options)
+    for kind, names in zip(
+        kinds, map(told["fields"].get, ("responses", "messages", "chat", "generate", "options")), strict=True
+    ):
+        assert len(names) >= 10
         check_spelling(kind, dict.fromkeys(names, 1))
 
 
-@pytest.mark.parametrize("api", ["responses", "messages"])
+@pytest.mark.parametrize("api", ["responses", "messages", "ollama"])
 def test_a_stream_is_the_whole_answer_in_pieces(api: str, told: dict[str, Any]) -> None:
     of = told[api]
     assert of["text"] and of["text"] == of["pieces"] == of["final"], "the same seed"
@@ -68,7 +74,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(api: str, told: dict[str, Any]) 
 def test_the_text_is_that_of_the_chat(told: dict[str, Any], server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Speak, Romeo."}], "seed": 5, "max_tokens": 20}
     text = server.ask("POST", "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
-    assert told["responses"]["text"] == told["messages"]["text"] == text
+    assert told["responses"]["text"] == told["messages"]["text"] == told["ollama"]["text"] == text
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
@@ -91,6 +97,7 @@ def test_reasoning_words_and_calls_are_what_the_clients_make_of_streams(told: di
     assert (thinking["thinking"], thinking["signature"]) == ("Hm.", signature_of("Hm."))
     assert text["text"] == "So:" and (use["name"], use["input"]) == ("look", {"at": "Zürich"})
     assert told["streams"]["stop"] == "tool_use"
+    assert told["streams"]["ollama"] == ["Hm.", "So:", [["look", {"at": "Zürich"}]], "stop"]
 
 
 def test_models_and_counts(told: dict[str, Any]) -> None:
@@ -100,5 +107,14 @@ def test_models_and_counts(told: dict[str, Any]) -> None:
 
 
 def test_an_answer_of_a_given_form(told: dict[str, Any]) -> None:
-    for api in ("responses", "messages"):
+    for api in ("responses", "messages", "ollama"):
         assert json.loads(told[api]["form"])["house"] in ("Montague", "Capulet")
+
+
+def test_what_the_client_of_ollama_gets(told: dict[str, Any], server: Server) -> None:
+    of = told["ollama"]
+    assert of["prompt"] == of["text"] and of["ends"] == ["length", "length"] and of["load"] == "load" and of["after"]
+    assert of["durations"][0] >= of["durations"][1] > 0 and of["models"] == ["nano-llama:latest"] * 2
+    (facts,) = server.ask("GET", "/v1/models")[1]["data"]
+    assert of["context"] == [facts["max_model_len"]] * 2 and of["size"] > 6_000_000
+    assert of["errors"] == [401, 404, 400, 404, 501, 501, 501]

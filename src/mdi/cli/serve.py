@@ -1,4 +1,4 @@
-"""Serve models to programs and people: OpenAI's and Anthropic's APIs over a ring of nodes, for many texts at once.
+"""Serve models to programs and people: OpenAI's, Anthropic's and Ollama's APIs over a ring of nodes.
 
 examples:
   serve.py --ckpt checkpoints/org/model                                   on this machine alone
@@ -88,6 +88,8 @@ def _run_api(options: Options, settings: ServeSettings, discovery: Discovery, ca
     api = ApiProcess(settings, models, ckpt, adapters)
     try:
         logger.info("loading %s; %s answers then", ckpt.name, api.url)
+        if api.ollama_url:
+            logger.info("Ollama's API: %s", api.ollama_url)
         _serve(options, api, catalog, discovery, cancel)
     except KeyboardInterrupt:
         pass

@@ -33,6 +33,8 @@ def serve_settings(options: Options) -> ServeSettings:
             f"--host {options.host} lets everybody in the network use the nodes: give --api-key-file FILE (or --insecure, if "
             "everybody may)"
         )
+    if options.ollama_port and options.ollama_port == options.port:
+        raise UsageError(f"--ollama-port {options.ollama_port} is --port, too")
     return ServeSettings(
         host=options.host,
         port=options.port,
@@ -45,6 +47,8 @@ def serve_settings(options: Options) -> ServeSettings:
         max_waiting=options.queue,
         aliases=_aliases(options.alias),
         keep_alive_s=options.keep_alive,
+        ollama_host=options.host if keys or _is_loopback(options.host) else "127.0.0.1",
+        ollama_port=options.ollama_port,
     )
 
 

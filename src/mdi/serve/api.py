@@ -1,7 +1,7 @@
 """The API process: HTTP, JSON, text and slow clients, in another interpreter than the one that feeds the ring.
 
-`mdi.serve.process` starts it as `python -m mdi.serve.api`, with two inherited sockets: the one that it listens on, and the
-one to the engine process. Its settings come through stdin. It ends when the engine process does.
+`mdi.serve.process` starts it as `python -m mdi.serve.api`, with inherited sockets: those that it listens on, and the one to
+the engine process. Its settings come through stdin. It ends when the engine process does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mdi.control.web_pages import TYPE_WANTED, is_address, is_body_type, name_in
-from mdi.serve import operate, page
+from mdi.serve import ollama_port, operate, page
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
@@ -52,12 +53,20 @@ HELLO = "/api/hello"
 OPEN_PATHS = ("/", "/health", "/favicon.ico", "/static/", HELLO)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
+Answer = Callable[[str, ApiError], Response]
+Failed = Callable[[Request, HTTPException], Awaitable[Response]]
+
 
 class Guard:
-    """An ASGI application around another one. Puts the ApiKey of a request into its scope as "mdi.key"."""
+    """An ASGI application around another one. Puts the ApiKey of a request into its scope as "mdi.key".
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    Args:
+        answer: an error in the form of a path's API.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, answer: Answer) -> None:
         self._app = app
+        self._answer = answer
         self._keys = settings.keys
         self._origins = settings.origins
         self._hosts = {name.lower() for name in (*LOCAL_NAMES, *settings.hosts)}
@@ -78,7 +87,7 @@ class Guard:
                 key.role == "operator" if key is not None else not self._keys and is_from_here(scope)
             )
         except ApiError as e:
-            await _answer(scope["path"], e)(scope, receive, send)
+            await self._answer(scope["path"], e)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -157,14 +166,31 @@ def make_app(api: ApiState) -> Starlette:
         *page.routes(api),
         *operate.routes(api, operator),
     ]
+    return _guarded(api, routes, _answer, _http_error)
+
+
+def make_ollama_app(api: ApiState) -> Starlette:
+    """Of the port that is Ollama's."""
+
+    async def failed(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return ollama_port.answer("", ApiError(error.status_code, message, headers=error.headers))
+
+    return _guarded(api, ollama_port.routes(api), ollama_port.answer, failed)
+
+
+def _guarded(api: ApiState, routes: Sequence[BaseRoute], answer: Answer, failed: Failed) -> Starlette:
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return answer(request.url.path, error)
+
     cors = Middleware(
         CORSMiddleware, allow_origins=api.settings.origins, allow_methods=["GET", "POST"],
         allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
     )  # fmt: skip
     app = Starlette(
         routes=routes,
-        middleware=[*([cors] if api.settings.origins else []), Middleware(Guard, settings=api.settings)],
-        exception_handlers={HTTPException: _http_error, ApiError: _api_error},  # type: ignore[dict-item]
+        middleware=[*([cors] if api.settings.origins else []), Middleware(Guard, settings=api.settings, answer=answer)],
+        exception_handlers={HTTPException: failed, ApiError: api_error},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False
     return app
@@ -226,10 +252,6 @@ def _answer(path: str, error: ApiError) -> Response:
     """An error in the form of the path's API."""
     surface = SURFACES.get(path)
     return JSONResponse(error.body if surface is None else surface.error(error), error.status, error.headers)
-
-
-async def _api_error(request: Request, error: ApiError) -> Response:
-    return _answer(request.url.path, error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -308,9 +330,9 @@ def main() -> None:
     allow_many_connections()
     settings = msgspec.convert(values["settings"], ServeSettings)
     catalog = Catalog(Path(values["home"]), Path(values["first"]), values["adapters"], settings.aliases)
-    listener, engine = (socket.socket(fileno=number) for number in (values["listener"], values["engine"]))
+    *listeners, engine = (socket.socket(fileno=number) for number in (*values["listeners"], values["engine"]))
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(settings, catalog, listener, engine))
+        asyncio.run(serve(settings, catalog, listeners, engine))
 
 
 def set_up_logging(form: str) -> None:
@@ -323,8 +345,10 @@ def set_up_logging(form: str) -> None:
             one.setLevel(logging.ERROR)
 
 
-async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.socket, engine: socket.socket) -> None:
-    """Answer requests until the engine is gone, or says that it is time to end."""
+async def serve(
+    settings: ServeSettings, catalog: Catalog, listeners: Sequence[socket.socket], engine: socket.socket
+) -> None:
+    """Answer requests until the engine is gone, or says that it is time to end. A second listener is that of Ollama's API."""
 
     def drain() -> None:
         api.is_draining = True
@@ -332,8 +356,9 @@ async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.sock
 
     client = EngineClient(drain)
     api = ApiState(settings, client, catalog)
+    app = by_port(listeners, (make_app(api), make_ollama_app(api)))
     config = uvicorn.Config(
-        make_app(api), http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
+        app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=int(DRAIN_S), timeout_keep_alive=75,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
@@ -342,12 +367,22 @@ async def serve(settings: ServeSettings, catalog: Catalog, listener: socket.sock
     talking.add_done_callback(lambda _: drain())
     idle = asyncio.create_task(api.models.give_up_unused(settings.keep_alive_s))
     try:
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[*listeners])
     finally:
         for task in (idle, talking):
             task.cancel()
         await asyncio.gather(idle, talking, return_exceptions=True)
         api.close()
+
+
+def by_port(listeners: Sequence[socket.socket], apps: Sequence[ASGIApp]) -> ASGIApp:
+    """An application for each listener."""
+    of_ports = {one.getsockname()[1]: app for one, app in zip(listeners, apps, strict=False)}
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await of_ports[scope["server"][1]](scope, receive, send)
+
+    return answer
 
 
 def allow_many_connections() -> None:

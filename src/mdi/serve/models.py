@@ -164,6 +164,10 @@ class Models:
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
+    def idle_s(self, name: str) -> float:
+        """Seconds since a model was used last; 0 if it is in use."""
+        return self._use(name).idle_s
+
     def _use(self, name: str) -> _Use:
         return self._uses.setdefault(name, _Use())
 
@@ -253,7 +257,7 @@ class Models:
         while limit_s is not None:
             await asyncio.sleep(min(1.0, limit_s))
             for name in list(self._engine.state.models):
-                is_idle = self._engine.state.is_serving(name) and self._use(name).idle_s > limit_s
+                is_idle = self._engine.state.is_serving(name) and self.idle_s(name) > limit_s
                 if is_idle and self._loader is None:
                     await self._give_up(name)
 

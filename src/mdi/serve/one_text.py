@@ -1,4 +1,4 @@
-"""What APIs have in common whose answer is one text in blocks, streamed as events with a type."""
+"""What APIs have in common whose answer is one text in blocks, streamed as events."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mdi.serve.api_errors import ApiError
-from mdi.serve.endpoint import Answers, Asked, Exchange, Surface
+from mdi.serve.endpoint import EVENTS, Answers, Asked, Exchange, Surface
 from mdi.text.answers.events import Call, End, Event, Reasoning, Text
 
 Said = type[Text] | type[Reasoning]
 Sent = dict[str, Any]  # an event of the API
+LINES = "application/x-ndjson"
 
 
 class Growing(ABC):
@@ -27,25 +28,25 @@ class Growing(ABC):
         self._kind: Said | None = None  # of the block that is open
         self._pieces: list[str] = []
 
-    @abstractmethod
     def begin(self) -> Iterator[Sent]:
         """First events, before any token."""
+        return iter(())
 
     @abstractmethod
     def sign(self) -> Sent:
         """An event that says nothing new."""
 
-    @abstractmethod
     def opened(self, kind: Said) -> Iterator[Sent]:
         """A block begins."""
+        return iter(())
 
     @abstractmethod
     def more(self, kind: Said, text: str) -> Sent:
         """A piece of the open block."""
 
-    @abstractmethod
     def closed(self, kind: Said, text: str) -> Iterator[Sent]:
         """The block is complete."""
+        return iter(())
 
     @abstractmethod
     def called(self, call: Call) -> Iterator[Sent]:
@@ -82,33 +83,45 @@ class Growing(ABC):
                 yield from self.called(event)
 
 
+def _server_sent(event: Sent) -> bytes:
+    """Some clients read the type beside the data, some in it."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+
+
+def _line(event: Sent) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+_FORMS = {EVENTS: _server_sent, LINES: _line}
+
+
 def surface(
     read: Callable[[Any], Any], open_answer: Callable[[Any, Answers], Growing],
-    error: Callable[[ApiError], Mapping[str, Any]],
+    error: Callable[[ApiError], Mapping[str, Any]], media_type: str = EVENTS,
 ) -> Surface:  # fmt: skip
+    """Args:
+    media_type: of streams: EVENTS or LINES.
+    """
+
+    def written(events: Iterable[Sent]) -> bytes:
+        return b"".join(map(_FORMS[media_type], events))
+
     async def write(asked: Asked, answers: Answers, exchange: Exchange) -> None:
         growing, is_streamed = open_answer(asked, answers), asked.fields.is_streamed
-        exchange.failure = lambda e: _written(growing.failed(e))
+        exchange.failure = lambda e: written(growing.failed(e))
         if is_streamed:
-            await exchange.push(_written(growing.begin()))
-        async with exchange.kept_alive(lambda: _written([growing.sign()])):
+            await exchange.push(written(growing.begin()))
+        async with exchange.kept_alive(lambda: written([growing.sign()])):
             async for piece in answers.pieces():
                 if piece.n_before is not None:  # only where nothing is streamed
                     growing = open_answer(asked, answers)
-                sent = _written(growing.take(piece.events))
+                sent = written(growing.take(piece.events))
                 if is_streamed and sent:
                     await exchange.push(sent)
-        last = _written(growing.end())
+        last = written(growing.end())
         if is_streamed:
             await exchange.end(last)
         else:
             await exchange.answer(growing.whole())
 
-    return Surface(read, write, error)
-
-
-def _written(events: Iterable[Sent]) -> bytes:
-    """Server-sent events. Some clients read the type beside the data, some in it."""
-    return b"".join(
-        f"event: {one['type']}\ndata: {json.dumps(one, separators=(',', ':'))}\n\n".encode() for one in events
-    )
+    return Surface(read, write, error, media_type)

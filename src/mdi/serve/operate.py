@@ -124,7 +124,7 @@ class Operator:
         """All models of the folder with their states, and pulls."""
         api = self._api
         folders = api.catalog.folders()
-        sizes = await asyncio.to_thread(lambda: {name: _size(path) for name, path in folders.items()})
+        sizes = await asyncio.to_thread(lambda: {name: size_of(path) for name, path in folders.items()})
         state = api.engine.state
         models = []
         for name in folders:
@@ -179,7 +179,7 @@ def routes(api: ApiState, operator: Operator) -> list[Route]:
     async def models(request: Request) -> Response:
         check_operator(request)
         if request.method == "POST":
-            body = await _body(request)
+            body = await body_of(request)
             operator.do(body.get("do"), body.get("model"))
         return JSONResponse(await operator.models(), headers=_HEADERS)
 
@@ -202,8 +202,8 @@ def routes(api: ApiState, operator: Operator) -> list[Route]:
     ]
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """Raises ApiError."""
+async def body_of(request: Request) -> dict[str, Any]:
+    """The fields of a small body. Raises ApiError."""
     data = bytearray()
     async for part in request.stream():
         data += part
@@ -215,7 +215,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Bytes of the files in a model's folder, and of the GGUF file that it stands for."""
     try:
         files = {one for one in (path.iterdir() if path.is_dir() else [path]) if one.is_file()}

@@ -56,6 +56,7 @@ class ServeSettings:
         max_waiting: texts that wait at most; more are refused.
         aliases: names of models for patterns of names that requests may have.
         keep_alive_s: a model that was not used for so long is unloaded; None: never.
+    ollama_host, ollama_port: where Ollama's API is served; no port: nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -69,6 +70,8 @@ class ServeSettings:
     max_waiting: int = 512
     aliases: Mapping[str, str] = field(default_factory=dict)
     keep_alive_s: float | None = None
+    ollama_host: str = "127.0.0.1"
+    ollama_port: int | None = None
 
 
 def digest_of(key: str) -> str:
@@ -143,47 +146,51 @@ END_S = 3.0  # in addition to the time of requests under way
 
 
 class ApiProcess:
-    """Started at once. It has the listening socket and one end of a pair, and follows this process if that ends.
+    """Started at once. It has the listening sockets and one end of a pair, and follows this process if that ends.
 
     Attributes:
         lines: the other end of the pair.
+        url: of the API; ollama_url: of Ollama's, "" without it.
 
     Raises:
-        UsageError: the port cannot be had.
+        UsageError: a port cannot be had.
     """
 
     def __init__(self, settings: ServeSettings, home: Path, first: Path, adapters: Sequence[str] = ()) -> None:
         if os.name != "posix":
             raise UsageError("serve.py needs Linux or macOS: on Windows run it in WSL")
-        listener = listening_socket(settings.host, settings.port)
-        self.host, self.port = settings.host, listener.getsockname()[1]
+        listeners = [listening_socket(settings.host, settings.port)]
+        self.url, self.ollama_url = url_of(settings.host, listeners[0]), ""
+        if settings.ollama_port is not None:
+            try:
+                listeners.append(listening_socket(settings.ollama_host, settings.ollama_port, "--ollama-port"))
+            except UsageError:
+                listeners[0].close()
+                raise
+            self.ollama_url = url_of(settings.ollama_host, listeners[1])
         ours, theirs = socket.socketpair()
+        numbers = [one.fileno() for one in listeners]
         values = {
             "settings": asdict(settings),
             "home": str(home),
             "first": str(first),
             "adapters": list(adapters),
-            "listener": listener.fileno(),
+            "listeners": numbers,
             "engine": theirs.fileno(),
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mdi.serve.api"], pass_fds=(listener.fileno(), theirs.fileno()),
+                [sys.executable, "-m", "mdi.serve.api"], pass_fds=(*numbers, theirs.fileno()),
                 stdin=subprocess.PIPE, env=module_environment(), start_new_session=True,
             )  # fmt: skip
             assert self._process.stdin is not None
             with self._process.stdin as pipe:
                 pipe.write(json.dumps(values).encode())
         finally:
-            listener.close()
-            theirs.close()
+            for one in (*listeners, theirs):
+                one.close()
         self._sock = ours
         self.lines = Lines(ours)
-
-    @property
-    def url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -207,8 +214,13 @@ class ApiProcess:
             self._process.wait()
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Raises UsageError if the port cannot be had."""
+def url_of(host: str, listener: socket.socket) -> str:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "") else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def listening_socket(host: str, port: int, option: str = "--port") -> socket.socket:
+    """Raises UsageError if the port, which this option has, cannot be had."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -221,5 +233,5 @@ def listening_socket(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
     except OSError as e:
         sock.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {e.strerror or e} (--port chooses another)") from None
+        raise UsageError(f"cannot listen on {host}:{port}: {e.strerror or e} ({option} chooses another)") from None
     return sock

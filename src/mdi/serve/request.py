@@ -115,7 +115,7 @@ def read_fields(kind: type[Fields], body: Any) -> Fields:
     return fields
 
 
-def check_spelling(kind: type[TextFields], given: Mapping[str, Any]) -> None:
+def check_spelling(kind: type[msgspec.Struct], given: Mapping[str, Any]) -> None:
     """Raises ApiError if a field has almost the name of a known one."""
     known = {_plain(name): name for name in sorted(kind.__struct_fields__)}
     unknown = (name for name in given if name not in kind.__struct_fields__ and name not in OF_OTHERS)

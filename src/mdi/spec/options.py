@@ -650,6 +650,10 @@ class Options(StarterOptions):
         "requests for a model whose name fits PATTERN (claude-*) get the model NAME; repeatable, the first that fits holds",
         metavar="PATTERN=NAME", nargs="append",
     )] = ()
+    ollama_port: Annotated[Annotated[int, Meta(ge=0, le=65535)] | None, Option(
+        "also serve Ollama's API, on this port (Ollama's own is 11434; 0: any free one); without API keys to this machine only",
+        metavar="PORT",
+    )] = None
     open: Annotated[bool, Option("open the server's page in a browser")] = False
 
     # Models on the disk
@@ -748,5 +752,5 @@ COMMON = ("verb", "debug", "log_json")
 NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
-    "keep_alive", "alias", "open",
+    "keep_alive", "alias", "ollama_port", "open",
 )  # fmt: skip
