@@ -202,8 +202,8 @@ def test_rows_that_a_node_tells_in_pieces_are_put_together(monkeypatch: pytest.M
     model = SimpleNamespace(spec=SPEC)
     former = SimpleNamespace(basis=SimpleNamespace(weights=SimpleNamespace(model=model)))
     verifier: Any = SimpleNamespace(_former=former, _ask=ask, n_fetched=0)
-    verifier._row_at = partial(RowVerifier._row_at, verifier)
-    found = RowVerifier._rows_of(verifier, cast(Any, ring), 1, 7, 0, 5)
+    verifier.row_at_cut = partial(RowVerifier.row_at_cut, verifier)
+    found = RowVerifier.kept_rows_of(verifier, cast(Any, ring), 1, 7, 0, 5)
     whole = sent.fill(Frame(FrameType.BATCH, 0, slices=SliceTable([Slice(7, 0, 5)])))
     assert found == replace(whole, payload=found.payload) and found.payload == whole.payload
     assert asked == [(0, 2), (2, 4), (4, 5)] and verifier.n_fetched == 4 * 5 * 7
@@ -220,9 +220,9 @@ def test_what_knows_only_hidden_is_refused(asked: dict[str, Any], words: str) ->
     run: Any = SimpleNamespace(**{"_taps": (), "_gradients": False, **asked})
     choice: Any = SimpleNamespace(spec=SPEC, options=SimpleNamespace(verify=asked.get("verify", 0.0)))
     with pytest.raises(UsageError, match=f"made up: its rows have columns besides hidden, which {words} use"):
-        Run._check_columns(run, choice)
+        Run.check_columns(run, choice)
     choice.spec = replace(SPEC, blocks=(block(), block()))
-    Run._check_columns(run, choice)
+    Run.check_columns(run, choice)
 
 
 # Links before the blocks that are skipped, between them, and both; of one, two and three nodes.

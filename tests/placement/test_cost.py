@@ -79,7 +79,7 @@ def test_a_model_s_bytes_at_a_cut_are_those_of_its_rows(monkeypatch: pytest.Monk
     more = replace(first, gives=(Column("more", 5),)), *others[:-1], replace(others[-1], reads=("more",))
     assert model_shape(config, "float32").cut_bytes is None
     monkeypatch.setattr(mdi.placement.model, "spec_of", lambda _: replace(spec, blocks=more))
-    shape = mdi.placement.model._shape.__wrapped__(config, "float32", "auto")
+    shape = mdi.placement.model.cached_shape.__wrapped__(config, "float32", "auto")
     n = 4 * spec.width
     assert shape.cut_bytes == (n, *[n + 20] * (spec.n_layer - 1), n) and shape.row_bytes == n and not shape.is_uniform
 

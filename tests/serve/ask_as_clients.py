@@ -15,6 +15,7 @@ import ollama as ollama_client
 import openai
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_params
+from ollama import _types as ollama_types
 from openai.types.responses import response_create_params
 
 URL, KEY = os.environ["MDI_URL"], os.environ["MDI_KEY"]
@@ -35,9 +36,9 @@ def fields() -> dict:
     return {
         "responses": [*response_create_params.ResponseCreateParamsBase.__annotations__],
         "messages": sorted({*message_create_params.MessageCreateParamsBase.__annotations__, *beta}),
-        "chat": [*ollama_client._types.ChatRequest.model_fields],
+        "chat": [*ollama_types.ChatRequest.model_fields],
         "options": [*ollama_client.Options.model_fields],
-        "generate": [*ollama_client._types.GenerateRequest.model_fields],
+        "generate": [*ollama_types.GenerateRequest.model_fields],
     }
 
 

@@ -191,7 +191,7 @@ def test_only_a_first_block_that_changes_with_each_request_is_left_out(system: A
 
 
 def test_what_claude_code_sends_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    api_errors._tell.cache_clear()
+    api_errors.tell_once.cache_clear()
     tools = [
         {**LOOK, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True, "description": "d"},
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, {"type": "custom", "name": "go"},

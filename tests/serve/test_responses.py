@@ -194,7 +194,7 @@ def test_sealed_reasoning_goes_back_and_no_other(folder: Path) -> None:
 
 
 def test_what_is_not_known_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    api_errors._tell.cache_clear()
+    api_errors.tell_once.cache_clear()
     tools = [
         {"type": "web_search"},
         LOOK,

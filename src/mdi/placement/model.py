@@ -182,11 +182,11 @@ def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> Mod
         UsageError: the format is unknown.
     """
     weight_format(format)
-    return _shape(config, format, kv_dtype)
+    return cached_shape(config, format, kv_dtype)
 
 
 @functools.lru_cache(maxsize=16)
-def _shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
+def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
     tensors, spec = model_shapes(config, config.name or "this model"), spec_of(config)

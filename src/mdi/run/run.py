@@ -183,7 +183,7 @@ class Run(StatusOnly):
             facts[TORCH] = f"this node computes {model.computing.why_torch}"
         refuse(facts, "--verify")
 
-    def _check_columns(self, model: Choice) -> None:
+    def check_columns(self, model: Choice) -> None:
         """Refuse what knows rows of hidden alone, before any node is asked. Raises UsageError."""
         spec, asked = model.spec, {"side networks": self._taps, "training over a ring": self._gradients}
         refused = [what for what, is_asked in asked.items() if is_asked and spec.widest_row > spec.width]
@@ -214,7 +214,7 @@ class Run(StatusOnly):
         self.model, self._has_model = model, True
         self._open_sides(model)
         self._check_verified(model)
-        self._check_columns(model)
+        self.check_columns(model)
         self.prompt_ids = [self._ids(index, prompt) for index, prompt in enumerate(self._prompts)]
         n_virtual = max((one.n_virtual for one in model.weights.adapters), default=0)
         length = n_virtual + max(map(len, self.prompt_ids), default=0) + self._n_tokens

@@ -519,12 +519,12 @@ class RowVerifier:
         name, before = ring.stages[index].name, ring.stages[index - 1].name
         both = (name,) if index == 1 else (before, name)  # the starter is believed
         got = self._ask(ring, index, seq_id, start, stop, "received")
-        rows = self._rows_of(ring, index - 1, seq_id, start, stop)
+        rows = self.kept_rows_of(ring, index - 1, seq_id, start, stop)
         if (got.dtype, got.n_cols, got.sha256) != (rows.dtype, rows.n_cols, hashlib.sha256(rows.payload).hexdigest()):
             raise _UntrueError(both, f"{before} says that it sent other rows than {name} says that it got")
         codec = ring.stage.rows
         try:
-            x = whole_rows(codec, rows, self._row_at(ring, index))
+            x = whole_rows(codec, rows, self.row_at_cut(ring, index))
         except WireError as e:
             raise _UntrueError(both, f"no rows: {e}") from None
         if not codec.are_finite(x):  # what follows from such rows may differ with the processor
@@ -560,7 +560,7 @@ class RowVerifier:
         here = third.name or "this node"
         try:
             for at, end in itertools.pairwise((*range(0, start, CHUNK_ROWS), start, stop)):
-                found = third.compute(seq_id, at, self._rows_of(ring, index - 1, seq_id, at, end))
+                found = third.compute(seq_id, at, self.kept_rows_of(ring, index - 1, seq_id, at, end))
             if not is_same(found):
                 names = (name,) if found == told else (name, first.name)
                 raise _UntrueError(names, f"{name} computes other rows than {first.name} and {here}")
@@ -601,13 +601,13 @@ class RowVerifier:
             raise _UntrueError((name,), f"{name} says that it computes with {told.arithmetic}, and said {known} before")
         return told
 
-    def _rows_of(self, ring: Ring, index: int, seq_id: int, start: int, stop: int) -> Frame:
+    def kept_rows_of(self, ring: Ring, index: int, seq_id: int, start: int, stop: int) -> Frame:
         """The rows that node `index` has sent."""
         frame = Frame(FrameType.BATCH, 0, slices=SliceTable([Slice(seq_id, start, stop - start)]))
         if index == 0:
             assert self.engine is not None
             return self.engine.sent.fill(frame)
-        layout = self._row_at(ring, index + 1)
+        layout = self.row_at_cut(ring, index + 1)
         n_cached = layout.cached.width
         n_cols = layout.width - n_cached
         most = max(1, ROWS_BYTES // (8 * layout.width))
@@ -635,7 +635,7 @@ class RowVerifier:
         found = joined.fill(replace(frame, slices=SliceTable([Slice(seq_id, 0, stop - start)])))
         return replace(found, slices=frame.slices)
 
-    def _row_at(self, ring: Ring, index: int) -> RowLayout:
+    def row_at_cut(self, ring: Ring, index: int) -> RowLayout:
         """Of the rows that node `index` gets."""
         return self._former.basis.weights.model.spec.row_at(ring.stages[index].start)
 

@@ -71,9 +71,9 @@ def checked_text(name: str, text: str) -> str:
 
 def tell_ignored(what: str, kinds: Iterable[str]) -> None:
     """Log once what requests have that is left out."""
-    _tell(what, tuple(sorted({repr(kind[:40])[1:-1] for kind in kinds})[:8]))
+    tell_once(what, tuple(sorted({repr(kind[:40])[1:-1] for kind in kinds})[:8]))
 
 
 @lru_cache(maxsize=256)
-def _tell(what: str, kinds: tuple[str, ...]) -> None:
+def tell_once(what: str, kinds: tuple[str, ...]) -> None:
     logger.warning("%s of these kinds are left out: %s", what, ", ".join(kinds))
