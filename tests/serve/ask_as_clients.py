@@ -5,6 +5,7 @@ MDI_STREAMS is a JSON file of streams by their paths, which the clients read, to
 """
 
 import http.server
+import importlib
 import json
 import os
 import threading
@@ -15,7 +16,6 @@ import ollama as ollama_client
 import openai
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_params
-from ollama import _types as ollama_types
 from openai.types.responses import response_create_params
 
 URL, KEY = os.environ["MDI_URL"], os.environ["MDI_KEY"]
@@ -28,6 +28,7 @@ HOUSE = {
     "type": "object", "properties": {"house": {"enum": ["Montague", "Capulet"]}}, "required": ["house"],
     "additionalProperties": False,
 }  # fmt: skip
+ollama_types = importlib.import_module("ollama._types")  # the package has no other name for them
 MISSING = "gpt-4"
 
 
