@@ -219,3 +219,13 @@ def test_it_is_stored_and_sent_at_its_own_bits(mixed_gguf: Path, tmp_path: Path)
     weights.take_format("int8")
     assert weights.model.format is None and weights.part_bytes("block.1") == plain
     weights.close()
+
+
+@pytest.mark.parametrize("how", ["own", "auto"])
+def test_a_run_remembers_its_format_as_an_option(how: str, mixed_gguf: Path, tmp_path: Path) -> None:
+    """What --resume finds in the journal must be a format that can be asked for."""
+    folder = gguf_directory(mixed_gguf, tmp_path / "store")
+    asked = StarterOptions(ckpt=folder, prompt_style="none", device="cpu", placement="even", quantize=how)
+    with Run(GivenNodes(alone()), asked, 20, n_texts=1) as run:
+        assert run.model.formats == ("own", "own")
+        run.close()

@@ -172,8 +172,12 @@ class Choice:
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
-        """Formats of the blocks and of the head: as requested or, with "auto", as chosen."""
-        return self.options.quantize, self.options.quantize_head
+        """Formats of the blocks and of the head as options have them: as requested or, with "auto", as chosen."""
+        own = self.weights.own_formats
+        blocks, head = (
+            OWN if form == own is not None else form for form in (self.options.quantize, self.options.quantize_head)
+        )
+        return blocks, head
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raises UsageError if the prompt is empty, does not fit the context, or has tokens that the model does not know."""
