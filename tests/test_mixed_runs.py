@@ -229,3 +229,13 @@ def test_a_run_remembers_its_format_as_an_option(how: str, mixed_gguf: Path, tmp
     with Run(GivenNodes(alone()), asked, 20, n_texts=1) as run:
         assert run.model.formats == ("own", "own")
         run.close()
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_torch_unpacks_it(n_nodes: int, mixed_gguf: Path, tmp_path: Path) -> None:
+    """Where the kernels do not compute, its numbers are those of the file in the type that is computed in."""
+    folder = gguf_directory(mixed_gguf, tmp_path / "store")
+    wanted = ids(alone(), folder, tmp_path / "alone", dtype="float16")
+    with secondaries(n_nodes - 1, tmp_path) as nodes:
+        cluster = cluster_of(nodes) if nodes else alone()
+        assert ids(cluster, folder, tmp_path, quantize="own", dtype="float16") == wanted

@@ -100,8 +100,9 @@ def choose_computing(
     device, quantize = asked.device or "cpu", asked.quantize
     check_packed(stored_format)
     check_format(None if quantize == stored_format else quantize, device)
-    quantize, head = (form if stays_packed(form, device) else None for form in (quantize, asked.quantize_head))
     why = why_torch(config, device, asked.dtype)
+    asked_for = quantize, asked.quantize_head
+    quantize, head = (form if stays_packed(form, device, why is not None) else None for form in asked_for)
     if why is not None and config is not None:
         try:
             spec_of(config)

@@ -16,7 +16,7 @@ from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.host.threads import tell_torch
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
-from mdi.kernels.weight_formats import ROUNDED, check_packed
+from mdi.kernels.weight_formats import PACKED, ROUNDED, check_packed
 from mdi.model.caches import cache_type_named
 from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
@@ -117,8 +117,14 @@ def check_format(name: str | None, device: str) -> None:
     raise UsageError(f"the weight format {name} is for the CPU's kernels; on {device} use --dtype instead")
 
 
-def stays_packed(name: str | None, device: str) -> bool:
-    """Whether weights stay in a format on this device; otherwise they are unpacked while they are loaded."""
+def stays_packed(name: str | None, device: str, in_torch: bool = False) -> bool:
+    """Whether weights stay in a format on this device; otherwise they are unpacked while they are loaded.
+
+    Args:
+        in_torch: whether torch computes, which has no mixtures and no types of GGUF files.
+    """
+    if in_torch and name not in (None, *PACKED):
+        return False
     return device == "cpu" or (name in ROUNDED and device.startswith("cuda"))
 
 
