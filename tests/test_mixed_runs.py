@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from gguf.quants import dequantize
 from litgpt.model import GPT
 
 from families import greedy, random_gpt
-from gguf_files import byte_level_tokens, write_gguf
+from gguf_files import byte_level_tokens, gguf_families, write_gguf
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.gguf import read_gguf, read_rows
 from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
-from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.packing import Packing, plain
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels import library
@@ -184,6 +185,25 @@ def test_its_numbers_are_kept(mixed_gguf: Path) -> None:
         value = tensors[f"blk.{block}.attn_v.weight"]
         assert np.array_equal(unpack(qkv)[-32:], dequantize(read_rows(value), Kind.F16).reshape(value.shape))
     assert n_compared == 6
+
+
+@pytest.mark.parametrize("family", gguf_families())
+def test_files_of_all_families_keep_their_numbers(family: str, tmp_path: Path) -> None:
+    """A type for each tensor by its name's hash; the plain numbers of a file are rounded to half precision."""
+    experts = {"moe_intermediate_size": 64} if family == "Qwen3-30B-A3B" else {}
+    sizes = {"n_embd": 64, "head_size": 16, "n_head": 4, "n_query_groups": 2, "intermediate_size": 64, **experts}
+    config, state = tiny_state(family, **sizes)
+    kinds = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "F16")
+    path = tmp_path / "mixed.gguf"
+    write_gguf(path, family, config, state, lambda name: kinds[zlib.crc32(name.encode()) % len(kinds)])
+    source = GgufSource(path)
+    assert source.own_formats is not None
+    packed = PackedSource(source, Packing(source.own_formats, source.own_formats))
+    found = {name: array for part in packed.part_names() for name, array in plain(packed.weights(part)).items()}
+    assert found.keys() == source.specs.keys()
+    for name, array in found.items():
+        exact = source.tensor(name).float().numpy()
+        assert np.abs(array - exact).max() <= 2**-11 * np.abs(exact).max(), name
 
 
 def test_a_tied_table_is_in_memory_once(tmp_path: Path) -> None:

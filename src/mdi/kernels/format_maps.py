@@ -63,9 +63,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class FormatMap:
-    """Attributes:
-    rest: the format of every matrix that has none of its own.
-    of: the formats of others, see `matrix_pieces`.
+    """The format of each matrix of a model, or of a part of it.
+
+    Attributes:
+        rest: the format of every matrix that has none of its own.
+        of: the formats of others, see `matrix_pieces`.
     """
 
     rest: str

@@ -575,11 +575,11 @@ def formats_to_try(weights: StarterWeights, in_kernels: bool = True) -> list[str
         return [weights.quantize]
     if not in_kernels:
         return [None, *SMALLER[1:]]
-    if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
-        return [weights.native]
     if weights.own_formats is not None:
         least = weight_format(weights.own_formats).bits
         return [weights.own_formats, *(form for form in SMALLER[1:] if LAYOUTS[form].bits < least)]
+    if weights.native == "mxfp4":  # nearly all of the model is, and keeps its numbers
+        return [weights.native]
     if weights.native is not None:
         return [None, weights.native]
     return [*SMALLER[1:]] if NUMBER_BYTES.get(weights.model.dtype) == 2 else [None, *SMALLER[1:]]
