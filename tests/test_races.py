@@ -419,7 +419,9 @@ def test_two_models_that_are_given_up_at_the_same_time(monkeypatch: pytest.Monke
 
     async def scenario() -> None:
         client: Any = Client()
-        catalog: Any = SimpleNamespace(names=lambda: ["a", "b", "c"], model_of=lambda name: name, adapters={})
+        catalog: Any = SimpleNamespace(
+            names=lambda: ["a", "b", "c"], model_of=lambda name: name, adapters={}, meant=lambda name: name
+        )
         models = Models(client, catalog, lambda: None)
         for name in ("b", "a"):  # b is the one unused for longest
             await use(models, name)

@@ -46,7 +46,7 @@ def test_the_json_object(ring: Cluster, checkpoint: Path, starter: Starter) -> N
     found = result.json
     assert set(found) == {
         "samples", "tokens_per_s", "n_nodes", "nodes", "model", "seed", "parallel", "recoveries", "guessed", "confirmed",
-        "inexact_guesses", "tokens_per_round",
+        "inexact_guesses", "tokens_per_round", "weights",
     }  # fmt: skip
     assert result.out.count("\n") == 1
     assert all(set(sample) == SAMPLE_FIELDS for sample in found["samples"])

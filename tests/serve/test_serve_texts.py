@@ -33,7 +33,20 @@ def expected() -> list[str]:
     import io
 
     printed = io.StringIO()
-    flags = ["--prompt", PROMPT, "--n-samples", "3", "--n-tokens", "40", "--seed", "5", "--temperature", "0.9"]
+    flags = [
+        "--prompt",
+        PROMPT,
+        "--n-samples",
+        "3",
+        "--n-tokens",
+        "40",
+        "--seed",
+        "5",
+        "--temperature",
+        "0.9",
+        "--quantize",
+        "auto",
+    ]
     with contextlib.redirect_stdout(printed):
         assert launch("sample", ["--ckpt", str(NANO), *flags, "--top-k", "50", "--json", "--device", "cpu"]) == 0
     return [sample["text"] for sample in json.loads(printed.getvalue())["samples"]]
