@@ -171,18 +171,18 @@ def test_rows_and_gradients_are_those_of_litgpt(method: str) -> None:
     x.requires_grad_()
     expected = reference(gpt, x, tuned)
     found = torch.tensor(blocks.forward(x.detach().numpy(), 0, N, arrays(tuned)))
-    alike(found, expected, 2e-5)
+    alike(found, expected, 1e-5)
     dx, learned = blocks.backward(x.detach().numpy(), dy.numpy(), 0, N, arrays(tuned))
     of_blocks = tuned.of_blocks()
     assert learned.keys() == of_blocks.keys()
     used = [p for name, p in tuned.named.items() if name != "prompt_embeddings"]
     wanted = torch.autograd.grad(expected, [x, *used], dy)
-    alike(torch.tensor(dx), wanted[0], 2e-5)
+    alike(torch.tensor(dx), wanted[0], 1e-5)
     got = torch.autograd.grad(
         list(of_blocks.values()), used, [torch.tensor(learned[name]) for name in of_blocks]
     ) if used else ()  # fmt: skip
     for one, other in zip(got, wanted[1:], strict=True):
-        alike(one, other, 2e-5)
+        alike(one, other, 1e-5)
     for name, tensor in arrays(tuned).items():
         size = float(np.linalg.norm(learned[name]))
         v, eps = learned[name] / size, 3e-3 * float(np.linalg.norm(tensor))
@@ -296,7 +296,7 @@ def test_a_step_has_the_gradients_of_one_machine(method: str, checkpoint: Path, 
     for name, gradient in zip(tuned.named, wanted, strict=True):
         got = found[name]
         assert got is not None
-        alike(got, gradient, 2e-5)
+        alike(got, gradient, 1e-5)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
