@@ -53,3 +53,12 @@ def test_commands_of_the_documents_exist(helps: dict[str, str]) -> None:
             n_flags += len(flags)
             missing += [f"{document.name}: {script} {flag}" for flag in flags if not re.search(rf"{flag}\b", text)]
     assert not missing and n_flags > 30
+
+
+def test_what_imports_the_program_later_puts_it_on_the_path() -> None:
+    """--help does not see imports of a measurement; modules of side_by_side and ring are started with the path."""
+    imports = re.compile(r"^\s*(?:from|import) mdi\b", re.MULTILINE)
+    has_path = re.compile(r"^import on_path|sys\.path", re.MULTILINE)
+    for script in SCRIPTS:
+        text = (ROOT / script).read_text(encoding="utf-8")
+        assert not imports.search(text) or has_path.search(text), script
