@@ -287,11 +287,10 @@ def guesses(name: str) -> str:
 def swarm() -> str:
     rows = [
         [name, f"{one['near']:.0%}", f"{one['zero']:.0%}", f"{one['median']:.2f}", f"{one['moves_per_hour']:.0f}",
-         f"{one['blocks_per_hour']:.0f}", f"{one['loading']:.2f}"]
+         f"{one['blocks_per_hour']:.0f}"]
         for name, one in load("swarm")["figure"].items()
     ]  # fmt: skip
-    head = ["", "within 15 % of the bound", "at zero", "median share", "moves per hour", "blocks per hour",
-            "share of the day's bound, with loading"]  # fmt: skip
+    head = ["", "within 15 % of the bound", "at zero", "median share", "moves per hour", "blocks per hour"]
     return markdown(head, rows)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from families import VOCAB, model_of, prompt
 from loopback import Text, ring_of
-from mdi.engine.cohort import Beams, Choice, Cohort, EarlyStopping, best_tokens
+from mdi.engine.cohort import Beams, Choice, Cohort, EarlyStopping
 from mdi.engine.memory import CacheMemory
 from mdi.engine.sampling import Row
 from mdi.engine.sequence import FAILED, UNMATCHED, SamplingParams
@@ -105,6 +105,62 @@ def test_a_cohort_finds_what_beam_search_is_defined_to(
     assert searched(after, (5, 4), params, beams) == naive(after, (5, 4), params, beams)
 
 
+def naive_groups(
+    after: Logprobs, start: tuple[int, ...], params: SamplingParams, beams: Beams
+) -> list[tuple[int, ...]]:
+    """Diverse beam search over whole texts: groups go on one after the other, each with `n` / `n_groups` texts."""
+    size, ended = beams.n // beams.n_groups, []
+    groups = [[(0.0, ())] for _ in range(beams.n_groups)]
+    for length in range(1, params.n_tokens + 1):
+        used: list[int] = []
+        for g, running in enumerate(groups):
+            ways = [
+                (score + float(p) - beams.diversity_penalty * used.count(token), (*ids, token))
+                for score, ids in running for token, p in enumerate(after((*start, *ids))) if p > -math.inf
+            ]  # fmt: skip
+            going: list[tuple[float, tuple[int, ...]]] = []
+            new = []
+            for rank, (score, ids) in enumerate(sorted(ways, key=lambda way: -way[0])):
+                if len(going) == size:
+                    break
+                if ids[-1] in params.eos_ids:
+                    ended += [(score / length**beams.length_penalty, ids)] if rank < size else []
+                    continue
+                going.append((score, ids))
+                new.append(ids[-1])
+                if length == params.n_tokens and rank < size:
+                    ended.append((score / length**beams.length_penalty, ids))
+            used += new
+            groups[g] = going
+        ended = sorted(ended, key=lambda one: -one[0])[: beams.n]
+        if len(ended) == beams.n:
+            far = params.n_tokens if beams.early_stopping == "never" and beams.length_penalty > 0 else length
+            best = max((score for group in groups for score, _ in group), default=-math.inf)
+            if beams.early_stopping is True or best / far**beams.length_penalty <= ended[-1][0]:
+                break
+    return [ids[:-1] if ids[-1] in params.eos_ids else ids for _, ids in ended]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 1000), st.sampled_from([(2, 2), (4, 2), (6, 2), (6, 3), (3, 1)]), st.integers(8, 14), st.integers(1, 9),
+    st.sets(st.integers(0, 3), max_size=2), KINDS, st.sampled_from([0.0, 0.3, 2.0, 50.0]),
+)  # fmt: skip
+def test_groups_find_what_diverse_beam_search_is_defined_to(
+    seed: int, shape: tuple[int, int], n_vocabulary: int, n_tokens: int, eos: set[int], kind: EarlyStopping, cost: float
+) -> None:
+    params = SamplingParams(n_tokens, eos_ids=frozenset(eos))
+    n, n_groups = shape
+    after, beams = formula(n_vocabulary, seed), Beams(n, 1.0, kind, n_groups, cost)
+    assert searched(after, (5, 4), params, beams) == naive_groups(after, (5, 4), params, beams)
+
+
+@pytest.mark.parametrize(("n", "n_groups"), [(4, 3), (2, 4), (4, 0)])
+def test_groups_that_cannot_be(n: int, n_groups: int) -> None:
+    with pytest.raises(UsageError, match="groups"):
+        Beams(n, n_groups=n_groups)
+
+
 def model_logprobs(family: str) -> Logprobs:
     gpt = model_of(family)
 
@@ -155,35 +211,14 @@ def test_little_memory_changes_no_text() -> None:
         assert caught.value.code == "memory"
 
 
-def diverse(n_groups: int, penalty: float) -> Callable[[Sequence[Row], np.ndarray], list[Choice]]:
-    """Diverse beam search (Vijayakumar et al. 2018): groups choose in turn; tokens of earlier groups cost `penalty` each."""
-
-    def choose(rows: Sequence[Row], logits: np.ndarray) -> list[Choice]:
-        size, chosen = len(rows) // n_groups, []
-        used = np.zeros(logits.shape[1], dtype=np.float32)
-        for begin in range(0, len(rows), size):
-            places = range(begin, begin + (size if rows[0].n_drawn else 1))
-            values, ids = best_tokens([rows[i] for i in places], logits[list(places)], logits.shape[1])
-            ways = [
-                (rows[i].logprob + float(v) - penalty * used[t], Choice(i, int(t), float(v) - penalty * float(used[t])))
-                for i, own, tokens in zip(places, values, ids, strict=True) for v, t in zip(own, tokens, strict=True)
-            ]  # fmt: skip
-            best = [choice for _, choice in sorted(ways, key=lambda way: -way[0])[:size]]
-            for choice in best:
-                used[choice.token] += 1
-            chosen += best
-        return chosen
-
-    return choose
-
-
-def test_another_chooser_makes_the_beams_differ() -> None:
+def test_groups_of_beams_differ() -> None:
     """With one beam in each group and a large penalty, no two texts have a token at the same place; with none, all do."""
     family = "Llama-3.1-8B"
     with ring_of(model_of(family), 2) as ring:
         greedy = ring.generate([prompt(40, 1)], replace(PARAMS, temperature=0))[0].ids
         for penalty in (0.0, 100.0):
-            requests = ring.engine.submit_beams(prompt(40, 1), PARAMS, Beams(3), chooser=diverse(3, penalty))
+            beams = Beams(3, n_groups=3, diversity_penalty=penalty)
+            requests = ring.engine.submit_beams(prompt(40, 1), PARAMS, beams)
             texts = [Text(request) for request in requests]
             ring.run()
             assert greedy in [text.ids for text in texts]

@@ -210,6 +210,11 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
         ({"n": 9}, "n"), ({"n": 2, "best_of": 9}, "best_of"), ({"n": 3, "best_of": 2}, "best_of"),
         ({"n": 4, "max_tokens": 5000}, "max_tokens"), ({"early_stopping": "always"}, "early_stopping"),
         ({"use_beam_search": False, "best_of": 2}, "best_of"),
+        ({"best_of": 4, "num_beam_groups": 3, "diversity_penalty": 1}, "num_beam_groups"),
+        ({"use_beam_search": False, "num_beam_groups": 2}, "num_beam_groups"),
+        ({"best_of": 4, "num_beam_groups": 2}, "diversity_penalty"),
+        ({"best_of": 4, "diversity_penalty": 1}, "diversity_penalty"),
+        ({"best_of": 4, "num_beam_groups": 0}, "num_beam_groups"),
     ],
 )  # fmt: skip
 def test_beams_that_an_api_key_may_not_have_are_refused(body: dict[str, Any], param: str) -> None:

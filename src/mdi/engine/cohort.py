@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -51,17 +52,27 @@ class Beams:
         length_penalty: scores are log probabilities divided by length^penalty of the generated tokens, an EOS among them.
         early_stopping: True ends as soon as there are n texts that have ended; False if the best that goes on has a worse
             score than all of these, with its present length; "never" if it also has with the most tokens that it may get.
+        n_groups: of texts that are to differ, each of n / n_groups (Vijayakumar et al. 2018). They choose in turn.
+        diversity_penalty: what a token costs a group for each text of a group before it that goes on with it in this step.
     """
 
     n: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    n_groups: int = 1
+    diversity_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MOST_BEAMS:
             raise UsageError(f"the number of beams must be from 1 to {MOST_BEAMS}, got {self.n}", code=Code.VALUE)
         if not math.isfinite(self.length_penalty):
             raise UsageError(f"the length penalty must be a number, got {self.length_penalty}", code=Code.VALUE)
+        if self.n_groups < 1 or self.n % self.n_groups:
+            raise UsageError(f"{self.n} beams cannot be in {self.n_groups} groups of equal size", code=Code.VALUE)
+
+    @property
+    def chooser(self) -> Chooser:
+        return best_texts if self.n_groups == 1 else partial(diverse_texts, self)
 
     def score(self, logprob: float, length: int) -> float:
         try:
@@ -79,6 +90,36 @@ def best_texts(rows: Sequence[Row], logits: np.ndarray) -> list[Choice]:
     order = np.argsort(-totals, axis=None, kind="stable")[:n]
     places = [divmod(int(at), values.shape[1]) for at in order]
     return [Choice(alive[i], int(tokens[i, k]), float(values[i, k])) for i, k in places if values[i, k] > -np.inf]
+
+
+def diverse_texts(beams: Beams, rows: Sequence[Row], logits: np.ndarray) -> list[Choice]:
+    """The chooser of `beams` in groups, each of which has places next to each other. Scores keep what tokens have cost."""
+    size, n_eos = len(rows) // beams.n_groups, len(rows[0].params.eos_ids)
+    used = np.zeros(logits.shape[1], dtype=np.float32)
+    first, others = list[Choice](), list[Choice]()
+    for begin in range(0, len(rows), size):
+        places = [
+            i for i in range(begin, begin + size) if rows[i].logprob > -math.inf and (rows[i].n_drawn or i == begin)
+        ]
+        if not places:
+            continue
+        # Tokens of the groups before, len(rows) at most, may fall behind as many others.
+        values, tokens = best_tokens([rows[i] for i in places], logits[places], size + n_eos + len(rows))
+        values = values - beams.diversity_penalty * used[tokens]
+        totals = values.astype(np.float64) + np.array([[rows[i].logprob] for i in places])
+        n_going = 0
+        for rank, at in enumerate(np.argsort(-totals, axis=None, kind="stable")):
+            i, k = divmod(int(at), values.shape[1])
+            choice = Choice(places[i], int(tokens[i, k]), float(values[i, k]))
+            if n_going == size or choice.logprob == -math.inf:
+                break
+            if choice.token in rows[0].params.eos_ids:
+                first += [choice] if rank < size else []
+                continue
+            (first if rank < size else others).append(choice)
+            n_going += 1
+            used[choice.token] += 1
+    return first + others
 
 
 def best_tokens(rows: Sequence[Row], logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +166,7 @@ class Cohort:
 
     Args:
         texts: sequences of the same prompt, without any token yet.
-        chooser: see `Chooser`.
+        chooser: see `Chooser`; None is that of `beams`.
         constraint: what the tokens of each may be.
         is_stopped: whether generated tokens have a stop string in them, other than `stop_sequences`.
 
@@ -134,13 +175,13 @@ class Cohort:
     """
 
     def __init__(
-        self, texts: Sequence[Text], beams: Beams, chooser: Chooser = best_texts, constraint: Constraint | None = None,
+        self, texts: Sequence[Text], beams: Beams, chooser: Chooser | None = None, constraint: Constraint | None = None,
         is_stopped: Callable[[list[int]], bool] | None = None,
     ) -> None:  # fmt: skip
         self.texts = tuple(texts)
         self.beams = beams
         self.ended: list[Ended] = []
-        self._chooser = chooser
+        self._chooser = chooser or beams.chooser
         self._is_stopped = is_stopped
         self._states = [_State(0.0, constraint and constraint.copy()) for _ in self.texts]
         self._logits: dict[int, tuple[int, np.ndarray]] = {}  # with the evictions of the text
@@ -186,7 +227,8 @@ class Cohort:
             self._logits.clear()
             return []
         dead = (going[0][0], replace(going[0][1], logprob=-math.inf))
-        placed = _in_own_places([*going, *[dead] * (len(self.texts) - len(going))])
+        size = len(self.texts) // self.beams.n_groups
+        placed = _in_own_places([*going, *[dead] * (len(self.texts) - len(going))], size)
         self._states = [state for _, state in placed]
         self._logits.clear()
         if self._reports.is_due():  # nobody sees a word before the end
@@ -267,8 +309,10 @@ def _note_failure(error: Exception) -> None:
     logger.log(level, "a text of a cohort is given up, because its grammar failed", exc_info=error)
 
 
-def _in_own_places(going: Sequence[tuple[Choice, _State]]) -> list[tuple[Choice, _State]]:
-    """The same in another order: of the choices behind a text, the first has its place."""
+def _in_own_places(going: Sequence[tuple[Choice, _State]], size: int) -> list[tuple[Choice, _State]]:
+    """The same in another order: of the choices behind a text, the first has its place; the others stay in its group of `size`
+    places, if one is free there.
+    """
     placed: list[tuple[Choice, _State] | None] = [None] * len(going)
     others = []
     for one in going:
@@ -276,5 +320,7 @@ def _in_own_places(going: Sequence[tuple[Choice, _State]]) -> list[tuple[Choice,
             placed[one[0].parent] = one
         else:
             others.append(one)
-    rest = iter(others)
-    return [next(rest) if one is None else one for one in placed]
+    for one in others:
+        free = [i for i, there in enumerate(placed) if there is None]
+        placed[min(free, key=lambda i: (i // size != one[0].parent // size, i))] = one
+    return [one for one in placed if one is not None]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mdi.engine.cohort import Beams, Chooser, Cohort, Ended, best_texts
+from mdi.engine.cohort import Beams, Chooser, Cohort, Ended
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import SentRows
 from mdi.engine.sampling import Row, log_probs, log_probs_of, on_host, sample
@@ -248,14 +248,14 @@ class StarterEngine:
 
     def submit_beams(
         self, prompt_ids: Iterable[int], params: SamplingParams, beams: Beams, events: Events | None = None,
-        constraint: Constraint | None = None, owner: str | None = None, chooser: Chooser = best_texts,
+        constraint: Constraint | None = None, owner: str | None = None, chooser: Chooser | None = None,
         is_stopped: Callable[[list[int]], bool] | None = None, adapter: str = "",
     ) -> list[Request]:  # fmt: skip
         """Queue a prompt whose best continuations are searched; how tokens are drawn (temperature, seed) has no effect.
 
         Args:
             constraint, owner, adapter: as in `submit`.
-            chooser: which texts go on, see engine.cohort.
+            chooser: which texts go on, see engine.cohort; None is that of `beams`.
             is_stopped: whether generated tokens have a stop string in them.
 
         Returns:

@@ -87,6 +87,8 @@ class RequestFields(TextFields, kw_only=True):
     use_beam_search: bool = False
     length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
     early_stopping: bool | Literal["never"] = False
+    num_beam_groups: Annotated[int, Meta(ge=1, le=32)] = 1
+    diversity_penalty: Annotated[float, Meta(ge=0, le=1000)] = 0.0
     stop: Any = None
     stream_options: StreamOptions = StreamOptions()
     response_format: dict[str, Any] = {}
@@ -187,7 +189,17 @@ def common_fields(fields: RequestFields, n_tokens: int | None, n_logprobs: int |
         raise invalid("best_of", "without use_beam_search only the value of n is supported")
     if best_of < fields.n:
         raise invalid("best_of", "expected n or more")
-    beams = {"n": best_of, "length_penalty": fields.length_penalty, "early_stopping": fields.early_stopping}
+    n_groups, penalty = fields.num_beam_groups, fields.diversity_penalty
+    if n_groups > 1 and not fields.use_beam_search:
+        raise invalid("num_beam_groups", "needs use_beam_search")
+    if best_of % n_groups:
+        raise invalid("num_beam_groups", f"the {best_of} beams (best_of) cannot be in {n_groups} groups of equal size")
+    if (n_groups > 1) != (penalty > 0):
+        raise invalid("diversity_penalty", "is more than 0 if num_beam_groups is more than 1, and else 0")
+    beams = {
+        "n": best_of, "length_penalty": fields.length_penalty, "early_stopping": fields.early_stopping,
+        "n_groups": n_groups, "diversity_penalty": penalty,
+    }  # fmt: skip
     return CommonFields(
         model=fields.model,
         n=fields.n,
