@@ -118,7 +118,7 @@ class PackedSource(DerivedSource):
             self._owner.update(dict.fromkeys(stored, name))
         forms = {name: packing.format_of(name, spec.shape) for name, spec in source.specs.items()}
         others = ((name, source.same_as(name)) for name in source.specs)
-        self._shared = {of for name, of in others if name != of and forms[name] == forms[of] is not None}
+        self._shared = {of: name for name, of in others if name != of and forms[name] == forms[of] is not None}
         self._in_use: weakref.WeakValueDictionary[str, Matrix] = weakref.WeakValueDictionary()
 
     @property
@@ -148,7 +148,8 @@ class PackedSource(DerivedSource):
             return self._source.packed(name, self.packing)
         weight = self._in_use.get(same)
         if weight is None:
-            found = self._source.packed(name, self.packing)[name]
+            last = self._shared[same]  # which has a norm before it, by which errors may be weighed
+            found = self._source.packed(last, self.packing)[last]
             assert isinstance(found, Matrix)
             self._in_use[same] = weight = found
         return {name: weight}

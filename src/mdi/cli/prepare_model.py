@@ -77,11 +77,13 @@ def run(options: Options, cancel: Cancel) -> int:
 
     from mdi.checkpoint.derived import CastSource, PackedSource
     from mdi.checkpoint.folder import GGUF_NOTE, TOKENIZERS
+    from mdi.checkpoint.mixtures import meant
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing, warn_of_rounding
-    from mdi.kernels.weight_formats import OWN
+    from mdi.kernels.weight_formats import OWN, check_whole
 
+    check_whole(options.quantize, options.quantize_head)
     directory, results = _convert(directory, options)
     if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
         logger.warning(
@@ -97,6 +99,7 @@ def run(options: Options, cancel: Cancel) -> int:
         blocks, head = (
             source.own_formats if form == OWN else form for form in (options.quantize, options.quantize_head)
         )
+        blocks, head = (form and meant(form, source.config) for form in (blocks, head))
         warn_of_rounding(source.model, source.native, blocks)
         packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping)
         source = PackedSource(source, packing)

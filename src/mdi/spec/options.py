@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mdi.errors import UsageError
-from mdi.kernels.weight_formats import AUTO, OWN, check_made
+from mdi.kernels.weight_formats import AUTO, MIXTURES, OWN, check_made
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import check_device, check_dtype, parse_bytes, parse_cores
@@ -74,6 +74,16 @@ def own_or_packed(text: str, flag: str) -> str:
 
 def packed_format(text: str, flag: str) -> str:
     """A weight format of one node, which does not choose for all."""
+    if text in MIXTURES:
+        raise UsageError(
+            f"{flag} {text}: the starter packs a model in {text}, and nodes get its parts so: give it there"
+        )
+    check_made(text)
+    return text
+
+
+def planned_format(text: str, flag: str) -> str:
+    """A weight format of a whole model."""
     check_made(text)
     return text
 
