@@ -44,6 +44,9 @@ class CastSource(DerivedSource):
     def rows(self, name: str) -> Rows:
         return changed(self._source.rows(name), partial(self._cast, name))
 
+    def same_as(self, name: str) -> str:
+        return self._source.same_as(name)
+
     def _cast(self, name: str, stored: np.ndarray) -> np.ndarray:
         spec, code = self._source.specs[name], self.specs[name].dtype
         if spec.dtype == code:
@@ -138,11 +141,11 @@ class PackedSource(DerivedSource):
             return super().weights(part, packing)
         found: PartWeights = {}
         for name in dict.fromkeys(self._owner[key] for key in self.part_specs(part)):
-            found |= self._packed(name)
+            found |= self.tensor_weights(name)
         return found
 
-    def _packed(self, name: str) -> PartWeights:
-        """A tensor. Two that are the same have one memory, while one of them is in use."""
+    def tensor_weights(self, name: str) -> PartWeights:
+        """One tensor of the model, packed. Two that are the same have one memory, while one of them is in use."""
         same = self._source.same_as(name)
         if same not in self._shared:
             return self._source.packed(name, self.packing)
@@ -157,7 +160,7 @@ class PackedSource(DerivedSource):
     def begun(self, name: str) -> np.ndarray:
         if name == EMBEDDING_SCALE and self._scale is not None:
             return self._scale
-        weights = self._packed(self._owner[name])
+        weights = self.tensor_weights(self._owner[name])
         if EMBEDDING_SCALE in weights:
             # A file holds wide types first, so that scales are asked for long before or after their embedding.
             scale = weights[EMBEDDING_SCALE]

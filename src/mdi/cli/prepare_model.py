@@ -94,7 +94,7 @@ def run(options: Options, cancel: Cancel) -> int:
         spec.is_floating and spec.name != options.dtype for spec in source.specs.values()
     ):
         source = CastSource(source, options.dtype, options.allow_clipping)
-    if options.n_nodes is not None:
+    if options.n_nodes is not None or options.export == "gguf":
         lossless = own_packing(source.dtype)
         blocks, head = (
             source.own_formats if form == OWN else form for form in (options.quantize, options.quantize_head)
@@ -123,7 +123,7 @@ def run(options: Options, cancel: Cancel) -> int:
 
 def _checked(options: Options) -> Options:
     """The options with the number of nodes that --layers says. Raises UsageError."""
-    refuse({**facts_of(options), CHUNKS: CHUNKS})
+    refuse({**facts_of(options), **({} if options.export == "gguf" else {CHUNKS: CHUNKS})})
     if options.n_nodes is None and options.layers is not None:
         options = replace(options, n_nodes=options.layers.count(",") + 1)
     if options.n_nodes is not None and options.n_nodes < 1:
@@ -222,9 +222,18 @@ def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
 
 
 def _export(source: WeightSource, directory: Path, options: Options) -> None:
-    from mdi.checkpoint.export import export_hf
+    from mdi.checkpoint.derived import PackedSource
+    from mdi.checkpoint.export import export_hf, made_folder
+    from mdi.checkpoint.gguf_export import export_gguf
 
     assert options.out is not None
+    if isinstance(source, PackedSource):
+        made_folder(options.out)
+        path = options.out / f"{source.model}.gguf"
+        with progress_bar("exporting") as progress:
+            export_gguf(source, directory, path, progress)
+        print(f"written as a GGUF file: {path}")
+        return
     with progress_bar("exporting") as progress:
         export_hf(source, directory, options.out, progress)
     print(f"written as a Hugging Face model: {options.out}")

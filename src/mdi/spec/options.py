@@ -689,7 +689,8 @@ class Options(StarterOptions):
     hf_token: Annotated[str | None, Option("for gated and private models (default: $HF_TOKEN)", metavar="TOKEN")] = None
     revision: Annotated[str | None, Option("branch, tag or commit (default: main)")] = None
     export: Annotated[str | None, Option(
-        "instead of cutting, write the model as a Hugging Face directory (config.json, safetensors)", choices=("hf",)
+        "instead of cutting, write the model for other programs: hf, a Hugging Face directory (config.json, safetensors); gguf, a "
+        "GGUF file, packed as --quantize says", choices=("hf", "gguf")
     )] = None
     out: Annotated[Path | None, Option(
         "folder for the model and its chunks, or for the result of --export (default: MODEL; for a Hugging Face directory "
