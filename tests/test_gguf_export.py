@@ -26,9 +26,8 @@ from test_made_mixtures import alone, ids
 from tiny_checkpoint import encode, tiny_config, write_checkpoint
 from tiny_models import HF_KINDS, tiny_state, write_lit
 
-FAMILIES = [
-    name for name, (kind, _) in HF_KINDS.items() if kind in ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma")
-]
+KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma")
+FAMILIES = [name for name, (kind, _) in HF_KINDS.items() if kind in KINDS]
 
 
 def packed(source: Any, form: str) -> PackedSource:
@@ -93,9 +92,8 @@ def test_the_command_and_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFix
     text = "The ring closes. 12 nodes, <|end|>\n"
     assert Tokenizer.from_file(str(made / "tokenizer.json")).encode(text).ids == encode(text)
     if library.load() is not None:
-        assert ids(alone(), made, tmp_path / "cache", quantize="own") == ids(
-            alone(), folder, tmp_path / "cache", quantize="q4_k"
-        )
+        here = ids(alone(), folder, tmp_path / "cache", quantize="q4_k")
+        assert ids(alone(), made, tmp_path / "cache", quantize="own") == here
     assert launch("prepare-model", flags) == 2
     assert "not empty" in capsys.readouterr().err
 

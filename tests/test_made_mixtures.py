@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from litgpt.model import GPT
 
 from families import greedy, random_gpt
-from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.packing import Packing, plain
@@ -32,6 +32,7 @@ from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
 from mdi.spec.options import StarterOptions
+from mdi.stages.calibration import mean_squares, windows_of
 from secondaries import cluster_of, secondaries
 from tiny_checkpoint import encode, tiny_config, write_checkpoint
 
@@ -267,3 +268,58 @@ def test_what_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -
     assert "the starter packs a model in q4_k" in capsys.readouterr().err
     assert launch("plan", [str(checkpoint), "--quantize", "q5_k"]) == 2
     assert "q5_k is a type of GGUF files" in capsys.readouterr().err
+
+
+def test_a_text_says_what_inputs_count(checkpoint: Path) -> None:
+    """The means are those of litgpt's own layers, and what is packed with them has less error in the results of the layers."""
+    source = LitCheckpoint(checkpoint)
+    windows = windows_of(encode("The last one brings it home. Who are you? " * 20), 64)
+    means = mean_squares(source, windows)
+    gpt, seen = made_up(), {}
+
+    def see(name: str) -> Any:
+        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            seen.setdefault(name, []).append(inputs[0].reshape(-1, inputs[0].shape[-1]))
+
+        return hook
+
+    hooks = [
+        module.register_forward_pre_hook(see(f"{name}.weight"))
+        for name, module in gpt.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    for window in windows:
+        gpt(torch.tensor([window]))
+    for hook in hooks:
+        hook.remove()
+    assert means.keys() == seen.keys()
+    form = meant("q4_k", source.config)
+    total = {"without": 0.0, "with": 0.0}
+    for name, rows in seen.items():
+        x = torch.cat(rows)
+        assert np.allclose(means[name], x.square().mean(dim=0).numpy(), rtol=1e-3)
+        for kind, known in (("without", None), ("with", means)):
+            made = PackedSource(source, Packing(form, form, means=known)).tensor_weights(name)
+            off = torch.from_numpy(plain(made)[name]) - gpt.state_dict()[name]
+            total[kind] += float((x @ off.T).square().mean() / (x @ gpt.state_dict()[name].T).square().mean())
+    assert total["with"] < total["without"], total
+
+
+def test_calibrated_chunks_have_hashes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path / "tiny", gpt=made_up(), with_end=False)
+    text = tmp_path / "text"
+    text.write_text("The ring is closed link by link. " * 30)
+    flags = [str(folder), "--n-nodes", "1", "--quantize", "q4_k"]
+    assert launch("prepare-model", [*flags, "--calibrate", str(text)]) == 0
+    source = LitCheckpoint(folder)
+    form = meant("q4_k", source.config)
+    chunk = ChunkFile(find_chunk(folder, 1, "starter", form))
+    own = PackedSource(source, Packing(form, form)).info("block.0")
+    assert chunk.info("block.0").sha256 != own.sha256
+    assert launch("prepare-model", flags) == 0
+    assert ChunkFile(find_chunk(folder, 1, "starter", form)).info("block.0").sha256 == own.sha256
+    capsys.readouterr()
+    assert launch("prepare-model", [str(folder), "--n-nodes", "1", "--quantize", "int4", "--calibrate", str(text)]) == 2
+    assert "--calibrate is for --quantize q4_k and q6_k" in capsys.readouterr().err
+    assert launch("prepare-model", [*flags, "--calibrate", str(tmp_path / "none")]) == 2
+    assert "give a file of text" in capsys.readouterr().err

@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -174,4 +175,10 @@ class PackedSource(DerivedSource):
 
 def packed_form(source: WeightSource, packing: Packing) -> str:
     """Name of the packed form of a source's parts, under which their hashes are kept."""
-    return f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+    form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+    if packing.means is None:
+        return form
+    digest = hashlib.sha256()
+    for name, means in sorted(packing.means.items()):
+        digest.update(name.encode() + means.tobytes())
+    return f"{form}-{digest.hexdigest()[:16]}"

@@ -173,7 +173,10 @@ def _settings(fields: dict[str, Any]) -> dict[str, Any]:
 _BYTE, _UNUSED = 6, 5
 _NO_MERGE = -1e9  # the score of a piece that no merge makes
 # What kinds of pre-tokenizers cut in different ways.
-_PROBE = "The cat's 1234567 l\u00e9gumes,DON'T  stop!!\r\n\n\t x=[3.14];  \u4e2d\u6587\u5b57 \u0410\u0411 camelCase HTTPServer\n  end "
+_PROBE = (
+    "The cat's 1234567 l\u00e9gumes,DON'T  stop!!\r\n\n\t x=[3.14];  \u4e2d\u6587\u5b57 \u0410\u0411\n"
+    "camelCase HTTPServer\n  end of it, and some more words that make this line long enough to stay cut in two. "
+)
 
 
 def tokenizer_fields(directory: Path, n_tokens: int) -> dict[str, Any]:

@@ -297,8 +297,8 @@ def input_importance(
     Args:
         rows: gives those of tensors of the same part; specs are theirs.
     """
-    if packing.means is not None:
-        return packing.means.get(name)
+    if packing.means is not None and name in packing.means:
+        return packing.means[name]
     norm = norm_before(name, model)
     if norm is None or norm not in specs:
         return None

@@ -20,6 +20,8 @@ from mdi.spec.parser import Parser
 from mdi.units import size
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mdi.checkpoint.weights import WeightSource
 
 DESCRIPTION = """\
@@ -54,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.options(None, "model", model={"nargs": None, "metavar": "MODEL"})
     parser.options(
-        "cut", "n_nodes", "layers", "dtype", "quantize", "quantize_head", "allow_clipping",
+        "cut", "n_nodes", "layers", "dtype", "quantize", "quantize_head", "calibrate", "allow_clipping",
         layers={"help": "blocks per node, starter first (default: even)"},
         dtype={"help": "number type to store the weights in (default: as they are)", "choices": DTYPES},
         quantize={
@@ -81,9 +83,11 @@ def run(options: Options, cancel: Cancel) -> int:
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing, warn_of_rounding
-    from mdi.kernels.weight_formats import OWN, check_whole
+    from mdi.kernels.weight_formats import MIXTURES, OWN, check_whole
 
     check_whole(options.quantize, options.quantize_head)
+    if options.calibrate is not None and options.quantize not in MIXTURES:
+        raise UsageError(f"--calibrate is for --quantize {' and '.join(MIXTURES)}, whose errors it weighs")
     directory, results = _convert(directory, options)
     if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
         logger.warning(
@@ -101,7 +105,8 @@ def run(options: Options, cancel: Cancel) -> int:
         )
         blocks, head = (form and meant(form, source.config) for form in (blocks, head))
         warn_of_rounding(source.model, source.native, blocks)
-        packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping)
+        means = None if options.calibrate is None else _means(source, directory, options, cancel)
+        packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping, means)
         source = PackedSource(source, packing)
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
@@ -219,6 +224,28 @@ def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
                 "convert it again"
             )
     return checkpoint, results
+
+
+def _means(source: WeightSource, directory: Path, options: Options, cancel: Cancel) -> dict[str, np.ndarray]:
+    """What a text's rows are like before each linear layer. Raises UsageError."""
+    from mdi.host.device import load_torch
+
+    load_torch("--calibrate")
+    from mdi.stages.calibration import mean_squares, windows_of
+    from mdi.text.texts import TextCodec
+
+    assert options.calibrate is not None
+    try:
+        text = options.calibrate.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--calibrate {options.calibrate}: {e}: give a file of text in UTF-8") from None
+    codec = TextCodec.from_checkpoint(directory, "none")
+    try:
+        windows = windows_of(codec.encode(text), source.spec.max_length)
+    finally:
+        codec.close()
+    logger.info("calibrating with %d tokens of %s", sum(map(len, windows)), options.calibrate)
+    return mean_squares(source, windows, cancel)
 
 
 def _export(source: WeightSource, directory: Path, options: Options) -> None:

@@ -219,7 +219,7 @@ def partial_rotary(fields: Fields, hf: Json) -> Json:
 
 
 def fields_of(config: ModelConfig) -> Json:
-    """What a file says of a model, without the architecture before each name; whether a family reads it so is not known here."""
+    """What a file says of a model, without the architecture before each name. Not every family reads it as the same model."""
     eps = "layer_norm_rms_epsilon" if config.norm_class_name == "RMSNorm" else "layer_norm_epsilon"
     found: Json = {
         "block_count": config.n_layer, "embedding_length": config.n_embd, "feed_forward_length": config.intermediate_size,

@@ -688,9 +688,13 @@ class Options(StarterOptions):
     n_nodes: Annotated[int | None, Option("cut the model for a ring of N nodes", metavar="N")] = None
     hf_token: Annotated[str | None, Option("for gated and private models (default: $HF_TOKEN)", metavar="TOKEN")] = None
     revision: Annotated[str | None, Option("branch, tag or commit (default: main)")] = None
+    calibrate: Annotated[Path | None, Option(
+        "a text like those that the model is for: q4_k and q6_k then round most exactly what its rows are multiplied with",
+        metavar="FILE",
+    )] = None
     export: Annotated[str | None, Option(
-        "instead of cutting, write the model for other programs: hf, a Hugging Face directory (config.json, safetensors); gguf, a "
-        "GGUF file, packed as --quantize says", choices=("hf", "gguf")
+        "instead of cutting, write the model for other programs: hf, a Hugging Face directory (config.json, safetensors); "
+        "gguf, a GGUF file, packed as --quantize says", choices=("hf", "gguf")
     )] = None
     out: Annotated[Path | None, Option(
         "folder for the model and its chunks, or for the result of --export (default: MODEL; for a Hugging Face directory "
