@@ -73,7 +73,7 @@ def trained(ids: torch.Tensor, n_steps: int) -> GPT:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == n_steps - 1:
+        if step % 20 == 0 or step == n_steps - 1:
             print(f"step {step}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
     return gpt.eval().requires_grad_(False)
 

@@ -40,6 +40,7 @@ examples:
   prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
   prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
   prepare_model.py checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
+  prepare_model.py checkpoints/custom/mine --export gguf --quantize q4_k --out mine-gguf     for llama.cpp and others
   prepare_model.py ~/models/my-finetuned-llama --n-nodes 2                           its config.json says what it is
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
@@ -60,8 +61,9 @@ def add_arguments(parser: Parser) -> None:
         layers={"help": "blocks per node, starter first (default: even)"},
         dtype={"help": "number type to store the weights in (default: as they are)", "choices": DTYPES},
         quantize={
-            "help": "store the blocks in this weight format; int8 takes a quarter of float32's size, int4 an eighth (default: "
-            "the smallest without loss); own: a GGUF file at its own bits", "read": own_or_packed,
+            "help": "store the blocks in this weight format; int8 takes a quarter of float32's size, int4 an eighth, at a high "
+            "price in real models; q4_k and q6_k, mixtures of 4 to 8 bits, keep more (default: the smallest without loss); "
+            "own: a GGUF file at its own bits", "read": own_or_packed,
         },
         quantize_head={"read": own_or_packed},
     )  # fmt: skip
