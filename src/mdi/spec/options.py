@@ -665,6 +665,7 @@ class Options(StarterOptions):
     words: Annotated[tuple[str, ...], Option(
         "text to answer; without it, a chat begins", ("words",), metavar="PROMPT", nargs="*"
     )] = ()
+    shell: Annotated[str, Option("of which shell", ("shell",), metavar="SHELL", choices=("bash", "zsh", "fish"))] = ""
     name: Annotated[str, Option("name as `mdi list` shows it", ("name",), metavar="NAME")] = ""
     yes: Annotated[bool, Option("do not ask first", ("-y", "--yes"))] = False
     action: Annotated[str | None, Option(
