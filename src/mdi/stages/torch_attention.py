@@ -157,12 +157,13 @@ class Batch:
         return self._tables[of]
 
     def attend(
-        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `torch_block.Rows`; keys and values go to the caches."""
         cache = self.caches.blocks[layer]
-        cache.write(self.places(cache.cache_class), *((k,) if v is None else (k, v)))
+        if k is not None:
+            cache.write(self.places(cache.cache_class), *((k,) if v is None else (k, v)))
         together, alone = self.parts(cache.cache_class)
         if not alone and len(together) == 1 and together[0].index is None:
             return self._attend(together[0], of, layer, q, sinks)
@@ -276,10 +277,11 @@ class Texts:
         return cos, sin
 
     def attend(
-        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `torch_block.Rows`."""
+        assert k is not None, "blocks that read the cache of another one have no gradients"
         n_groups, n_keys = k.size(1), self._n_before + len(self._numbers)
         keys, *values = (self._with_prefix(i, rows) for i, rows in enumerate((k,) if v is None else (k, v)))
         mask = mask_of(

@@ -1,0 +1,129 @@
+"""The language part of Gemma 4: E2B, E4B, 26B-A4B and 31B."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mdi.families.config_json import LLAMA_LIKE, Json, layer_types, refuse, said, whole, windows, words
+from mdi.families.family import Family
+from mdi.families.names import LLAMA_BLOCK, LLAMA_ENDS, NORMS_BEHIND, QK_NORMS, Held, Names
+from mdi.model.plain import ModelConfig, spec_of
+
+_WORDS = {
+    "sliding_window": "sliding_window_size", "final_logit_softcapping": "final_logit_softcapping",
+    "hidden_size_per_layer_input": "block_inputs", "num_kv_shared_layers": "n_shared_kv", "attention_k_eq_v": "far_k_eq_v",
+    "enable_moe_block": "experts_beside_mlp",
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": "n_expert", "top_k_experts": "n_expert_per_token", "moe_intermediate_size": "moe_intermediate_size",
+}  # fmt: skip
+_DEFAULTS: Json = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "sliding_window": 512, "final_logit_softcapping": None, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0,
+    "attention_k_eq_v": False, "enable_moe_block": False,
+}  # fmt: skip
+_FAR_ROPE: Json = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+_NEAR_ROPE: Json = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def _read(hf: Json) -> Json:
+    refuse(hf, attention_bias=(False,), hidden_activation=("gelu_pytorch_tanh",))
+    refuse(hf, use_bidirectional_attention=("vision",))  # that of images
+    refuse(hf, vocab_size_per_layer_input=(hf["vocab_size"],) if hf["hidden_size_per_layer_input"] else (hf.get("vocab_size_per_layer_input"),))
+    if hf.get("layer_types"):
+        hf = {**hf, "layer_types": [*hf["layer_types"][:-1], "full_attention"]}
+    indices = windows(hf, 6)
+    indices[-1] = 0
+    near, far = _ropes(hf)
+    return {
+        **LLAMA_LIKE, "norm_eps": hf["rms_norm_eps"], "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh",
+        "scale_embeddings": True, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True, "v_norm": True,
+        "attention_scores_scalar": 1.0, "block_scalars": True, **said(hf, _WORDS),
+        **(said(hf, _EXPERTS) if hf["enable_moe_block"] else {}), **_far_heads(hf, indices),
+        "shared_kv_mlp": 2 if hf.get("use_double_wide_mlp") and hf["num_kv_shared_layers"] else 1,
+        "sliding_window_indices": indices, "rope_indices": indices, "rope_base": whole(far["rope_theta"]),
+        "rope_local_base_freq": whole(near["rope_theta"]), "rope_condense_ratio": 1,
+        "rope_adjustments": {key: far[key] for key in ("rope_type", "partial_rotary_factor")},
+    }  # fmt: skip
+
+
+def _ropes(hf: Json) -> tuple[Json, Json]:
+    """Rotary positions of blocks with a window, and without."""
+    given = hf.get("rope_parameters") or {}
+    near, far = given.get("sliding_attention", _NEAR_ROPE), {**_FAR_ROPE, **given.get("full_attention", {})}
+    kinds = near.get("rope_type", "default"), far["rope_type"]
+    if kinds != ("default", "proportional") or far.get("factor", 1.0) != 1.0:
+        raise ValueError(f"rope scaling of the types {kinds} is not supported for this architecture")
+    return near, far
+
+
+def _far_heads(hf: Json, indices: list[int]) -> Json:
+    """Heads of blocks without a window; newer files say them of each such block."""
+    n_groups = hf.get("num_global_key_value_heads") if hf["attention_k_eq_v"] else None
+    own = {"head_dim": hf["global_head_dim"], **({"num_key_value_heads": n_groups} if n_groups else {})}
+    if (of_layers := hf.get("per_layer_config")) is not None:
+        found = {int(layer): one for layer, one in of_layers.items()}
+        own = next(iter(found.values()), {})
+        expected = {i: own for i, is_near in enumerate(indices) if not is_near}
+        if found != expected or not set(own) <= {"head_dim", "num_key_value_heads"}:
+            raise ValueError("per_layer_config does not say the same heads for all blocks without a window")
+    return {"far_head_size": own.get("head_dim"), "far_query_groups": own.get("num_key_value_heads")}
+
+
+def _write(config: ModelConfig) -> Json:
+    far = {**(config.rope_adjustments or {}), "rope_theta": config.rope_base}
+    found = words(config, _WORDS, _EXPERTS if config.experts_beside_mlp else {}, lacks=("rope_theta", "hidden_act", "rope_scaling"))
+    return {
+        **found, "hidden_activation": "gelu_pytorch_tanh", "layer_types": layer_types(config),
+        "rope_parameters": {
+            "sliding_attention": {**_NEAR_ROPE, "rope_theta": config.rope_local_base_freq}, "full_attention": far,
+        },
+        "global_head_dim": config.far_head_size, "num_global_key_value_heads": config.far_query_groups,
+        "use_double_wide_mlp": config.shared_kv_mlp == 2, "vocab_size_per_layer_input": config.padded_vocab_size,
+    }  # fmt: skip
+
+
+def _stacked(ours: str, module: str, half: int | None) -> dict[str, Any]:
+    """One matrix of all experts."""
+    return {f"mlp.experts.{{i}}.{ours}.weight": Held((f"experts.{module}",), half, is_stacked=True)}
+
+
+_BLOCK: dict[str, Any] = {
+    **LLAMA_BLOCK, "norm_2": "pre_feedforward_layernorm", **NORMS_BEHIND, **QK_NORMS,
+    "scalar": "layer_scalar", "gated.gate": "per_layer_input_gate", "gated.proj": "per_layer_projection",
+    "gated.norm": "post_per_layer_input_norm",
+}  # fmt: skip
+_BESIDE: dict[str, Any] = {
+    "mlp.gate.weight": "router.proj.weight",
+    "mlp.norm_gate.weight": "router.scale",
+    "mlp.gate.expert_scales": "router.per_expert_scale",
+    "mlp.norm_experts": "pre_feedforward_layernorm_2",
+    "mlp.norm_post_experts": "post_feedforward_layernorm_2",
+    "mlp.norm_post_shared": "post_feedforward_layernorm_1",
+    **{f"mlp.shared_experts.{one.removeprefix('mlp.')}": where for one, where in LLAMA_BLOCK.items() if one.startswith("mlp.")},
+    **_stacked("fc_1", "gate_up_proj", 0),
+    **_stacked("fc_2", "gate_up_proj", 1),
+    **_stacked("proj", "down_proj", None),
+}
+_ENDS: dict[str, Any] = {
+    **LLAMA_ENDS,
+    "transformer.inputs.table": "embed_tokens_per_layer",
+    "transformer.inputs.proj": "per_layer_model_projection",
+    "transformer.inputs.norm": "per_layer_projection_norm",
+}
+
+
+def _names(config: ModelConfig) -> Names:
+    """Files may have keys and values of blocks that read those of another one."""
+    readers = [str(i) for i, block in enumerate(spec_of(config).blocks) if block.cache_of is not None]
+    unused = re.compile(rf"layers\.({'|'.join(readers)})\.self_attn\.(k_proj|v_proj|k_norm)\.weight") if readers else None
+    return Names({**_BLOCK, **(_BESIDE if config.experts_beside_mlp else {})}, _ENDS, unused=unused)
+
+
+FAMILIES = (
+    Family(
+        "gemma4_text", "Gemma4ForCausalLM", _read, _write, _names, defaults=_DEFAULTS, name_word="Gemma", has_one_matrix=True,
+    ),
+)  # fmt: skip
