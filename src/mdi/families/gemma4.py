@@ -92,7 +92,7 @@ def _stacked(ours: str, module: str, half: int | None) -> dict[str, Any]:
 
 _BLOCK: dict[str, Any] = {
     **LLAMA_BLOCK, "norm_2": "pre_feedforward_layernorm", **NORMS_BEHIND, **QK_NORMS,
-    "scalar": "layer_scalar", "gated.gate": "per_layer_input_gate", "gated.proj": "per_layer_projection",
+    "scalar": "layer_scalar", "gated.fc": "per_layer_input_gate", "gated.proj": "per_layer_projection",
     "gated.norm": "post_per_layer_input_norm",
 }  # fmt: skip
 _BESIDE: dict[str, Any] = {

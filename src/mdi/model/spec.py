@@ -207,7 +207,7 @@ Mlp = Dense | Experts
 
 @dataclass(frozen=True)
 class Gated:
-    """What a block adds behind its MLP, of the rows x there and of a column: norm(proj(activation(gate x) * column)).
+    """What a block adds behind its MLP, of the rows x there and of a column: norm(proj(activation(fc x) * column)).
 
     Attributes:
         column: that it reads, of `width` numbers.

@@ -55,7 +55,7 @@ def block_tensors(block: BlockSpec, width: int) -> Shapes:
 def _gated(of: Gated | None, width: int) -> Shapes:
     if of is None:
         return {}
-    gate, proj = _linear("gated.gate", width, of.width, False), _linear("gated.proj", of.width, width, False)
+    gate, proj = _linear("gated.fc", width, of.width, False), _linear("gated.proj", of.width, width, False)
     return {**gate, **proj, **_norm(of.norm, "gated.norm", width)}
 
 

@@ -102,13 +102,13 @@ class Addition(nn.Module):
     def __init__(self, of: Gated, width: int) -> None:
         super().__init__()
         self._function = _FUNCTIONS[of.activation]
-        self.gate = nn.Linear(width, of.width, bias=False)
+        self.fc = nn.Linear(width, of.width, bias=False)
         self.proj = nn.Linear(of.width, width, bias=False)
         self.norm = norm_of(of.norm, width)
 
     def forward(self, x: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """(N, width) and (N, numbers of the column) -> (N, width)"""
-        found: torch.Tensor = self.norm(self.proj(self._function(self.gate(x)) * column))
+        found: torch.Tensor = self.norm(self.proj(self._function(self.fc(x)) * column))
         return found
 
 
