@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
+
 from mdi.families.config_json import LLAMA_LIKE, Json, layer_types, refuse, said, whole, windows, words
 from mdi.families.family import Family
+from mdi.families.gguf import Fields, Gguf, names, rms_eps
 from mdi.families.names import LLAMA_BLOCK, LLAMA_ENDS, NORMS_BEHIND, QK_NORMS, Held, Names
 from mdi.model.plain import ModelConfig, spec_of
 
@@ -31,7 +34,12 @@ _NEAR_ROPE: Json = {"rope_type": "default", "rope_theta": 10_000.0}
 def _read(hf: Json) -> Json:
     refuse(hf, attention_bias=(False,), hidden_activation=("gelu_pytorch_tanh",))
     refuse(hf, use_bidirectional_attention=("vision",))  # that of images
-    refuse(hf, vocab_size_per_layer_input=(hf["vocab_size"],) if hf["hidden_size_per_layer_input"] else (hf.get("vocab_size_per_layer_input"),))
+    refuse(
+        hf,
+        vocab_size_per_layer_input=(hf["vocab_size"],)
+        if hf["hidden_size_per_layer_input"]
+        else (hf.get("vocab_size_per_layer_input"),),
+    )
     if hf.get("layer_types"):
         hf = {**hf, "layer_types": [*hf["layer_types"][:-1], "full_attention"]}
     indices = windows(hf, 6)
@@ -69,12 +77,20 @@ def _far_heads(hf: Json, indices: list[int]) -> Json:
         expected = {i: own for i, is_near in enumerate(indices) if not is_near}
         if found != expected or not set(own) <= {"head_dim", "num_key_value_heads"}:
             raise ValueError("per_layer_config does not say the same heads for all blocks without a window")
-    return {"far_head_size": own.get("head_dim"), "far_query_groups": own.get("num_key_value_heads")}
+    n_groups = own.get("num_key_value_heads")
+    return {
+        "far_head_size": own.get("head_dim"), "far_query_groups": None if n_groups == hf["num_key_value_heads"] else n_groups,
+    }  # fmt: skip
 
 
 def _write(config: ModelConfig) -> Json:
     far = {**(config.rope_adjustments or {}), "rope_theta": config.rope_base}
-    found = words(config, _WORDS, _EXPERTS if config.experts_beside_mlp else {}, lacks=("rope_theta", "hidden_act", "rope_scaling"))
+    found = words(
+        config,
+        _WORDS,
+        _EXPERTS if config.experts_beside_mlp else {},
+        lacks=("rope_theta", "hidden_act", "rope_scaling"),
+    )
     return {
         **found, "hidden_activation": "gelu_pytorch_tanh", "layer_types": layer_types(config),
         "rope_parameters": {
@@ -102,7 +118,11 @@ _BESIDE: dict[str, Any] = {
     "mlp.norm_experts": "pre_feedforward_layernorm_2",
     "mlp.norm_post_experts": "post_feedforward_layernorm_2",
     "mlp.norm_post_shared": "post_feedforward_layernorm_1",
-    **{f"mlp.shared_experts.{one.removeprefix('mlp.')}": where for one, where in LLAMA_BLOCK.items() if one.startswith("mlp.")},
+    **{
+        f"mlp.shared_experts.{one.removeprefix('mlp.')}": where
+        for one, where in LLAMA_BLOCK.items()
+        if one.startswith("mlp.")
+    },
     **_stacked("fc_1", "gate_up_proj", 0),
     **_stacked("fc_2", "gate_up_proj", 1),
     **_stacked("proj", "down_proj", None),
@@ -118,12 +138,106 @@ _ENDS: dict[str, Any] = {
 def _names(config: ModelConfig) -> Names:
     """Files may have keys and values of blocks that read those of another one."""
     readers = [str(i) for i, block in enumerate(spec_of(config).blocks) if block.cache_of is not None]
-    unused = re.compile(rf"layers\.({'|'.join(readers)})\.self_attn\.(k_proj|v_proj|k_norm)\.weight") if readers else None
+    unused = (
+        re.compile(rf"layers\.({'|'.join(readers)})\.self_attn\.(k_proj|v_proj|k_norm)\.weight") if readers else None
+    )
     return Names({**_BLOCK, **(_BESIDE if config.experts_beside_mlp else {})}, _ENDS, unused=unused)
 
+
+def _stacked_gguf(ours: str, module: str, half: int | None) -> dict[str, Any]:
+    return {f"mlp.experts.{{i}}.{ours}": Held((module,), half, is_stacked=True)}
+
+
+_GGUF_NAMES = names(
+    {
+        "scalar": "layer_output_scale.weight",
+        "gated.fc": "inp_gate",
+        "gated.proj": "proj",
+        "gated.norm": "post_norm",
+        "mlp.norm_gate.weight": "ffn_gate_inp.scale",
+        "mlp.gate.expert_scales": "ffn_down_exps.scale",
+        "mlp.norm_experts": "pre_ffw_norm_2",
+        "mlp.norm_post_experts": "post_ffw_norm_2",
+        "mlp.norm_post_shared": "post_ffw_norm_1",
+        **{
+            f"mlp.shared_experts.{ours}": f"ffn_{theirs}"
+            for ours, theirs in (("fc_1", "gate"), ("fc_2", "up"), ("proj", "down"))
+        },
+        **_stacked_gguf("fc_1", "ffn_gate_up_exps", 0),
+        **_stacked_gguf("fc_2", "ffn_gate_up_exps", 1),
+        **_stacked_gguf("proj", "ffn_down_exps", None),
+    },
+    {
+        "transformer.inputs.table": "per_layer_token_embd",
+        "transformer.inputs.proj": "per_layer_model_proj",
+        "transformer.inputs.norm": "per_layer_proj_norm",
+    },
+)
+_ROPE_FACTORS = "rope_freqs.weight"
+_NO_TURN = 1e29  # a frequency over this is as good as zero
+
+
+def _first_block(fields: Fields) -> Fields:
+    """The first block has a window, and heads of another size than those without."""
+    firsts = {name: _of_blocks(fields, name)[0] for name in ("attention.head_count_kv", "feed_forward_length")}
+    sizes = {f"attention.{what}_length": fields.size(f"attention.{what}_length_swa") for what in ("key", "value")}
+    return fields.replaced({**firsts, **sizes})
+
+
+def _of_blocks(fields: Fields, name: str) -> list[int]:
+    value, n = fields.need(name), fields.size("block_count")
+    found = [int(one) for one in value] if isinstance(value, np.ndarray) else [fields.size(name)] * n
+    if len(found) != n:
+        raise ValueError(f"{fields.arch}.{name} has {len(found)} numbers for {n} blocks")
+    return found
+
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    indices, n_groups = (
+        _of_blocks(fields, "attention.sliding_window_pattern"),
+        _of_blocks(fields, "attention.head_count_kv"),
+    )
+    widths, n_shared = _of_blocks(fields, "feed_forward_length"), fields.count("attention.shared_kv_layers")
+    far = [i for i, is_near in enumerate(indices) if not is_near]
+    is_wide = bool(n_shared) and widths[-1] == 2 * widths[0]
+    first_wide = len(widths) - n_shared
+    if widths != [widths[0] * (1 + (is_wide and i >= first_wide)) for i in range(len(widths))]:
+        raise ValueError(f"{fields.arch}.feed_forward_length says {len(set(widths))} widths, which is not supported")
+    if {n for n, is_near in zip(n_groups, indices, strict=True) if is_near} != {n_groups[0]}:
+        raise ValueError(
+            f"{fields.arch}.attention.head_count_kv differs among blocks with a window, which is not supported"
+        )
+    factors = fields.numbers(_ROPE_FACTORS) if _ROPE_FACTORS in fields.shapes else np.ones(1, np.float32)
+    turned = factors < _NO_TURN
+    if not (factors[turned] == 1).all() or not turned[: turned.sum()].all():
+        raise ValueError(f"{_ROPE_FACTORS} scales in a way that is not supported")
+    own = {"head_dim": fields.size("attention.key_length")}
+    found: Json = {
+        **rms_eps(fields, hf), "layer_types": ["sliding_attention" if one else "full_attention" for one in indices],
+        "sliding_window": fields.size("attention.sliding_window"), "num_kv_shared_layers": n_shared,
+        "hidden_size_per_layer_input": fields.count("embedding_length_per_layer_input"), "use_double_wide_mlp": is_wide,
+        "final_logit_softcapping": float(fields.get("final_logit_softcapping", 30.0)),
+        "attention_k_eq_v": bool(far) and f"blk.{far[0]}.attn_v.weight" not in fields.shapes,
+        "per_layer_config": {str(i): {**own, "num_key_value_heads": n_groups[i]} for i in far},
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": float(fields.get("rope.freq_base_swa", 10000.0))},
+            "full_attention": {
+                "rope_theta": float(fields.get("rope.freq_base", 1e6)), "partial_rotary_factor": float(turned.mean()),
+            },
+        },
+    }  # fmt: skip
+    if not fields.get("expert_count"):
+        return found
+    names_of = {"num_experts": "expert_count", "top_k_experts": "expert_used_count"}
+    width = {"enable_moe_block": True, "moe_intermediate_size": fields.size("expert_feed_forward_length")}
+    return {**found, **width, **{word: fields.size(name) for word, name in names_of.items()}}
+
+
+_GGUF = Gguf("gemma4", _read_gguf, _GGUF_NAMES, sized=_first_block)
 
 FAMILIES = (
     Family(
         "gemma4_text", "Gemma4ForCausalLM", _read, _write, _names, defaults=_DEFAULTS, name_word="Gemma", has_one_matrix=True,
+        gguf=_GGUF,
     ),
 )  # fmt: skip

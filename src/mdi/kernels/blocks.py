@@ -24,7 +24,7 @@ from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
-from mdi.kernels.slices import Slices, SliceTable
+from mdi.kernels.slices import Slices, SliceTable, only_logits
 from mdi.kernels.weight_formats import check_packed, layout_of
 from mdi.model.caches import kinds_of, places_of
 from mdi.model.plain import ModelConfig, spec_of
@@ -502,6 +502,15 @@ def check_low_rank(part: LowRank, layer: MdiMatrix, has_experts: bool) -> None:
         )
 
 
+class _Short(NamedTuple):
+    """Some rows of a frame: their structure and its memory, the rows themselves, and their places in the frame."""
+
+    frame: MdiFrame
+    kept: object
+    rows: np.ndarray
+    places: np.ndarray
+
+
 class Blocks:
     """Blocks [start, stop) of a model.
 
@@ -615,17 +624,43 @@ class Blocks:
         """
         frame, kept = self._frame(rows, slices, columns)
         self.context.poll_neighbours()
-        begin = self.start
-        for end in (*(tap + 1 for tap in taps), self.stop):
-            stage = self._stage if not taps else self._piece_of_stage(begin, end)
-            if begin < end and self.context.library.mdi_forward(
+        begin, skipped = self.start, self._skipped_from(slices)
+        for end in sorted({*(tap + 1 for tap in taps), skipped, self.stop}):
+            if begin >= end:
+                continue
+            if begin == skipped < self.stop:
+                short = self._of_logits(rows, slices, columns)
+                frame = short.frame
+            stage = self._stage if end - begin == len(self._blocks) else self._piece_of_stage(begin, end)
+            if frame.n_rows and self.context.library.mdi_forward(
                 self.context.handle, ctypes.byref(stage), ctypes.byref(frame)
             ):
                 raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
-            if end - 1 in taps and begin < end:
+            if begin >= skipped:
+                rows[short.places] = short.rows
+            if end - 1 in taps:
                 take()
             begin = end
         del kept
+
+    def _skipped_from(self, slices: Slices) -> int:
+        """The block of the stage from which on only rows that give logits are computed; `stop` if all are."""
+        table = SliceTable.of(slices)
+        is_any_skipped = table.n_logits < table.n_rows
+        return (
+            max(self.start, self.spec.skipped_from)
+            if is_any_skipped and self.spec.skipped_from < self.stop
+            else self.stop
+        )
+
+    def _of_logits(self, rows: np.ndarray, slices: Slices, columns: np.ndarray | None) -> _Short:
+        """The rows of a frame that give logits, once `_frame` has made room for all."""
+        ends = np.cumsum([one[2] for one in slices])
+        own = [np.arange(end - one[3], end) for one, end in zip(slices, ends, strict=True)]
+        places = np.concatenate(own)
+        chosen = np.ascontiguousarray(rows[places])
+        beside = None if columns is None else np.ascontiguousarray(columns[places])
+        return _Short(*self._frame(chosen, only_logits(slices), beside, has_room=True), chosen, places)
 
     def _piece_of_stage(self, begin: int, end: int) -> MdiStage:
         """The structure of the blocks [begin, end) alone."""
@@ -678,13 +713,21 @@ class Blocks:
         frame, kept = self._frame(rows, slices, columns)
         self.context.poll_neighbours()
         library, handle = self.context.library, self.context.handle
+        skipped = self._skipped_from(slices)
         for block in range(len(self._blocks)):
+            if self.start + block == skipped:
+                short = self._of_logits(rows, slices, columns)
+                frame = short.frame
             for half in (0, 1):
                 with ready(self.start + block, half):
-                    done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
+                    done = frame.n_rows and library.mdi_step(
+                        handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame)
+                    )
                 if done:
                     raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             self._n_finished += 1
+            if self.start + block >= skipped:
+                rows[short.places] = short.rows
             if self.start + block in taps:
                 take()
         del kept
@@ -711,9 +754,13 @@ class Blocks:
             raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", Code.MEMORY)
 
     def _frame(
-        self, rows: np.ndarray, slices: Slices, columns: np.ndarray | None = None
+        self, rows: np.ndarray, slices: Slices, columns: np.ndarray | None = None, has_room: bool = False
     ) -> tuple[MdiFrame, object]:
-        """The structure of a frame, and the memory that it refers to."""
+        """The structure of a frame, and the memory that it refers to.
+
+        Args:
+            has_room: whether the caches have room for its rows.
+        """
         pages, first = array("Q"), array("i")  # of each slice and class
         n_rows = 0
         for seq_id, start, n, *_ in slices:
@@ -723,7 +770,7 @@ class Blocks:
                 raise EngineError(
                     f"position {start + n} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
-            for table in self.caches.extend(seq_id, start, n):
+            for table in self.caches.entries(seq_id) if has_room else self.caches.extend(seq_id, start, n):
                 pages.append(table.address)
                 first.append(table.first)
             n_rows += n

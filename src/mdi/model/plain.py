@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 from mdi.errors import MdiError
+from mdi.model.rows import Column
 from mdi.model.spec import (
     Activation,
     Alibi,
@@ -35,7 +36,6 @@ from mdi.model.spec import (
     Rotary,
     Router,
 )
-from mdi.model.rows import Column
 from mdi.spec.decode import decode, shown
 from mdi.spec.limits import excess
 
@@ -295,7 +295,9 @@ class ModelConfig:
         if self.n_shared_kv and (windows is None or not set(windows) <= set(windows[: -self.n_shared_kv])):
             raise ValueError(f"the last {self.n_shared_kv} blocks read keys and values of blocks that are not there")
         if self.n_shared_kv and self.n_layer < self.n_shared_kv or self.shared_kv_mlp < 1:
-            raise ValueError(f"{self.n_shared_kv} of {self.n_layer} blocks, whose MLPs are {self.shared_kv_mlp} times as wide")
+            raise ValueError(
+                f"{self.n_shared_kv} of {self.n_layer} blocks, whose MLPs are {self.shared_kv_mlp} times as wide"
+            )
         if (self.block_inputs or self.block_scalars) and (self.parallel_residual or self.norm_after_residual):
             raise ValueError("inputs and scalars of blocks are for attention and MLP one after the other")
 
@@ -619,7 +621,9 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
         makes=(
             "nothing"
             if _cache_of(config, index) is not None
-            else "keys" if is_far and config.far_k_eq_v else "keys and values"
+            else "keys"
+            if is_far and config.far_k_eq_v
+            else "keys and values"
         ),
         has_sinks=config.attention_sinks,
     )

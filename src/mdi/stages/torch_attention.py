@@ -124,18 +124,22 @@ class Batch:
 
     Args:
         caches, positions: the stage's.
+        has_room: whether the caches have room for the rows already.
 
     Raises:
         EngineError: a slice that does not fit its sequence's cache, or memory that has run out.
     """
 
-    def __init__(self, slices: Slices, caches: TorchCaches, positions: Positions) -> None:
+    def __init__(
+        self, slices: Slices, caches: TorchCaches, positions: Positions, has_room: bool = False
+    ) -> None:  # fmt: skip
         self.caches, self._positions = caches, positions
         self.memory = Memory(caches.device)
         self.rows: list[Span] = []
         n = 0
         for seq_id, start, n_rows, *_ in slices:
-            self.rows.append(Span(n, n_rows, start, caches.extend(seq_id, start, n_rows)))
+            tables = caches.entries(seq_id) if has_room else caches.extend(seq_id, start, n_rows)
+            self.rows.append(Span(n, n_rows, start, tables))
             n += n_rows
         ranges = [np.arange(rows.start, rows.end) for rows in self.rows]
         self._numbers = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])

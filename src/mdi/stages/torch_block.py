@@ -42,8 +42,8 @@ class Rows(Protocol):
 
         Args:
             layer: place of the block in its stage.
-            q: (N, n_head, k_size). k: (N, G, k_size); None: they are in the cache. v: (N, G, v_size); None: the first numbers of
-                the keys are the values, or there are no keys.
+            q: (N, n_head, k_size). k: (N, G, k_size); None: keys and values are in the cache. v: (N, G, v_size); None, with
+                keys: their first numbers are the values.
             sinks: (n_head)
 
         Returns:

@@ -19,7 +19,7 @@ from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
 from mdi.kernels.positions import table_bytes
-from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.kernels.slices import NO_SLICES, Slices, only_logits
 from mdi.model.caches import cache_classes
 from mdi.model.rows import HIDDEN
 from mdi.model.spec import BlockInputs, Experts, ModelSpec
@@ -154,16 +154,25 @@ class Stage(nn.Module):
                 )
         batch = Batch(slices, self.caches, self._positions)
         seen: list[torch.Tensor] = []
-        columns = {one.name: x[:, self.row_in.place(one.name)] for one in self.row_in.columns}
-        x = columns[HIDDEN]
+        columns = given = {one.name: x[:, self.row_in.place(one.name)] for one in self.row_in.columns}
+        whole = x = columns[HIDDEN]
+        wanted = logit_rows(slices) if self.spec.skipped_from < self.stop else None
         for i, block in enumerate(self.blocks, self.start):
+            if wanted is not None and i == max(self.start, self.spec.skipped_from):
+                whole, x = x, x[wanted]  # only rows that give logits are computed from here on
+                columns = {name: column[wanted] for name, column in columns.items()}
+                batch = Batch(only_logits(slices), self.caches, self._positions, has_room=True)
             gated = block.of.gated
             x = block(x, batch) if gated is None else block(x, batch, columns[gated.column])
             self.n_finished += 1
-            if i in taps:
+            if i in taps:  # which models whose rows skip blocks do not have
                 seen.append(x if (wanted := logit_rows(slices)) is None else x[wanted])
+        if wanted is not None:
+            whole = whole.clone()
+            whole[wanted] = x
+            x = whole
         if self.row_out.width > self.n_embd:
-            x = torch.cat([x, *(columns[one.name] for one in self.row_out.columns[1:])], dim=1)
+            x = torch.cat([x, *(given[one.name] for one in self.row_out.columns[1:])], dim=1)
         return torch.cat([x, *seen]) if seen else x
 
     @torch.inference_mode()
