@@ -233,11 +233,38 @@ def _read_gguf(fields: Fields, hf: Json) -> Json:
     return {**found, **width, **{word: fields.size(name) for word, name in names_of.items()}}
 
 
+_LARGE: Json = {
+    "model_type": "gemma4_text", "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_SMALL: Json = {
+    "model_type": "gemma4_text", "num_attention_heads": 8, "sliding_window": 512, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_PUBLISHED = {
+    "google/gemma-4-E2B": {
+        **_SMALL, "num_hidden_layers": 35, "hidden_size": 1536, "intermediate_size": 6144, "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    },
+    "google/gemma-4-E4B": {
+        **_SMALL, "num_hidden_layers": 42, "hidden_size": 2560, "intermediate_size": 10240, "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+    },
+    "google/gemma-4-26B-A4B": {
+        **_LARGE, "num_hidden_layers": 30, "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
+        "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
+    "google/gemma-4-31B": {
+        **_LARGE, "num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "num_global_key_value_heads": 4,
+    },
+}  # fmt: skip
 _GGUF = Gguf("gemma4", _read_gguf, _GGUF_NAMES, sized=_first_block)
 
 FAMILIES = (
     Family(
         "gemma4_text", "Gemma4ForCausalLM", _read, _write, _names, defaults=_DEFAULTS, name_word="Gemma", has_one_matrix=True,
-        gguf=_GGUF,
+        gguf=_GGUF, published=_PUBLISHED,
     ),
 )  # fmt: skip
