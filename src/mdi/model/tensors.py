@@ -13,6 +13,8 @@ FINAL_NORM = "transformer.ln_f.weight"
 POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
 INPUTS = "transformer.inputs."  # columns that the embedding gives to blocks
+INPUT_TABLE = f"{INPUTS}table.weight"
+TABLES = (EMBEDDING, INPUT_TABLE)  # of which single rows are read
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -37,7 +39,7 @@ def _inputs(spec: ModelSpec) -> Shapes:
         return {}
     n = spec.n_layer * inputs.width
     return {
-        f"{INPUTS}table.weight": (spec.n_rows, n),
+        INPUT_TABLE: (spec.n_rows, n),
         **_linear(f"{INPUTS}proj", spec.width, n, False),
         **_norm(inputs.norm, f"{INPUTS}norm", inputs.width),
     }

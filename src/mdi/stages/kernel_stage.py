@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,13 +26,14 @@ from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import PageClass, cache_classes
 from mdi.model.spec import ModelSpec, Norm
-from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, INPUTS, POSITIONS
+from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, INPUT_TABLE, INPUTS, POSITIONS
 from mdi.spec.extent import Extent
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
 HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
 Take = Callable[[], None]  # see Blocks.forward
+Forward = Callable[[np.ndarray, Slices, Sequence[int], Take, np.ndarray | None], None]  # as Blocks.forward
 
 
 class EmbeddingTable(Protocol):
@@ -67,8 +69,8 @@ class StageWeights(Protocol):
     def __contains__(self, part: str, /) -> bool: ...
     def __getitem__(self, part: str, /) -> Weights: ...
 
-    def table(self) -> EmbeddingTable | None:
-        """The embedding."""
+    def table(self, name: str = EMBEDDING, /) -> EmbeddingTable | None:
+        """The embedding, or another one of the tables beside it."""
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         """The head for so many tokens. Raises KernelError if it is for others."""
@@ -117,9 +119,9 @@ class Resident:
     def use(self) -> WeightUse:
         return WeightUse(self.n_bytes, self.n_bytes, 0.0)
 
-    def table(self) -> EmbeddingTable | None:
-        found = self._parts["embedding"].get(EMBEDDING)
-        return PackedRows(found) if isinstance(found, Matrix) else array_of(self._parts["embedding"], EMBEDDING)
+    def table(self, name: str = EMBEDDING) -> EmbeddingTable | None:
+        found = self._parts["embedding"].get(name)
+        return PackedRows(found) if isinstance(found, Matrix) else array_of(self._parts["embedding"], name)
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         return Head(spec, self._parts["head"], n_tokens, context)
@@ -165,16 +167,20 @@ class EmbeddingNorm:
 class Inputs:
     """Columns that the embedding gives to blocks, see `mdi.model.spec.BlockInputs`."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, context: Context) -> None:
-        of, n_layer = spec.ends.inputs, spec.n_layer
+    def __init__(self, spec: ModelSpec, weights: StageWeights, context: Context) -> None:
+        of, n, own, table = spec.ends.inputs, spec.n_layer, weights["embedding"], weights.table(INPUT_TABLE)
         assert of is not None
-        self._of, self._n_layer, self._width = of, n_layer, spec.width
-        table, proj = weights.get(f"{INPUTS}table.weight"), weights.get(f"{INPUTS}proj.weight")
-        self._table = PackedRows(table) if isinstance(table, Matrix) else array_of(weights, f"{INPUTS}table.weight")
-        if self._table.shape != (spec.n_rows, n_layer * of.width) or not isinstance(proj, Matrix):
-            raise KernelError(f"inputs of blocks: no table of {spec.n_rows} x {n_layer * of.width}, or no projection")
+        self._of, self._width = of, spec.width
+        proj = own.get(f"{INPUTS}proj.weight")
+        if table is None or table.shape != (spec.n_rows, n * of.width):
+            raise KernelError(f"the inputs of blocks of this model are {spec.n_rows} x {n * of.width}")
+        if not isinstance(proj, Matrix) or (proj.n_out, proj.n_in) != (n * of.width, spec.width):
+            raise KernelError(
+                f"the projection to inputs of blocks is no packed weight of {n * of.width} x {spec.width}"
+            )
+        self._table = table
         self._proj = Linear(context, proj)
-        self._norm = array_of(weights, f"{INPUTS}norm.weight").astype(np.float32)
+        self._norm = array_of(own, f"{INPUTS}norm.weight").astype(np.float32)
 
     def __call__(self, ids: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Token ids (N,) and their hidden rows (N, n_embd) -> float32 (N, blocks * width)"""
@@ -202,7 +208,7 @@ class Ends:
     def __init__(self, spec: ModelSpec, weights: StageWeights, head: HeadFunction, context: Context) -> None:
         self.n_embd = self.returned_width = spec.width
         self.row_in = self.row_out = spec.row_at(0)
-        self._inputs = None if spec.ends.inputs is None else Inputs(spec, weights["embedding"], context)
+        self._inputs = None if spec.ends.inputs is None else Inputs(spec, weights, context)
         ends, n_tokens, table = spec.ends, spec.n_rows, weights.table()
         if table is None or table.shape != (n_tokens, self.n_embd):
             raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
@@ -277,6 +283,7 @@ class KernelStage:
     """
 
     rows = ArrayRows()
+    _forward: Forward
     embed: Callable[..., np.ndarray]  # see Ends.embed
     head: HeadFunction
 
@@ -418,7 +425,8 @@ class KernelStage:
             seen.append(self.rows.wanting_logits(rows, slices).copy())
 
         if self.n_blocks and self._learned.are_in(slices):
-            self._learned.forward(self._forward, self.caches, rows, slices, taps, take)
+            assert columns is None  # see virtual_rows.why_no_rows
+            self._learned.forward(partial(self._forward, columns=None), self.caches, rows, slices, taps, take)
         elif self.n_blocks:
             self._forward(rows, slices, taps, take, columns)
         if self.row_out.width > self.n_embd:  # the columns that are read behind these blocks

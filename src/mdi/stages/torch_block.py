@@ -182,8 +182,8 @@ class Heads(nn.Module):
                 turned = turned[..., : of.positions.n_elem]
             rotate_(turned, *rows.tables(of.positions), of.positions.interleaved)
         q, k, v = heads.split([of.n_head, n_kept, n_kept], dim=1)
-        kept = (k, v) if n_kept else (None, None)
-        found: torch.Tensor = self.proj(rows.attend(of, self.layer, q, *kept, self.sinks).flatten(1))
+        own = (k, v) if n_kept else (None, None)
+        found: torch.Tensor = self.proj(rows.attend(of, self.layer, q, own[0], own[1], self.sinks).flatten(1))
         return found
 
     def _normed(self, heads: torch.Tensor, n_kept: int) -> torch.Tensor:

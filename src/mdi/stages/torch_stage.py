@@ -162,6 +162,9 @@ class Stage(nn.Module):
                 whole, x = x, x[wanted]  # only rows that give logits are computed from here on
                 columns = {name: column[wanted] for name, column in columns.items()}
                 batch = Batch(only_logits(slices), self.caches, self._positions, has_room=True)
+            if not len(x) and len(whole):
+                self.n_finished += self.stop - i
+                break
             gated = block.of.gated
             x = block(x, batch) if gated is None else block(x, batch, columns[gated.column])
             self.n_finished += 1
