@@ -6,19 +6,25 @@ Numbers are compared with transformers' in tests/references. Here are all ways i
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from forced import forced, instruction_sets
+from safetensors.numpy import load_file, save_file
 
 from guessing import Bold, of_two_tokens
 from mdi.cancel import Cancel
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.export import export_hf
+from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hfconfig import derive_config, published_config
+from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
@@ -34,6 +40,7 @@ from mdi.kernels import library
 from mdi.kernels.slices import Slice
 from mdi.model.caches import cache_classes
 from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.net.ring import LoopbackRing
 from mdi.placement.model import model_shape
 from mdi.spec.cluster import standalone
@@ -48,7 +55,15 @@ from mdi.tensor.shares import Share, share_out
 from references.test_references import generated
 from secondaries import cluster_of, entry_of, secondaries
 from tensor_groups import meshes, on_all, sums
-from test_own_families import FRAMES, LENGTH, PLAIN, ids_of, logits_of, random_checkpoint, stage_of
+from test_own_families import (
+    FRAMES,
+    LENGTH,
+    PLAIN,
+    ids_of,
+    logits_of,
+    random_checkpoint,
+    stage_of,
+)
 from tiny_checkpoint import tokenizer
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
@@ -68,8 +83,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24,
     },
     "shared": {
-        "num_hidden_layers": 7, "layer_types": [NEAR, NEAR, FAR, NEAR, FAR, NEAR, FAR], "num_kv_shared_layers": 3,
-        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 10,
+        "num_hidden_layers": 7, "layer_types": [NEAR, FAR, NEAR, FAR, NEAR, NEAR, FAR], "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16,
     },
 }  # fmt: skip
 
@@ -245,6 +260,320 @@ def test_shares_of_a_group_add_up(tmp_path: Path) -> None:
         assert all(np.abs(one - expected).max() < 2e-4 for one in on_all(shares.n_nodes, work))
 
 
+# Names as llama.cpp's converter writes them, by those of transformers.
+_GGUF = {
+    "input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight", "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight", "layer_scalar": "layer_output_scale.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight", "router.proj.weight": "ffn_gate_inp.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight", "per_layer_input_gate.weight": "inp_gate.weight",
+    "per_layer_projection.weight": "proj.weight", "post_per_layer_input_norm.weight": "post_norm.weight",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
+    **{f"mlp.{one}_proj.weight": f"ffn_{one}.weight" for one in ("gate", "up", "down")},
+    **{f"self_attn.{one}_proj.weight": f"attn_{one}.weight" for one in "qkv"},
+    **{f"self_attn.{one}_norm.weight": f"attn_{one}_norm.weight" for one in "qk"},
+    "self_attn.o_proj.weight": "attn_output.weight", "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight", "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, exported: Path, form: str, **changes: Any) -> Path:
+    """Of a folder that was exported, with one matrix as embedding and head."""
+    hf = {**_SIZES, **FORMS[form]}
+    layers, n_shared = hf["layer_types"], hf.get("num_kv_shared_layers", 0)
+    far = hf.get("num_global_key_value_heads", 2)
+    is_wide = [i >= len(layers) - n_shared for i in range(len(layers))]
+    fields: dict[str, Any] = {
+        "vocab_size": 96, "context_length": LENGTH, "embedding_length": 48, "block_count": len(layers),
+        "feed_forward_length": [80 * (1 + one) for one in is_wide], "attention.head_count": 4,
+        "attention.head_count_kv": [2 if one == NEAR else far for one in layers], "attention.sliding_window": 20,
+        "attention.sliding_window_pattern": [one == NEAR for one in layers], "attention.shared_kv_layers": n_shared,
+        "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 12,
+        "attention.value_length_swa": 12, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 12,
+        "final_logit_softcapping": 9.0, "embedding_length_per_layer_input": hf["hidden_size_per_layer_input"],
+    }  # fmt: skip
+    if "num_experts" in hf:
+        fields |= {"expert_count": 7, "expert_used_count": 3, "expert_feed_forward_length": 24}
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_string("tokenizer.ggml.model", "none")
+    for key, value in {**fields, **changes}.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"gemma4.{key}", value)
+    for shard in sorted(exported.glob("*.safetensors")):
+        for name, array in load_file(shard).items():
+            block, _, rest = name.removeprefix("model.layers.").partition(".")
+            found = _GGUF[name] if name in _GGUF else f"blk.{block}.{_GGUF[rest]}"
+            writer.add_tensor(found, np.ascontiguousarray(array))
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tied(form: str, folder: Path) -> LitCheckpoint:
+    """With one matrix as embedding and head."""
+    source = made(form, folder)
+    state = load_file(source.path / "lit_model.safetensors")
+    save_file({**state, HEAD: state[EMBEDDING]}, source.path / "lit_model.safetensors")
+    return LitCheckpoint(source.path)
+
+
+# The best id at each position as llama.cpp computes it, for the very file, with caches in float32 (llama-cpp-python 0.3.36).
+BEST = {
+    "dense": [
+        80,
+        25,
+        10,
+        28,
+        39,
+        78,
+        43,
+        8,
+        32,
+        57,
+        78,
+        69,
+        95,
+        18,
+        84,
+        5,
+        53,
+        26,
+        19,
+        63,
+        29,
+        53,
+        24,
+        14,
+        71,
+        41,
+        23,
+        64,
+        90,
+        40,
+        21,
+        60,
+        89,
+        92,
+        83,
+        65,
+        36,
+        37,
+        3,
+        17,
+        31,
+        33,
+        55,
+        49,
+        66,
+        85,
+        84,
+        74,
+        93,
+        30,
+        87,
+        88,
+        21,
+        45,
+        54,
+        66,
+        67,
+        10,
+        45,
+        10,
+        91,
+        19,
+        43,
+        84,
+        50,
+        65,
+        47,
+        81,
+        57,
+        61,
+    ],
+    "experts": [
+        80,
+        25,
+        10,
+        28,
+        39,
+        78,
+        43,
+        8,
+        32,
+        57,
+        78,
+        69,
+        95,
+        18,
+        84,
+        5,
+        53,
+        26,
+        19,
+        63,
+        29,
+        53,
+        24,
+        14,
+        42,
+        41,
+        65,
+        64,
+        90,
+        40,
+        21,
+        60,
+        89,
+        92,
+        83,
+        65,
+        36,
+        37,
+        3,
+        17,
+        31,
+        33,
+        55,
+        49,
+        66,
+        85,
+        84,
+        74,
+        93,
+        30,
+        87,
+        88,
+        21,
+        45,
+        54,
+        66,
+        67,
+        10,
+        45,
+        10,
+        91,
+        19,
+        43,
+        84,
+        11,
+        7,
+        47,
+        81,
+        57,
+        61,
+    ],
+    "shared": [
+        6,
+        61,
+        10,
+        66,
+        39,
+        78,
+        43,
+        1,
+        36,
+        90,
+        86,
+        80,
+        95,
+        67,
+        84,
+        7,
+        53,
+        66,
+        6,
+        7,
+        29,
+        53,
+        24,
+        51,
+        71,
+        51,
+        92,
+        1,
+        93,
+        94,
+        30,
+        60,
+        52,
+        92,
+        39,
+        66,
+        36,
+        37,
+        54,
+        1,
+        31,
+        33,
+        55,
+        74,
+        66,
+        1,
+        0,
+        74,
+        93,
+        29,
+        5,
+        12,
+        77,
+        45,
+        36,
+        66,
+        36,
+        10,
+        63,
+        10,
+        91,
+        24,
+        44,
+        1,
+        50,
+        65,
+        47,
+        1,
+        90,
+        61,
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_export_and_gguf_are_the_same_model_with_llama_cpps_tokens(form: str, tmp_path: Path) -> None:
+    source, out = tied(form, tmp_path), tmp_path / "out"
+    export_hf(source, source.path, out)
+    exported, found = HfFolder(out, cache=tmp_path), GgufSource(write_gguf(tmp_path / "m.gguf", out, form))
+    assert exported.config_hash == source.config_hash
+    assert replace(found.config, norm_eps=1e-6, name=source.config.name) == source.config
+    for one in (exported, found):
+        assert one.specs.keys() == source.specs.keys()
+        assert all(np.array_equal(one.array(name), source.array(name)) for name in source.specs)
+    assert logits_of(stage_of(found), ids_of(source)).argmax(axis=1).tolist() == BEST[form]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"feed_forward_length": [80, 90, 80, 80]}, "feed_forward_length"),
+        ({"attention.head_count_kv": [2, 1, 1, 1]}, "head_count_kv"),
+        ({"attention.head_count_kv": [2, 1, 2]}, "3 numbers for 4 blocks"),
+        ({"attention.key_length_swa": 16}, "do not fit"),
+    ],
+)
+def test_gguf_files_of_other_models_are_refused(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
+    source = tied("dense", tmp_path)
+    export_hf(source, source.path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=word):
+        GgufSource(write_gguf(tmp_path / "m.gguf", tmp_path / "out", "dense", **changes))
+
+
 @pytest.mark.parametrize(("form", "what"), [("experts", "norms of their own"), ("shared", "besides hidden")])
 def test_what_cannot_be_shared_out_is_refused(form: str, what: str) -> None:
     with pytest.raises(UsageError, match=what):
@@ -254,13 +583,13 @@ def test_what_cannot_be_shared_out_is_refused(form: str, what: str) -> None:
 def test_only_blocks_with_caches_of_their_own_are_counted() -> None:
     config = config_of("shared")
     spec = spec_of(config)
-    assert [one.cache_of for one in spec.blocks] == [None] * 4 + [2, 3, 2]
+    assert [one.cache_of for one in spec.blocks] == [None] * 4 + [2, 2, 3]
     assert [one.mixer.made for one in spec.blocks[2:5]] == [(4, 2, 2)] * 2 + [(4, 0, 0)]  # type: ignore[union-attr]
     assert [one.dense.width for one in spec.blocks] == [80] * 4 + [160] * 3
     counted = [block.cache.n_bytes(64) > 0 for block in model_shape(config, "float32", "float32").blocks]
     assert counted == [True] * 4 + [False] * 3
     classes, places = cache_classes(spec, 0, 7, "float32")
-    assert len(classes) == 2 and places == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 0), (0, 2), (1, 0)]
+    assert len(classes) == 2 and places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
