@@ -48,7 +48,7 @@ from mdi.serve.tools import parse_tools
 from mdi.text.answers.events import End, Reasoning, Text
 from mdi.text.answers.forms import WORDS
 from mdi.text.answers.stream import AnswerStream
-from mdi.text.limited import schema_error
+from mdi.text.limited import grammar_error
 from mdi.text.templates import ChatTemplate
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer
@@ -448,7 +448,7 @@ def test_references_of_a_demanded_calls_schema_mean_the_tools_own_parts() -> Non
         tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
     for demanded in (tools, tools[:1], tools[1:]):
         grammar = parse_tools(demanded, "required").grammar
-        assert grammar is not None and schema_error(json.dumps(grammar["schema"])) == ""
+        assert grammar is not None and grammar_error(json.dumps(grammar["schema"]), True) == ""
         for number, tool in enumerate(demanded):
             kind = "string" if tool["function"]["name"] == "look" else "integer"
             call = grammar["schema"]["anyOf"][number] if len(demanded) == 2 else grammar["schema"]

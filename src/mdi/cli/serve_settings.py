@@ -47,6 +47,7 @@ def serve_settings(options: Options) -> ServeSettings:
         max_waiting=options.queue,
         aliases=_aliases(options.alias),
         keep_alive_s=options.keep_alive,
+        tool_parser=options.tool_parser or "",
         ollama_host=options.host if keys or _is_loopback(options.host) else "127.0.0.1",
         ollama_port=options.ollama_port,
     )

@@ -38,7 +38,7 @@ class ApiState:
         self.settings = settings
         self.engine = engine
         self.catalog = catalog
-        self.models = Models(engine, catalog, self._refuse)
+        self.models = Models(engine, catalog, self._refuse, settings.tool_parser)
         self.queues: dict[str, Admission] = {}
         engine.on_memory = self._admit
         self.schemas = SchemaChecks(Admission(MOST_CHECKS, settings.max_waiting, what="schemas"))

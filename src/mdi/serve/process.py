@@ -56,6 +56,7 @@ class ServeSettings:
         max_waiting: texts that wait at most; more are refused.
         aliases: names of models for patterns of names that requests may have.
         keep_alive_s: a model that was not used for so long is unloaded; None: never.
+        tool_parser: how models write calls of tools; "": as their templates say.
     ollama_host, ollama_port: where Ollama's API is served; no port: nowhere.
     """
 
@@ -70,6 +71,7 @@ class ServeSettings:
     max_waiting: int = 512
     aliases: Mapping[str, str] = field(default_factory=dict)
     keep_alive_s: float | None = None
+    tool_parser: str = ""
     ollama_host: str = "127.0.0.1"
     ollama_port: int | None = None
 

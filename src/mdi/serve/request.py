@@ -366,12 +366,14 @@ class Opened:
         open_answer: makes what reads the ids of one text.
         stop: strings that end a text.
         is_prompt_alone: whether no token is wanted.
+        grammar: in the place of the request's, for this model.
     """
 
     prompts: Sequence[Sequence[int]]
     open_answer: Callable[[], AnswerStream]
     stop: Sequence[str] = ()
     is_prompt_alone: bool = False
+    grammar: Mapping[str, Any] | None = None
 
 
 async def write_texts(
@@ -396,10 +398,12 @@ async def write_texts(
         return
     if fields.beams is None:
         each = [prompt for prompt in prompts for _ in range(fields.n)]
-        more = {"is_guessed": fields.is_guessed, "prediction": predicted}
+        more: dict[str, Any] = {"is_guessed": fields.is_guessed, "prediction": predicted}
     else:  # one request finds the best texts of a prompt
         each = list(prompts)
         more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
+    if opened.grammar is not None:
+        more["grammar"] = opened.grammar
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
     answers = [opened.open_answer() for _ in range(n_texts)]
     withheld = [_Withheld() for _ in range(n_texts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from mdi.serve.admission import Admission
@@ -24,15 +25,16 @@ class SchemaChecks:
         self._turns = turns
         self._idle: list[LimitedProcess] = []
 
-    async def check(self, schema: Any, owner: str, priority: int) -> None:
-        """Raises ApiError."""
-        written = json.dumps(schema)
+    async def check(self, grammar: Mapping[str, Any], owner: str, priority: int) -> None:
+        """Of a request, or of the form in which a model writes a call: see GrammarSource. Raises ApiError."""
+        kind = grammar["type"]
+        written = grammar[kind] if kind == "lark" else json.dumps(grammar[kind])
         if len(written) > SCHEMA_LIMIT:
             raise _refused(f"has more than {SCHEMA_LIMIT} characters")
         async with self._turns.entered(owner, priority, 1):
             process = self._idle.pop() if self._idle else await LimitedProcess.start()
             try:
-                answer = await process.ask({"schema": written})
+                answer = await process.ask({kind: written})
             except LimitedError:
                 process.kill()
                 raise _refused("is too large: it takes too long to compile, or too much memory") from None
