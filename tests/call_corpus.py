@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 LOOK = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {}}}
 GO = {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}}
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "parameters": parameters}} for name, parameters in (("look", LOOK), ("go.to", GO))
+    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in (("look", LOOK), ("go.to", GO))
 ]  # fmt: skip
 
 
@@ -36,20 +36,22 @@ def hermes(name: str, arguments: str, word: str = "arguments") -> str:
 
 H1, H2 = f"<tool_call>\n{hermes('look', P)}\n</tool_call>", f"<tool_call>\n{hermes('look', B)}\n</tool_call>"
 C1 = (
-    "<tool_call>\n<function=look>\n<parameter=city>\nZürich 🙂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n"
-    "</tool_call>"
+    "<tool_call>\n<function=look>\n<parameter=city>\nZürich 🙂\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
 )
 C2 = (
-    '<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=where>\n{"a": [1, "x", null]}\n</parameter>\n'
+    "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n"
+    '<parameter=where>\n{"a": [1, "x", null]}\n</parameter>\n'
     "</function>\n</tool_call>"
 )
 C3 = (
-    f"<tool_call>\n<function=go.to>\n<parameter=path>\n{FILE['path']}\n</parameter>\n<parameter=text>\n{FILE['text']}\n</parameter>\n"
+    f"<tool_call>\n<function=go.to>\n<parameter=path>\n{FILE['path']}\n</parameter>\n"
+    f"<parameter=text>\n{FILE['text']}\n</parameter>\n"
     "</function>\n</tool_call>"
 )
 G1 = (
-    "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Zürich 🙂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
-    "</tool_call>"
+    "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Zürich 🙂</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
 G2 = (
     "<tool_call>look<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>where</arg_key>"
@@ -59,17 +61,15 @@ G3 = (
     f"<tool_call>go.to\n<arg_key>path</arg_key>\n<arg_value>{FILE['path']}</arg_value>\n<arg_key>text</arg_key>\n"
     f"<arg_value>{FILE['text']}</arg_value>\n</tool_call>"
 )
-M1 = (
-    '<invoke name="look">\n<parameter name="city">Zürich 🙂</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
-)
+M1 = '<invoke name="look">\n<parameter name="city">Zürich 🙂</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
 M2 = (
     '<invoke name="look">\n<parameter name="city">Rome</parameter>\n<parameter name="where">{"a": [1, "x", null]}</parameter>\n'
     "</invoke>\n"
 )
 MARKS = {**FILE, "text": "</invoke></minimax:tool_call>\n"}
 M3 = (
-    f'<invoke name="go.to">\n<parameter name="path">{FILE["path"]}</parameter>\n<parameter name="text">{MARKS["text"]}</parameter>\n'
-    "</invoke>\n"
+    f'<invoke name="go.to">\n<parameter name="path">{FILE["path"]}</parameter>\n'
+    f'<parameter name="text">{MARKS["text"]}</parameter>\n</invoke>\n'
 )
 
 
@@ -164,8 +164,8 @@ CORPUS: dict[str, tuple[str, list[Case]]] = {
     "harmony": ("<|channel|>", [
         Case(HARMONY.format(P), "", ONE),
         Case(
-            f"<|channel|>analysis<|message|>Hm.{END}{START}<|channel|>commentary<|message|>I look.{END}{START}{HARMONY.format(P)}",
-            "I look.", ONE, "Hm.",
+            f"<|channel|>analysis<|message|>Hm.{END}{START}<|channel|>commentary<|message|>I look.{END}{START}"
+            + HARMONY.format(P), "I look.", ONE, "Hm.",
         ),
     ]),
 }  # fmt: skip
@@ -173,16 +173,19 @@ CORPUS: dict[str, tuple[str, list[Case]]] = {
 OTHERS: dict[str, list[str]] = {
     "hermes": ["<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": }}\n</tool_call>", "<tool_call>look</tool_call>",
                "Write <tool_call> and </tool_call> around it.", '<tool_call>{"name": "look"'],
-    "qwen3_coder": ["<tool_call>\n<function=look>\n</tool_call>", "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</tool_call>",
+    "qwen3_coder": ["<tool_call>\n<function=look>\n</tool_call>",
+                    "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</tool_call>",
                     "<function=look>\n</function>"],
     "glm": ["<tool_call>look\n<arg_key>city</arg_key>\n</tool_call>", "<tool_call>look <arg_value>1</arg_value></tool_call>"],
-    "minimax_m2": ["<minimax:tool_call>look()</minimax:tool_call>", '<minimax:tool_call><invoke name="look"></minimax:tool_call>'],
+    "minimax_m2": ["<minimax:tool_call>look()</minimax:tool_call>",
+                   '<minimax:tool_call><invoke name="look"></minimax:tool_call>'],
     "kimi_k2": [f"{KS}<|tool_call_begin|>look<|tool_call_argument_begin|>{{}}<|tool_call_end|>{KE}",
                 f"{KS}<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{{x}}<|tool_call_end|>{KE}", f"{KS}{KE}"],
     "gemma4": ["<|tool_call>call:look{city:Rome}<tool_call|>", f"<|tool_call>call:look{{city {Q}a{Q}}}<tool_call|>",
                "<|tool_call>look()<tool_call|>", f"<|tool_call>call:look{{city:{Q}a{Q}}} x<tool_call|>",
                "<|tool_call>call:look{where:" + "[" * 500 + "<tool_call|>"],
-    "deepseek": [f"{DS}{DE}", f"{DS}<｜tool▁call▁begin｜>look{{}}<｜tool▁call▁end｜>{DE}", f"{DS}{D.format('look', '{x}')}{DE}"],
+    "deepseek": [f"{DS}{DE}",
+                 f"{DS}<｜tool▁call▁begin｜>look{{}}<｜tool▁call▁end｜>{DE}", f"{DS}{D.format('look', '{x}')}{DE}"],
     "deepseek's blocks": [f"{DS}{DB.format('look', 'x')}{DE}"],
     "mistral": ["[TOOL_CALLS]look[ARGS]none", "[TOOL_CALLS]look[ARGS]{x}", "The mark is [TOOL_CALLS]."],
     "mistral_list": ["[TOOL_CALLS][1]", f"[TOOL_CALLS][{hermes('look', P)}, 1]"],

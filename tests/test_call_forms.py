@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import random
+from collections.abc import Sequence
 from typing import Any
 
+import llguidance
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from answer_streams import apart
-from call_corpus import CORPUS, OTHERS, TOOLS, Case
+from call_corpus import CORPUS, GO, LOOK, OTHERS, TOOLS, Case
 from mdi.spec.options import TOOL_PARSERS
 from mdi.text.answers import harmony
 from mdi.text.answers.events import Event
 from mdi.text.answers.forms import PARSERS, SPOKEN, Form, form_of
 from mdi.text.answers.stream import AnswerStream
+from mdi.text.limited import grammar_error
 from mdi.text.texts import TextCodec
 
 CASES = [(form, number) for form, (_, cases) in CORPUS.items() for number in range(len(cases))]
@@ -63,7 +66,9 @@ def of_pieces(form: Form, pieces: Sequence[str], is_cut: bool = False) -> tuple[
 
     def through(events: Sequence[Event], first: int) -> list[Event]:
         for parser in parsers[first:]:
-            events = [new for one in events for new in (parser.feed(one.text) if type(one).__name__ == "Text" else [one])]
+            events = [
+                new for one in events for new in (parser.feed(one.text) if type(one).__name__ == "Text" else [one])
+            ]
         return list(events)
 
     found = [new for piece in pieces for new in through(parsers[0].feed(piece), 1)]
@@ -112,7 +117,7 @@ def test_marks_may_be_special_tokens(form: str, number: int) -> None:
 def test_an_answer_that_is_cut_off_has_the_calls_that_are_whole(form: str, number: int) -> None:
     case = CORPUS[form][1][number]
     ids, n_last = ids_of(case.text, True), 0
-    for n in range(0, len(ids) + 1, 1 if len(ids) < 150 else 3):
+    for n in [*range(0, len(ids), 1 if len(ids) < 150 else 3), len(ids)]:
         words, _, calls = of_ids(form_named(form), ids[:n], 5, True, is_cut=True)
         assert calls == expected(case)[2][: len(calls)] and n_last <= len(calls), n
         begun = next((end for end in range(len(words), -1, -1) if case.words.startswith(words[:end].rstrip())), 0)
@@ -166,3 +171,84 @@ def test_a_model_that_goes_on_with_the_result_of_its_call_is_ended() -> None:
         backend, bos_id, eos_id, use_bos, processor = "huggingface", None, made.token_to_id("<eos>"), False, made
 
     assert TextCodec(Read()).eos_ids == {made.token_to_id("<eos>"), made.token_to_id("<|tool_response>")}
+
+
+FIXED = {
+    "type": "object", "required": ["unit"], "additionalProperties": False,
+    "properties": {
+        "unit": {"type": "string", "enum": ["°C", "</x>"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+}  # fmt: skip
+MADE = [*PARSERS, "deepseek's blocks"]
+
+
+@functools.cache
+def guide(has_marks: bool) -> Any:
+    written = codec(has_marks)._processor.to_str()
+    return llguidance.LLTokenizer(written, eos_token=codec(has_marks)._processor.token_to_id("<|eos|>"))
+
+
+def matcher_of(form: Form, functions: list[tuple[str, Any]], has_marks: bool) -> Any:
+    lark = form.demanded(functions, codec(has_marks).special_ids)
+    assert lark is not None and grammar_error(lark, False) == ""
+    return llguidance.LLMatcher(guide(has_marks), llguidance.LLMatcher.grammar_from_lark(lark))
+
+
+def allowed(matcher: Any) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    return [int(i) for i in np.flatnonzero(bits) if i != 256]
+
+
+def drawn(matcher: Any, seed: int) -> list[int]:
+    """Ids that a model draws which knows nothing but the grammar."""
+    rng, ids = random.Random(seed), list[int]()
+    while not matcher.is_accepting():
+        ids.append(rng.choice(allowed(matcher)))
+        assert len(ids) < 600 and matcher.consume_token(ids[-1])
+    return ids
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize("name", MADE)
+def test_a_call_that_is_demanded_is_one_whatever_the_model_draws(name: str, has_marks: bool) -> None:
+    if name == "harmony" and not has_marks:
+        return
+    form = form_named(name, has_marks)
+    functions = [("look", FIXED), ("go.to", {"type": "object", "properties": {}, "additionalProperties": False})]
+    tools = [{"function": {"name": name, "parameters": schema}} for name, schema in functions]
+    seen = set()
+    for seed in range(30):
+        ids = drawn(matcher_of(form, functions, has_marks), seed)
+        stream = AnswerStream(codec(has_marks), form, (), tools, is_call=True)
+        words, reasoning, [call] = apart([*stream.feed(ids), *stream.close(False)])
+        given = json.loads(call.arguments)
+        assert (words, reasoning) == ("", "") and call.name in ("look", "go.to")
+        assert given.get("unit") in (("°C", "</x>") if call.name == "look" else (None,)) and given.get("days", 0) <= 9
+        seen.add((call.name, "days" in given))
+    assert len(seen) == 3, "both tools, and one that is not required"
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_demanded_call_begins_with_the_first_byte_of_its_mark(name: str) -> None:
+    matcher = matcher_of(form_named(name), [("look", LOOK)], True)
+    first = codec(True)._processor.decode(allowed(matcher)[:1], skip_special_tokens=False)
+    assert len(allowed(matcher)) == 1
+    assert name == "llama3" and first == "{" or first in MARKS
+
+
+@pytest.mark.parametrize("name", [name for name in CORPUS if name != "harmony"])
+def test_the_grammar_of_a_form_takes_what_models_of_that_form_write(name: str) -> None:
+    """The first of each form; of others, models may write other blanks than the grammar."""
+    matcher, ids = (
+        matcher_of(form_named(name), [("look", LOOK), ("go.to", GO)], True),
+        ids_of(CORPUS[name][1][0].text, True),
+    )
+    assert matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def test_a_schema_that_does_not_say_which_arguments_there_are_is_json() -> None:
+    schema = {"anyOf": [LOOK, GO]}
+    for name in PARSERS:
+        has_marks = form_named(name).calls.written is not None and form_named(name).calls.written.key != ""
+        assert (form_named(name).demanded([("look", schema)], {}) is None) == has_marks, name
+    assert form_of("{{ messages }}", ()).demanded([("look", LOOK)], {}) is None

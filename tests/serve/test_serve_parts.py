@@ -509,7 +509,7 @@ def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(
 
     async def scenario() -> None:
         template = ChatTemplate(source, {})
-        model = SimpleNamespace(template=template, codec=SimpleNamespace(special_marks={}))
+        model = SimpleNamespace(template=template, form_of=lambda _: WORDS)
         with pytest.raises(ApiError) as caught:
             try:
                 await chat.opened(cast(LoadedModel, model))

@@ -189,7 +189,7 @@ def word_of(where: str, item: Mapping[str, Any], key: str) -> str:
 
 
 def new_call_id() -> str:
-    """Of a call of a tool; one that Mistral's templates take back, too: nine letters and digits."""
+    """Of a call that the model gives none; one that Mistral's templates take back, too: nine letters and digits."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 

@@ -247,7 +247,7 @@ class Surface(NamedTuple):
         """Have the texts generated, and write them."""
         opened = await asked.opened(model)
         if opened.grammar is not None:
-            await api.schemas.check(opened.grammar, *whose(exchange.key))
+            await api.schemas.check(opened.grammar["lark"], *whose(exchange.key))
         check_beams(asked.fields, exchange.key, model.context)
         await self.write(asked, Answers(api, model, exchange.key, opened, asked), exchange)
 
@@ -296,7 +296,7 @@ class Endpoint:
         api, key, fields = self._api, exchange.key, asked.fields
         owner, priority = whose(key)
         if (grammar := fields.grammar) is not None:
-            await api.schemas.check(grammar, owner, priority)
+            await api.schemas.check(grammar["schema"], owner, priority)
         async with (
             api.models.using(fields.model) as model,
             api.queue(model.name).entered(owner, priority, asked.n_texts // fields.n * fields.n_running),

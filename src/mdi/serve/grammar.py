@@ -134,7 +134,7 @@ class GrammarSource:
         """llguidance's matcher, which knows already what a text may begin with: all texts of the request need that."""
         matcher = self._llguidance.LLMatcher
         try:
-            is_schema = wanted["type"] == "schema"
+            is_schema = "schema" in wanted
             form = llguidance_form(matcher, json.dumps(wanted["schema"]) if is_schema else wanted["lark"], is_schema)
         except ValueError as e:
             raise UsageError(f"the JSON schema cannot be used: {' '.join(str(e).split())[:200]}") from None

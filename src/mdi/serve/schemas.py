@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from mdi.serve.admission import Admission
@@ -25,10 +24,13 @@ class SchemaChecks:
         self._turns = turns
         self._idle: list[LimitedProcess] = []
 
-    async def check(self, grammar: Mapping[str, Any], owner: str, priority: int) -> None:
-        """Of a request, or of the form in which a model writes a call: see GrammarSource. Raises ApiError."""
-        kind = grammar["type"]
-        written = grammar[kind] if kind == "lark" else json.dumps(grammar[kind])
+    async def check(self, schema: Any, owner: str, priority: int) -> None:
+        """Raises ApiError.
+
+        Args:
+            schema: of JSON; a text is a grammar of llguidance's own.
+        """
+        kind, written = ("lark", schema) if isinstance(schema, str) else ("schema", json.dumps(schema))
         if len(written) > SCHEMA_LIMIT:
             raise _refused(f"has more than {SCHEMA_LIMIT} characters")
         async with self._turns.entered(owner, priority, 1):

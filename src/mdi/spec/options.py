@@ -41,7 +41,8 @@ SUM_CHOICES = ("auto", *SUMS)
 UNITS_LIMIT = 4096
 # Names of mdi.text.answers.forms.
 TOOL_PARSERS = (
-    "deepseek", "gemma4", "glm", "harmony", "hermes", "kimi_k2", "llama3", "minimax_m2", "mistral", "mistral_list", "qwen3_coder",
+    "deepseek", "gemma4", "glm", "harmony", "hermes", "kimi_k2", "llama3", "minimax_m2", "mistral", "mistral_list",
+    "qwen3_coder",
 )  # fmt: skip
 
 Threads = Annotated[int, Meta(ge=1, le=N_THREADS_LIMIT)]

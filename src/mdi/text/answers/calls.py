@@ -35,7 +35,8 @@ _HEADS: dict[str, Head] = {
     _NO_MARK: (re.compile(r'(?=\[?\s*\{\s*")'), re.compile(r"\[?\s*(\{\s*)?")),
     _MISTRAL: (
         re.compile(
-            r"\s*(?:(?P<name>[\w.-]{1,64})(?:\[CALL_ID\](?P<id>\w{1,64}))?\s*(?:\[ARGS\])?\s*(?=\{)|(?=[{\[]))", re.ASCII
+            r"\s*(?:(?P<name>[\w.-]{1,64})(?:\[CALL_ID\](?P<id>\w{1,64}))?\s*(?:\[ARGS\])?\s*(?=\{)|(?=[{\[]))",
+            re.ASCII,
         ),
         re.compile(r"\s*(?:[\w.-]{1,64}\s*(?:\[[A-Z_]{0,8}(?:\]\w{0,64})?\s*){0,2})?", re.ASCII),
     ),
@@ -110,7 +111,9 @@ class Calls:
         self._marks = (*self._ends, *_OPEN, *form.heads)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._value_marks = form.value
-        self._ends_or_values = {end: re.compile(f"{re.escape(end)}|{re.escape(form.value[0])}") for end in self._ends.values()}
+        self._ends_or_values = {
+            end: re.compile(f"{re.escape(end)}|{re.escape(form.value[0])}") for end in self._ends.values()
+        }
         self._any_value = re.compile(re.escape(form.value[1]))
         self._ids: set[str] = set()  # that the model has given, each of which means one call
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}

@@ -35,7 +35,9 @@ DEEPSEEK_CALLS = CallForm(
     heads={CALLS: _HEAD, _CALL: _HEAD}, behind=(*_FENCED, _END_OF_CALL, _END_OF_CALLS),
     written=Written(f"{_BEGIN}{NAME}{_SEPARATOR}", _END),
 )  # fmt: skip
-DEEPSEEK_BLOCKS = replace(DEEPSEEK_CALLS, written=Written(f"{_BEGIN}function{_SEPARATOR}{NAME}\n{BLOCK}\n", f"\n```{_END}"))
+DEEPSEEK_BLOCKS = replace(
+    DEEPSEEK_CALLS, written=Written(f"{_BEGIN}function{_SEPARATOR}{NAME}\n{BLOCK}\n", f"\n```{_END}")
+)
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -103,7 +103,9 @@ def _value(lark: Lark, name: str, schema: Mapping[str, Any], end: str) -> str:
         lark.rule("any_text", f"{lark.text(_QUOTE)} {lark.until('any_words', _QUOTE)}")
         return "any_object" if kind == "object" else "any_list" if kind == "array" else "any_value"
     if (known := texts_of(schema)) is not None:
-        return lark.rule(name, " | ".join(f"{lark.text(_QUOTE)} {lark.words(one)} {lark.text(_QUOTE)}" for one in known))
+        return lark.rule(
+            name, " | ".join(f"{lark.text(_QUOTE)} {lark.words(one)} {lark.text(_QUOTE)}" for one in known)
+        )
     return f"{lark.text(_QUOTE)} {lark.until(name, _QUOTE)}"
 
 

@@ -21,9 +21,7 @@ FINAL = "<|channel|>final<|message|>"  # where a prompt goes on with what the us
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _BETWEEN = "\n\n"  # messages of one kind
-HARMONY_CALLS = CallForm(
-    written=Written(f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>")
-)
+HARMONY_CALLS = CallForm(written=Written(f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>"))
 
 
 class Channels:

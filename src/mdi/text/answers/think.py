@@ -1,4 +1,4 @@
-"""Reasoning between two marks before the text: <think> and </think>, as Qwen 3, DeepSeek R1, GLM and MiniMax write it, or others.
+"""Reasoning between two marks before the text, such as <think> and </think> of Qwen 3, DeepSeek R1, GLM and MiniMax.
 
 A prompt may end with the first one: then an answer begins with reasoning.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 NAME, KEY, NUMBER = "\ue000", "\ue001", "\ue002"  # in what is written: the tool's, the argument's, any number
 _PLACES = re.compile(f"([{NAME}{KEY}{NUMBER}])")
-_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+_AS_TRAINED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 # Beside these words, a schema's `properties` are not all that an object may have.
 JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 
@@ -48,7 +48,9 @@ class Lark:
                 found.append(self.words(filled))
             else:
                 parts = self._any.split(piece) if self._special else [piece]
-                found += [f"<[{self._special[one]}]>" if one in self._special else self.words(one) for one in parts if one]
+                found += [
+                    f"<[{self._special[one]}]>" if one in self._special else self.words(one) for one in parts if one
+                ]
         return " ".join(found)
 
     @staticmethod
@@ -57,13 +59,15 @@ class Lark:
         return json.dumps(text, ensure_ascii=False)
 
     def json(self, name: str, schema: Mapping[str, Any]) -> str:
-        return self.rule(name, f"%json {json.dumps({**schema, **_COMPACT})}")
+        return self.rule(name, f"%json {json.dumps({**schema, **_AS_TRAINED})}")
 
     def until(self, name: str, end: str) -> str:
         """Any text, and the end behind it."""
-        if end in self._special:
-            return f"{self.rule(name, '/(?s:.*)/')} {self.text(end)}"
-        return self.rule(name, "/(?s:.*)/", f"[suffix={self.words(end)}]")
+        words, *others = self._any.split(end) if self._special else [end]
+        behind = self.text("".join(others))
+        if not words:
+            return f"{self.rule(name, '/(?s:.*)/')} {behind}"
+        return f"{self.rule(name, '/(?s:.*)/', f'[suffix={self.words(words)}]')} {behind}".rstrip()
 
     def __str__(self) -> str:
         return "\n".join(self._rules.values()) + "\n"
