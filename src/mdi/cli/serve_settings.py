@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MDI_API_KEY"
 PRIORITY_LIMIT = 1000
-LIMITS = ("beams", "beam_tokens")  # of a key; see ApiKey
+LIMITS = ("beams", "beam_tokens", "texts", "minute_tokens", "day_tokens")  # of a key; see ApiKey
 
 
 def serve_settings(options: Options) -> ServeSettings:
@@ -109,8 +109,7 @@ def read_key(number: int, line: str) -> ApiKey:
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     key = ApiKey(digest_of(parts[0]), name, priority, role)
-    beams, beam_tokens = (int(limits.get(name, getattr(key, name))) for name in LIMITS)
-    return replace(key, beams=beams, beam_tokens=beam_tokens)
+    return replace(key, **{name: int(value) for name, value in limits.items()})
 
 
 def _check_tls(cert: Path, key: Path) -> None:

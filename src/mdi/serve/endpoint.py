@@ -295,13 +295,15 @@ class Endpoint:
     async def _run(self, asked: Asked, exchange: Exchange) -> None:
         api, key, fields = self._api, exchange.key, asked.fields
         owner, priority = whose(key)
-        if (grammar := fields.grammar) is not None:
-            await api.schemas.check(grammar["schema"], owner, priority)
-        async with (
-            api.models.using(fields.model) as model,
-            api.queue(model.name).entered(owner, priority, asked.n_texts // fields.n * fields.n_running),
-        ):
-            await self._surface.answer(asked, api, model, exchange)
+        n_texts = asked.n_texts // fields.n * fields.n_running
+        with api.quotas.begun(owner, n_texts):
+            if (grammar := fields.grammar) is not None:
+                await api.schemas.check(grammar["schema"], owner, priority)
+            async with (
+                api.models.using(fields.model) as model,
+                api.queue(model.name).entered(owner, priority, n_texts),
+            ):
+                await self._surface.answer(asked, api, model, exchange)
 
 
 async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:

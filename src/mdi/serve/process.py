@@ -34,6 +34,8 @@ class ApiKey:
     priority: larger goes first.
     role: one of ROLES. An operator may also load, unload and pull models, and invite machines.
     beams: of one prompt, at most; beam_tokens: new tokens of all beams of a request together, at most.
+    texts: at the same time, at most; minute_tokens, day_tokens: of prompts and texts in a minute and in a day, see
+        `mdi.serve.quotas`; 0: any number.
     """
 
     digest: str
@@ -42,6 +44,9 @@ class ApiKey:
     role: str = "user"
     beams: int = 8
     beam_tokens: int = 16384
+    texts: int = 0
+    minute_tokens: int = 0
+    day_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -420,7 +420,7 @@ async def write_texts(
                     continue  # tokens beyond a stop string
                 now = time.monotonic()
                 if event.tokens:
-                    _count(api, len(event.tokens), begin, last[index], now)
+                    _count(api, owner, len(event.tokens), begin, last[index], now)
                 last[index] = now
                 n_before = None
                 if event.n_kept is not None:
@@ -444,13 +444,13 @@ async def write_texts(
                 observer.ended("cancelled")
 
 
-def _count(api: ApiState, n_tokens: int, begin: float, last: float, now: float) -> None:
+def _count(api: ApiState, owner: str, n_tokens: int, begin: float, last: float, now: float) -> None:
     """Tell the observers of new tokens of a text, whose last ones came at `last`."""
     is_first = last == begin
     for observer in api.observe:
         if is_first:
             observer.first_token(now - begin)
-        observer.tokens(n_tokens, 0.0 if is_first else now - last)
+        observer.tokens(owner, n_tokens, 0.0 if is_first else now - last)
 
 
 def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: CommonFields, index: int) -> dict[str, Any]:
