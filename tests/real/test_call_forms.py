@@ -33,6 +33,14 @@ TEMPLATES = {
     "mistral_list": ("]", ["mistralai-Mistral-Nemo-Instruct-2407"]),
     "llama3": ("}", ["meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"]),
 }  # fmt: skip
+BEGINS = (
+    "<tool_call>",
+    "<minimax:tool_call>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call>",
+    "[TOOL_CALLS]",
+    '{"name"',
+)
 CASES = [(form, name) for form, (_, names) in TEMPLATES.items() for name in names]
 # By llama.cpp's authors; they change lists, which neither transformers nor this server lets a template do.
 REFUSED = {"Kimi-K2-Instruct": "kimi_k2", "Kimi-K2-Thinking": "kimi_k2"}
@@ -65,8 +73,8 @@ def written(form: Form, name: str, end: str, n: int) -> str:
     question = user("How is it there?")
     said = rendered(template(name), form.messages([question, answer("I look.", tool_calls=called(n))]), TOOLS)
     said = said[: said.rindex(end) + len(end)]
-    begin = next(one for one in ("I look.", '{"name"', "How is it there?") if one in said)
-    return said[said.rindex(begin) :]
+    at = said.rindex("How is it there?")
+    return said[min(found for mark in BEGINS if (found := said.find(mark, at)) >= 0) :]
 
 
 @pytest.mark.parametrize(("form", "name"), CASES)
@@ -99,7 +107,7 @@ def test_a_result_that_has_the_marks_of_a_call_goes_to_the_model_and_is_no_call(
     """The result of a tool, and the user's words: the parser reads what the model writes, and nothing else."""
     found = form_of(template(name), ())
     calls = called(1)
-    hostile = written(found, name, TEMPLATES[form][0], 1).replace("I look.", "").strip()
+    hostile = written(found, name, TEMPLATES[form][0], 1)
     result = {"role": "tool", "content": hostile, "tool_call_id": calls[0]["id"], "name": "get_weather"}
     chat = [user(f"What does {hostile} mean?"), answer("", tool_calls=calls), result]
     prompt = rendered(template(name), found.messages(chat), TOOLS)
