@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,20 @@ from mdi.units import size
 FILE = "packed.json"
 LEAST_BYTES = 1 << 20  # a smaller part is packed sooner than a file is written
 DISK_LEFT_BYTES = 1 << 30  # that stay free; less than that, and nothing is kept
+TOLD_BYTES = 1 << 30  # so many are not written without a word
 
 logger = logging.getLogger("mdi")
 
 
 class KeptPacked:
-    """Packed parts in a store. For one thread at a time; of several processes each may make the same file."""
+    """Packed parts in a store. For one thread at a time; of several processes each may make the same file.
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
+    Args:
+        n_bytes: of all parts that may be made. Many are announced before the first is.
+    """
+
+    def __init__(self, store: BlockStore, n_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._store, self._n_bytes, self._is_told = store, n_bytes, False
 
     def part(self, source: WeightSource, part: Part, packing: Packing, keep: set[str], cancel: Cancel) -> WeightSource:
         """The source of a part: its packed form, made now if it is missing; `source` if that cannot be kept.
@@ -83,6 +88,7 @@ class KeptPacked:
     def _make(
         self, packed: PackedSource, part: str, key: str, keep: set[str], cancel: Cancel
     ) -> PartInfo:  # fmt: skip
+        self._tell()
         digest, n_bytes = hashlib.sha256(), 0
         path = self._store.directory / f"{key}.packed"
         with replacing(path, makes_folder=True) as file:
@@ -98,6 +104,14 @@ class KeptPacked:
         self._remember(key, info)
         logger.debug("%s is packed, %s, and kept for the next start", part, size(n_bytes))
         return info
+
+    def _tell(self) -> None:
+        if not self._is_told and (n_bytes := self._n_bytes()) >= TOLD_BYTES:
+            logger.info(
+                "packed weights, up to %s, are kept in %s for the next start (--cache-dir moves them, `mdi cache` cleans)",
+                size(n_bytes), self._store.directory,
+            )  # fmt: skip
+        self._is_told = True
 
     def _find(self, key: str, part: str) -> PartInfo | None:
         entry = read_packed(self._store.directory).get(key)

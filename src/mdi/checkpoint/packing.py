@@ -38,7 +38,7 @@ from mdi.kernels.layout import (
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
 from mdi.kernels.weight_formats import PACKED_ROWS, is_packed_form, packed_form_of, table_is_int8
-from mdi.model.spec import ModelSpec
+from mdi.model.spec import Experts, ModelSpec
 from mdi.model.tensors import EMBEDDING, FINAL_NORM
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
@@ -316,7 +316,10 @@ def norm_before(name: str, model: ModelSpec) -> str | None:
     if layer in _ATTENTION:
         return f"{block}norm_1.weight"
     if _MLP.fullmatch(layer):
-        is_shared = model.blocks[int(match[2])].norm_is_shared
+        of = model.blocks[int(match[2])]
+        if isinstance(of.mlp, Experts) and of.mlp.own_norm is not None and not layer.startswith("mlp.shared"):
+            return None  # a norm of their own, which stays as it is
+        is_shared = of.norm_is_shared
         return f"{block}norm_1.weight" if is_shared else f"{block}norm_2.weight"
     return None
 

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     from mdi.placement.profile import ClusterProfile
 
 
+FIRST = (
+    "--profiles", "--nodes-config", "--key", "--example", "--ckpt",
+    "--config", "--quantize", "--n-samples", "--sequence-length", "--placement", "--json",
+    "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options(
         "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "example",

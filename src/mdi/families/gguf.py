@@ -44,6 +44,11 @@ class Fields:
         self.values, self.shapes, self._numbers = values, shapes, numbers
         self.arch = values.get("general.architecture")
 
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """Of the same file, with other values of some fields."""
+        own = {f"{self.arch}.{name}": value for name, value in values.items()}
+        return Fields({**self.values, **own}, self.shapes, self._numbers)
+
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(f"{self.arch}.{name}", default)
 
@@ -127,16 +132,18 @@ class Gguf:
             place of these. What the file does not say is as llama.cpp has it. Raises ValueError, TypeError, OverflowError.
         names: of their tensors.
         is_one: whether a file of the architecture is one of the family, where several have the same.
+        sized: the fields in which `sizes` finds those of the first block, where blocks differ.
     """
 
     architecture: str
     read: Callable[[Fields, Json], Json]
     names: Names = names()
     is_one: Callable[[Fields], bool] = lambda _: True
+    sized: Callable[[Fields], Fields] = lambda fields: fields
 
     def config_json(self, fields: Fields) -> Json:
         """What config.json would say, but for model_type. Raises as `read`."""
-        found = {**sizes(fields), **rope(fields)}
+        found = {**sizes(self.sized(fields)), **rope(fields)}
         return {**found, **self.read(fields, found)}
 
 

@@ -20,6 +20,7 @@ from . import (
     ernie,
     falcon,
     gemma,
+    gemma4,
     glm,
     gpt2,
     gpt_oss,
@@ -34,7 +35,25 @@ from . import (
     stablelm,
 )
 
-_FILES = (llama, qwen, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie, smollm)
+_FILES = (
+    llama,
+    qwen,
+    phi,
+    glm,
+    minimax,
+    gpt_oss,
+    gemma,
+    gemma4,
+    olmo,
+    stablelm,
+    neox,
+    falcon,
+    bloom,
+    opt,
+    gpt2,
+    ernie,
+    smollm,
+)
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 # Those of which GGUF files are read, by their architecture there.

@@ -33,11 +33,13 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from mdi.control_groups import n_cores
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
 from mdi.kernels.block_rows import chosen_rows, numbers_of, pack_rows, unpack_rows
@@ -341,10 +343,10 @@ class PackedRows:
 
 
 def pack_blocks(into: Matrix, read: Callable[[slice], np.ndarray], name: str = "a weight") -> None:
-    """A weight in a block type of GGUF files, with the same numbers.
+    """A weight in a type of GGUF files, with the same numbers, on all cores.
 
     Args:
-        into: of such a format, and of whole blocks; its memory is filled.
+        into: of a format that `pack_rows` makes, and of whole blocks; its memory is filled.
         read: gives rows of the weight as in the file, uint8 (n, bytes of a row).
         name: of the tensor, for errors.
 
@@ -353,10 +355,20 @@ def pack_blocks(into: Matrix, read: Callable[[slice], np.ndarray], name: str = "
     """
     panels = _panels_of(into)
     n_rows = max(1, _BYTES_AT_A_TIME // panels[0].nbytes) * PANEL if len(panels) else PANEL
-    for first in range(0, into.n_out, n_rows):
+
+    def fill(first: int) -> bool:
         rows = read(slice(first, min(first + n_rows, into.n_out)))
-        if not pack_rows(into.format, rows, panels[first // PANEL : (first + padded(len(rows), PANEL)) // PANEL]):
-            check_range("float32", math.nan, name, clips=False)
+        return pack_rows(into.format, rows, panels[first // PANEL : (first + padded(len(rows), PANEL)) // PANEL])
+
+    starts = range(0, into.n_out, n_rows)
+    n_threads = min(len(starts), math.ceil(n_cores()))
+    if n_threads < 2:
+        is_finite = all(map(fill, starts))
+    else:
+        with ThreadPoolExecutor(n_threads, "pack") as pool:
+            is_finite = all(pool.map(fill, starts))
+    if not is_finite:
+        check_range("float32", math.nan, name, clips=False)
 
 
 def block_rows(matrix: Matrix) -> Bytes:

@@ -224,7 +224,7 @@ def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) ->
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
         macs=round(sum(math.prod(shape) * _used(block.mlp, name) for name, shape in own.items() if len(shape) == 2)),
-        cache=kind_of(block).of_blocks(1, kv_dtype, unit=1),
+        cache=kind_of(block).of_blocks(int(block.cache_of is None), kv_dtype, unit=1),
     )
 
 

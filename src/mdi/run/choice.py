@@ -21,7 +21,7 @@ from mdi.errors import Code, NodeLostError, PlacementError, UsageError
 from mdi.files import default_cache_dir
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
-from mdi.host.resources import device_free_bytes
+from mdi.host.resources import device_free_bytes, memory_bytes
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.format_maps import shown
 from mdi.kernels.weight_formats import (
@@ -611,7 +611,10 @@ def told_choice(weights: StarterWeights, form: str) -> str:
     n_bytes = model_shape(weights.config, form).weight_bytes - weights.shared_bytes
     exact = "float32" if weights.own_formats else OWN_FORMAT.get(weights.model.dtype, "float32")
     others = "" if form == exact else f" (--quantize {exact}: with its exact numbers)"
-    return f"{weights.model.name}: weights in {shown(form)}, {size(n_bytes)}{others}"
+    own = packed_bytes(weights.config, weights.model.name, stage_parts(0, weights.blocks[0][1], starter=True), form)
+    own, there = own - weights.shared_bytes, memory_bytes()
+    share = f", {size(own)} of them in this node's {size(there)} of memory" if own > there / 2 else ""
+    return f"{weights.model.name}: weights in {shown(form)}, {size(n_bytes)}{share}{others}"
 
 
 def first_that_fits(formats: list[str | None], place: Callable[[str | None], None]) -> None:

@@ -39,6 +39,11 @@ SUMS = ("star", "exchange", "ring", "tree")
 DEFAULT_SUM = "exchange"
 SUM_CHOICES = ("auto", *SUMS)
 UNITS_LIMIT = 4096
+# Names of mdi.text.answers.forms.
+TOOL_PARSERS = (
+    "deepseek", "gemma4", "glm", "harmony", "hermes", "kimi_k2", "llama3", "minimax_m2", "mistral", "mistral_list",
+    "qwen3_coder",
+)  # fmt: skip
 
 Threads = Annotated[int, Meta(ge=1, le=N_THREADS_LIMIT)]
 Frames = Annotated[int, Meta(ge=1, le=N_FRAMES_LIMIT)]
@@ -666,6 +671,9 @@ class Options(StarterOptions):
         "also serve Ollama's API, on this port (Ollama's own is 11434; 0: any free one); without API keys to this machine only",
         metavar="PORT",
     )] = None
+    tool_parser: Annotated[str | None, Option(
+        "how the models write calls of tools (default: as their chat templates say)", choices=TOOL_PARSERS,
+    )] = None
     open: Annotated[bool, Option("open the server's page in a browser")] = False
 
     # Models on the disk
@@ -677,6 +685,7 @@ class Options(StarterOptions):
     words: Annotated[tuple[str, ...], Option(
         "text to answer; without it, a chat begins", ("words",), metavar="PROMPT", nargs="*"
     )] = ()
+    shell: Annotated[str, Option("of which shell", ("shell",), metavar="SHELL", choices=("bash", "zsh", "fish"))] = ""
     name: Annotated[str, Option("name as `mdi list` shows it", ("name",), metavar="NAME")] = ""
     yes: Annotated[bool, Option("do not ask first", ("-y", "--yes"))] = False
     action: Annotated[str | None, Option(
@@ -769,5 +778,5 @@ COMMON = ("verb", "debug", "log_json")
 NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
-    "keep_alive", "alias", "ollama_port", "open",
+    "keep_alive", "alias", "tool_parser", "ollama_port", "open",
 )  # fmt: skip
