@@ -167,7 +167,9 @@ def main() -> None:
                 gpt = gpt_of(file, file.own_formats)
                 rows.append({"model": kind, "format": "llama.cpp's Q4_K_M", **measured(gpt, held_out, exact)})
     for row in rows:
-        print(f"{row['model']:<8} {row['format']:<20} perplexity {row['perplexity']:8.4f}   divergence {row['divergence']:.6f}")
+        print(
+            f"{row['model']:<8} {row['format']:<20} perplexity {row['perplexity']:8.4f}   divergence {row['divergence']:.6f}"
+        )
     save(args.json, {"rows": rows, "n_tokens": len(held_out)})
 
 
