@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from mdi.checkpoint.folder import CHAT_TEMPLATE
 from mdi.errors import CheckpointError
 from mdi.files import replacing
 from mdi.spec.decode import shown
@@ -186,3 +187,101 @@ def _settings(fields: dict[str, Any]) -> dict[str, Any]:
             named = {"default": template, "tool_use": for_tools}
             settings["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
     return settings
+
+
+_BYTE, _UNUSED = 6, 5
+_NO_MERGE = -1e9  # the score of a piece that no merge makes
+# What kinds of pre-tokenizers cut in different ways.
+_PROBE = (
+    "The cat's 1234567 l\u00e9gumes,DON'T  stop!!\r\n\n\t x=[3.14];  \u4e2d\u6587\u5b57 \u0410\u0411\n"
+    "camelCase HTTPServer\n  end of it, and some more words that make this line long enough to stay cut in two. "
+)
+
+
+def tokenizer_fields(directory: Path, n_tokens: int) -> dict[str, Any]:
+    """The fields of a GGUF file for the tokenizer of a folder: the reverse of `write_tokenizer`.
+
+    Args:
+        n_tokens: rows of the embedding; what the tokenizer lacks of them is filled up.
+
+    Raises:
+        CheckpointError: there is no tokenizer.json, or one that GGUF files have no fields for.
+    """
+    path = directory / "tokenizer.json"
+    try:
+        whole, settings = json.loads(path.read_bytes()), _read_json(directory / "tokenizer_config.json")
+        ends = _read_json(directory / "generation_config.json").get("eos_token_id")
+        original = Tokenizer.from_file(str(path))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no tokenizer.json, from which the fields of a GGUF file are made"
+        ) from None
+    except Exception as e:  # the tokenizers library raises bare Exception
+        raise CheckpointError(f"{path} cannot be used: {' '.join(str(e).split())[:200]}") from None
+    model, added = whole.get("model", {}), whole.get("added_tokens", [])
+    vocabulary = {**model.get("vocab", {}), **{entry["content"]: entry["id"] for entry in added}}
+    if model.get("type") != "BPE" or max(vocabulary.values(), default=0) >= n_tokens:
+        raise CheckpointError(
+            f"{path}: only tokenizers of the type BPE, with ids below {n_tokens}, can be in a GGUF file"
+        )
+    tokens = [f"[PAD{i}]" for i in range(n_tokens)]
+    types = [_UNUSED] * n_tokens
+    kinds = {entry["content"]: _CONTROL if entry["special"] else _USER_DEFINED for entry in added}
+    merges_bytes = not model.get("byte_fallback")
+    for token, number in vocabulary.items():
+        is_byte = not merges_bytes and len(token) == 6 and token.startswith("<0x")
+        is_unknown = not merges_bytes and token == model.get("unk_token")
+        tokens[number] = token
+        types[number] = _UNKNOWN if is_unknown else kinds.get(token, _BYTE if is_byte else _NORMAL)
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+    fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    if merges_bytes:
+        fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": [" ".join(merge) for merge in merges]}
+        fields["tokenizer.ggml.pre"] = _name_of(original, fields, path)
+    else:
+        ranks: dict[str, int] = {}
+        for rank, (left, right) in enumerate(merges):
+            ranks.setdefault(left + right, rank)
+        scores = [-float(ranks[token]) if token in ranks else _NO_MERGE for token in tokens]
+        has_prefix = "Prepend" in json.dumps(whole.get("normalizer"))
+        fields |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
+        fields["tokenizer.ggml.add_space_prefix"] = has_prefix
+    again = _tokenizer(fields)
+    if again.encode(_PROBE, add_special_tokens=False).ids != original.encode(_PROBE, add_special_tokens=False).ids:
+        raise CheckpointError(f"{path}: a GGUF file would split texts in another way")
+    numbers = [ends] if isinstance(ends, int) else list(ends or [])
+    named = {name: settings.get(f"{name}_token") for name in ("bos", "eos")}
+    found = {name: vocabulary.get(t["content"] if isinstance(t, dict) else t) for name, t in named.items() if t}
+    if found.get("eos") is not None:
+        numbers = [found["eos"], *(number for number in numbers if number != found["eos"])]
+    bos = found.get("bos")
+    for name, number in zip(("eos", "eot", "eom"), numbers, strict=False):
+        fields[f"tokenizer.ggml.{name}_token_id"] = number
+    if bos is not None:
+        begins = original.encode("a").ids[:1] == [bos]
+        fields |= {
+            "tokenizer.ggml.bos_token_id": bos,
+            "tokenizer.ggml.add_bos_token": settings.get("add_bos_token", begins),
+        }
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((one["template"] for one in template if one.get("name") == "default"), None)
+    if (directory / CHAT_TEMPLATE).is_file():
+        template = (directory / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    return {**fields, **({"tokenizer.chat_template": template} if template else {})}
+
+
+def _name_of(original: Tokenizer, fields: dict[str, Any], path: Path) -> str:
+    """The name of the kind that cuts texts as a tokenizer does. Raises CheckpointError: none does."""
+    wanted = original.pre_tokenizer.pre_tokenize_str(_PROBE) if original.pre_tokenizer else None
+    for kind in dict.fromkeys(PRE_TOKENIZERS.values()):
+        made = _byte_level({**fields, "tokenizer.ggml.pre": kind.names[0]}, fields["tokenizer.ggml.tokens"])
+        if wanted is not None and made.pre_tokenizer.pre_tokenize_str(_PROBE) == wanted:
+            return kind.names[0]
+    raise CheckpointError(f"{path}: it cuts texts in a way for which GGUF files have no name here")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Nothing, if there is no such file."""
+    found = json.loads(path.read_bytes()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}

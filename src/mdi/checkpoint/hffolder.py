@@ -136,6 +136,10 @@ class HfFolder(WeightSource):
     def read_bytes(self, name: str) -> int:
         return self.specs[name].n_bytes if any(file.stays_mapped for file in self._opened) else 0
 
+    def same_as(self, name: str) -> str:
+        is_tied = name == HEAD and self.tensor_pieces[HEAD] == self.tensor_pieces[EMBEDDING]
+        return EMBEDDING if is_tied else name
+
     def part_names(self) -> list[str]:
         return stage_parts(0, self.spec.n_layer, starter=True)
 

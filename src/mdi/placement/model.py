@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
@@ -181,6 +182,7 @@ def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> Mod
         CheckpointError: litgpt cannot build such a model.
         UsageError: the format is unknown.
     """
+    format = meant(format, config)
     weight_format(format)
     return cached_shape(config, format, kv_dtype)
 
