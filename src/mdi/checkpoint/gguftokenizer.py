@@ -21,13 +21,15 @@ from mdi.text.pretokenizers import GPT2, NOT_STRIPPED, PRE_TOKENIZERS, STRIPPING
 
 logger = logging.getLogger("mdi")
 
-# By tokenizer.ggml.model: whether pairs of bytes are merged, as by GPT-2, or pieces of sentencepiece's vocabularies.
-_MERGES_BYTES = {"gpt2": True, "llama": False}
+# By tokenizer.ggml.model: whether pairs of bytes are merged, as by GPT-2, or pieces of sentencepiece's vocabularies; and of the
+# latter, which are merged in the order of a list.
+_MERGES_BYTES = {"gpt2": True, "llama": False, "gemma4": False}
+_LISTED = {"gemma4": True}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 _MAX_PIECE = 256  # characters; a longer one is not a word, and splitting it would take long
 # Tokens that end a turn where the template has them, which older files do not say.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<turn|>")
 
 
 def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> None:
@@ -91,11 +93,21 @@ def _pre_tokenizer(fields: dict[str, Any]) -> PreTokenizer | None:
     return PRE_TOKENIZERS.get(str(fields.get("tokenizer.ggml.pre", "default")))
 
 
-def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
-    """GPT-2's kind: bytes, written as letters, merged in the order of a list."""
+def _listed_merges(fields: dict[str, Any]) -> list[tuple[str, ...]]:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
     if any(len(merge) != 2 for merge in merges):
         raise ValueError("one of its merges is not of two parts")
+    return merges
+
+
+def _is_listed(fields: dict[str, Any]) -> bool:
+    """Whether pieces are merged in the order of a list; otherwise by their scores."""
+    return _LISTED.get(str(fields.get("tokenizer.ggml.model")), False)
+
+
+def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """GPT-2's kind: bytes, written as letters, merged in the order of a list."""
+    merges = _listed_merges(fields)
     cut = _pre_tokenizer(fields)
     if cut is None:
         name = fields["tokenizer.ggml.pre"]
@@ -112,11 +124,26 @@ def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _sentencepiece(fields: dict[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """Pieces in which blanks are visible, and bytes for what the vocabulary lacks."""
+    ids, is_listed = {token: i for i, token in enumerate(tokens)}, _is_listed(fields)
+    pairs = _listed_merges(fields) if is_listed else _merges_by_score(fields, tokens, types, ids)
+    unknown = next((t for t, n in zip(tokens, types, strict=True) if n == _UNKNOWN), None)
+    made = Tokenizer(BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
+    has_prefix = not is_listed and bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    normal: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    made.normalizer = normalizers.Sequence([*normal, normalizers.Replace(" ", _SPACE)])
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return made
+
+
+def _merges_by_score(
+    fields: dict[str, Any], tokens: list[str], types: list[int], ids: dict[str, int]
+) -> list[tuple[str, ...]]:
     """Llama 1's and 2's kind: of two neighbours those are merged first that make the piece with the best score."""
     scores = [float(score) for score in fields["tokenizer.ggml.scores"]]
     if len(scores) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens, and scores of {len(scores)}")
-    ids = {token: i for i, token in enumerate(tokens)}
     usable = {t for t, n in zip(tokens, types, strict=True) if n in (_NORMAL, _USER_DEFINED) and len(t) <= _MAX_PIECE}
     merges = []
     for token in usable:
@@ -125,15 +152,7 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str], types: list[int]) 
             if left in usable and right in usable:
                 merges.append((-scores[ids[token]], ids[left], ids[right], left, right))
     merges.sort()
-    unknown = next((t for t, n in zip(tokens, types, strict=True) if n == _UNKNOWN), None)
-    pairs = [(left, right) for *_, left, right in merges]
-    made = Tokenizer(BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
-    has_prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
-    normal: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
-    made.normalizer = normalizers.Sequence([*normal, normalizers.Replace(" ", _SPACE)])
-    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
-    return made
+    return [(left, right) for *_, left, right in merges]
 
 
 def _wants_bos(fields: dict[str, Any]) -> bool:
