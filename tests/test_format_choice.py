@@ -71,3 +71,17 @@ def test_one_node_takes_what_its_memory_allows(free: int, expected: str, monkeyp
         assert packing is not None and packing.blocks == packing.head == expected
     finally:
         starter.close()
+
+
+@pytest.mark.skipif(library.load() is None, reason="no kernels")
+@pytest.mark.parametrize("there", [4_000_000, 10**12])
+def test_more_than_half_of_the_memory_is_said(
+    there: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(format_choice, "memory_bytes", lambda: there)
+    caplog.set_level("INFO", "mdi")
+    options = StarterOptions(ckpt=NANO, quantize="auto", quantize_head="auto")
+    with Run(GivenNodes(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), ())), options, 20, n_texts=1):
+        pass
+    told = next(one.getMessage() for one in caplog.records if ": weights in" in one.getMessage())
+    assert ("of memory" in told) is (there == 4_000_000)

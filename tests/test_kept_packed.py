@@ -76,6 +76,21 @@ def is_equal(a: PartWeights, b: PartWeights) -> bool:
     return names == sorted(b) and all(np.array_equal(x.reshape(-1), y.reshape(-1)) for x, y in pairs)
 
 
+@pytest.mark.parametrize("most", [1 << 40, 1000])
+def test_much_is_announced_once_before_it_is_written(
+    most: int, tmp_path: Path, source: WeightSource, packings: list[str], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kept_packed, "TOLD_BYTES", most)
+    caplog.set_level("INFO", "mdi")
+    store = BlockStore(tmp_path / "kept", None)
+    kept = KeptPacked(store, lambda: 2000 if not packings else pytest.fail("asked while it is written"))
+    for part in (PART, "block.2"):
+        kept.part(source, source.info(part), INT4, set(), Cancel())
+    told = [one.getMessage() for one in caplog.records if one.levelname == "INFO"]
+    assert len(told) == (most == 1000) and all(str(tmp_path) in one for one in told) and len(packings) == 2
+
+
 def test_the_second_start_maps_what_the_first_one_packed(
     tmp_path: Path, source: WeightSource, packings: list[str]
 ) -> None:

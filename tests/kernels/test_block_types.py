@@ -8,11 +8,22 @@ from block_files import extreme_rows, halves_of, numbers, random_rows
 from forced import forced, instruction_sets
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from mdi.checkpoint import gguf
 from mdi.errors import CheckpointError
 from mdi.kernels import library
-from mdi.kernels.block_rows import drawn_rows, pack_rows, pack_rows_in_numpy
+from mdi.kernels.block_rows import drawn_rows, file_block_bytes, pack_rows, pack_rows_in_numpy
 from mdi.kernels.blocks import Context, Linear
-from mdi.kernels.layout import Matrix, PackedRows, block_rows, cut, empty, matrix_bytes, pack_blocks, unpack
+from mdi.kernels.layout import (
+    Matrix,
+    PackedRows,
+    block_rows,
+    cut,
+    empty,
+    matrix_bytes,
+    pack_blocks,
+    pack_halves,
+    unpack,
+)
 from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, layout_of
 
 FORMS = list(BLOCK_TYPES)
@@ -74,6 +85,45 @@ def test_scales_that_are_not_finite_are_refused_by_name(form: str) -> None:
             assert not pack_rows_in_numpy(form, rows, to) and not pack_rows(form, rows, to)
             with pytest.raises(CheckpointError, match="blk.7 has numbers that are not finite"):
                 pack_blocks(empty(form, 20, n_in), lambda part, rows=rows: rows[part], "blk.7")
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind, form", [("Q4_0", "int4"), ("MXFP4", "mxfp4")])
+def test_halves_of_bytes_are_those_that_numpy_makes(kind: str, form: str) -> None:
+    """Of rows and blocks that fill their panels and records, and of others; a scale that is not finite is refused."""
+    random, size = np.random.default_rng(4), file_block_bytes(form)
+    for n_out, n_blocks in ((32, 4), (75, 13), (5, 1), (16, 2)):
+        rows = random.integers(0, 256, (n_out, n_blocks, size), np.uint8)
+        rows[..., size - 17] &= 0x3B  # finite scales
+        rows = rows.reshape(n_out, -1)
+        found, expected = empty(form, n_out, 32 * n_blocks), empty(form, n_out, 32 * n_blocks)
+        found.data[:] = 7
+        pack_blocks(found, lambda at, rows=rows: rows[at])
+        pack_halves(expected, lambda at, rows=rows: gguf.halves_of(kind, rows[at], "w"))
+        assert np.array_equal(found.data, expected.data)
+        rows[-1, size - 17] = 0x7C if form == "int4" else 253
+        with pytest.raises(CheckpointError, match="blk.7 has numbers that are not finite"):
+            pack_blocks(found, lambda at, rows=rows: rows[at], "blk.7")
+
+
+def test_several_threads_make_the_bytes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, n_out = random_rows("q4_k", 1000, 8192), 1000
+    found, expected = empty("q4_k", n_out, 8192), empty("q4_k", n_out, 8192)
+    assert pack_rows("q4_k", rows, expected.data)
+    seen = set()
+
+    def read(at: slice) -> np.ndarray:
+        seen.add((at.start, at.stop))
+        return rows[at]
+
+    for n_threads in (1, 3):
+        monkeypatch.setattr("mdi.kernels.layout.n_cores", lambda n=n_threads: n)
+        found.data[:], seen = 7, set()
+        pack_blocks(found, read)
+        assert np.array_equal(found.data, expected.data) and len(seen) > 3
+    rows[n_out - 1, 1] = 0x7C  # the last piece
+    with pytest.raises(CheckpointError, match="not finite"):
+        pack_blocks(found, read)
 
 
 def exact_activations(n_rows: int, n_in: int, seed: int = 2) -> np.ndarray:

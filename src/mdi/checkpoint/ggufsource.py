@@ -44,6 +44,7 @@ from mdi.families.gguf import Fields
 from mdi.families.names import Names, Piece
 from mdi.families.registry import GGUF, family_in_gguf
 from mdi.files import replacing
+from mdi.kernels import library
 from mdi.kernels.format_maps import joined_pieces, map_of
 from mdi.kernels.layout import Matrix, empty, pack_blocks, pack_halves, pack_into
 from mdi.kernels.lazy_rows import LazyRows, Rows, joined, part_of_rows, spans
@@ -141,7 +142,7 @@ class GgufSource(WeightSource):
             own = slice(first + at.start, first + at.stop)
             return joined(self._some(pieces, own, lambda piece, part: read_rows(part)))
 
-        if kind in CARRIED_OVER:
+        if kind in CARRIED_OVER and library.load() is None:
             pack_halves(into, lambda at: halves_of(kind, read(at), where))
         else:
             pack_blocks(into, read, where)

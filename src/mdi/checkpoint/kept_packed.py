@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.packing import Packing, PartWeights
+from mdi.checkpoint.part_users import note_user
+from mdi.checkpoint.parts import Part, PartInfo, part_of
 from mdi.checkpoint.records import read_kept, write_kept
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
@@ -29,15 +32,20 @@ from mdi.units import size
 FILE = "packed.json"
 LEAST_BYTES = 1 << 20  # a smaller part is packed sooner than a file is written
 DISK_LEFT_BYTES = 1 << 30  # that stay free; less than that, and nothing is kept
+TOLD_BYTES = 1 << 30  # so many are not written without a word
 
 logger = logging.getLogger("mdi")
 
 
 class KeptPacked:
-    """Packed parts in a store. For one thread at a time; of several processes each may make the same file."""
+    """Packed parts in a store. For one thread at a time; of several processes each may make the same file.
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
+    Args:
+        n_bytes: of all parts that may be made. Many are announced before the first is.
+    """
+
+    def __init__(self, store: BlockStore, n_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._store, self._n_bytes, self._is_told = store, n_bytes, False
 
     def part(self, source: WeightSource, part: Part, packing: Packing, keep: set[str], cancel: Cancel) -> WeightSource:
         """The source of a part: its packed form, made now if it is missing; `source` if that cannot be kept.
@@ -80,6 +88,7 @@ class KeptPacked:
     def _make(
         self, packed: PackedSource, part: str, key: str, keep: set[str], cancel: Cancel
     ) -> PartInfo:  # fmt: skip
+        self._tell()
         digest, n_bytes = hashlib.sha256(), 0
         path = self._store.directory / f"{key}.packed"
         with replacing(path, makes_folder=True) as file:
@@ -96,6 +105,14 @@ class KeptPacked:
         logger.debug("%s is packed, %s, and kept for the next start", part, size(n_bytes))
         return info
 
+    def _tell(self) -> None:
+        if not self._is_told and (n_bytes := self._n_bytes()) >= TOLD_BYTES:
+            logger.info(
+                "packed weights, up to %s, are kept in %s for the next start (--cache-dir moves them, `mdi cache` cleans)",
+                size(n_bytes), self._store.directory,
+            )  # fmt: skip
+        self._is_told = True
+
     def _find(self, key: str, part: str) -> PartInfo | None:
         entry = read_packed(self._store.directory).get(key)
         return PartInfo(part, *entry) if entry is not None and entry[0] in self._store.parts() else None
@@ -105,6 +122,52 @@ class KeptPacked:
         kept = {k: entry for k, entry in read_packed(self._store.directory).items() if entry[0] in here}
         kept[key] = info.sha256, info.n_bytes
         write_kept(self._store.directory / FILE, kept)
+
+
+class MadeSource(PackedSource):
+    """Another source's weights in a format that takes long to make: each part is made once, and kept on disk.
+
+    Args:
+        folder: of the store that keeps parts.
+        directory: of the model, for who looks at the store.
+    """
+
+    def __init__(self, source: WeightSource, packing: Packing, folder: Path, directory: Path) -> None:
+        super().__init__(source, packing)
+        self._store, self._directory = BlockStore(folder), directory
+        self._kept, self._keep = KeptPacked(self._store), set[str]()
+        self._parts: dict[str, WeightSource | None] = {}  # None: it is not kept
+
+    @property
+    def shared_bytes(self) -> int:
+        """Files share no memory."""
+        return 0
+
+    def _part(self, name: str) -> WeightSource | None:
+        if name not in self._parts:
+            part, plain = self.source.info(name), self.source
+            found = self._kept.part(plain, part, self.packing, self._keep, Cancel()) if self.packing else plain
+            note_user(self._store, self._keep, self.model, self._directory)
+            self._parts[name] = None if found is plain else found
+        return self._parts[name]
+
+    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+        kept = self._part(part)
+        return super().weights(part, packing) if kept is None else kept.weights(part, packing)
+
+    def begun(self, name: str) -> np.ndarray:
+        kept = self._part(part_of(name))
+        return super().begun(name) if kept is None else kept.array(name)
+
+    def extent(self, name: str) -> tuple[Path, int, int] | None:
+        kept = self._part(part_of(name))
+        return None if kept is None else kept.extent(name)
+
+    def release(self) -> None:
+        for kept in self._parts.values():
+            if kept is not None:
+                kept.release()
+        super().release()
 
 
 def read_packed(folder: Path) -> dict[str, tuple[str, int]]:

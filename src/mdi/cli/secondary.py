@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from mdi.stages.model_family import ModelFamily
 
 
+FIRST = (
+    "--nodes-config", "--key", "--chunk", "--ckpt", "--cache-dir", "--device", "--threads", "--memory", "--quantize", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options(None, "place", *ACCESS)
     add_node_options(parser)

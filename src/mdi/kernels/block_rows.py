@@ -10,7 +10,7 @@ import ctypes
 import numpy as np
 
 from mdi.kernels import library
-from mdi.kernels.weight_formats import BLOCK_TYPES, PANEL, BlockType
+from mdi.kernels.weight_formats import BLOCK_TYPES, PANEL, BlockType, layout_of
 
 LINE_BYTES = 64
 
@@ -19,16 +19,24 @@ def pack_rows(form: str, rows: np.ndarray, to: np.ndarray) -> bool:
     """Rows of bytes (n_rows, n_blocks * block_bytes) into whole panels `to`; whether all scales are finite.
 
     Uses the kernels if there are any; numpy gives the same bytes.
+
+    Args:
+        form: a block type; with kernels also int4 and mxfp4, of rows in Q4_0 and MXFP4.
     """
-    kind, kernels = BLOCK_TYPES[form], library.load()
+    kernels = library.load()
     if kernels is None:
         return pack_rows_in_numpy(form, rows, to)
-    rows, n_blocks = np.ascontiguousarray(rows), rows.shape[1] // kind.block_bytes
+    rows, n_blocks = np.ascontiguousarray(rows), rows.shape[1] // file_block_bytes(form)
     done: int = kernels.mdi_pack_blocks(
-        kind.number, ctypes.c_void_p(rows.ctypes.data), ctypes.c_int64(len(rows)), ctypes.c_int64(n_blocks),
+        layout_of(form).number, ctypes.c_void_p(rows.ctypes.data), ctypes.c_int64(len(rows)), ctypes.c_int64(n_blocks),
         ctypes.c_void_p(to.ctypes.data),
     )  # fmt: skip
     return done == 0
+
+
+def file_block_bytes(form: str) -> int:
+    """Of a block in a GGUF file."""
+    return BLOCK_TYPES[form].block_bytes if form in BLOCK_TYPES else {"int4": 18, "mxfp4": 17}[form]
 
 
 def pack_rows_in_numpy(form: str, rows: np.ndarray, to: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from mdi.cancel import Cancel
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.part_users import note_user
 from mdi.checkpoint.parts import PartInfo
@@ -68,11 +69,18 @@ class StarterSupply:
     def reading(self, spec: StageSpec, cancel: Cancel) -> Iterator[Callable[[str], WeightSource]]:
         self._weights.verify([part.name for part in spec.parts], cancel)
         store, keep = BlockStore(self.cache_dir), set[str]()
-        kept = KeptPacked(store)
+        kept = KeptPacked(store, lambda: sum(packed_bytes(part.name) for part in spec.parts))
+
+        def is_kept(part: str, of: WeightSource) -> bool:
+            return spec.keeps_packed and part not in spec.adapter_parts and kept.may_take(of, of.n_bytes(part))
+
+        def packed_bytes(part: str) -> int:
+            of = self._holder_of(part).source_of(part)
+            return PackedSource(of, spec.packing).n_bytes(part) if is_kept(part, of) else 0
 
         def source(part: str) -> WeightSource:
             of = self._holder_of(part).source_of(part)
-            if not spec.keeps_packed or part in spec.adapter_parts or not kept.may_take(of, of.n_bytes(part)):
+            if not is_kept(part, of):
                 return of
             return kept.part(of, of.info(part), spec.packing, keep, cancel)
 

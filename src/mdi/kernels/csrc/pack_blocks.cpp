@@ -1,4 +1,4 @@
-// Rows of a GGUF file in one of its block types into panels, and back: a shuffle of bytes, the same for every processor.
+// Rows of a GGUF file in one of its block types into panels: a shuffle of bytes, the same for every processor.
 #include <cstring>
 
 #include "block_types.h"
@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kOutputs = 16;
+constexpr int kLargestPower = 252;  // LARGEST_SCALE of kernels/layout.py
 
 struct Source {  // where a block of the file has its parts
   int halves, bytes, words, size;
@@ -42,11 +43,46 @@ void change_words(int format, uint8_t* lines, int n_words) {
     }
 }
 
+// Rows of Q4_0 or MXFP4 into int4 or mxfp4: a scale and 32 halves of bytes, of which the file has those of inputs i and i + 16 in
+// a byte, and a panel those of inputs i and i + 4.
+int pack_halves(int format, const uint8_t* rows, int64_t n_rows, int64_t n_blocks, uint8_t* to) {
+  const int scale_bytes = format == kInt4 ? 2 : 1, size = scale_bytes + 16;
+  const int n_groups = 4 / scale_bytes, record_bytes = 64 + 256 * n_groups, zero = format == kInt4 ? 0x88 : 0;
+  const int64_t n_records = (n_blocks + n_groups - 1) / n_groups, row_bytes = n_blocks * size;
+  for (int64_t first = 0; first < n_rows; first += kOutputs) {
+    int n = (int)(n_rows - first < kOutputs ? n_rows - first : kOutputs);
+    for (int64_t r = 0; r < n_records; r++, to += record_bytes) {
+      if (n < kOutputs || (r + 1) * n_groups > n_blocks) {
+        std::memset(to, 0, 64);
+        std::memset(to + 64, zero, (size_t)record_bytes - 64);
+      }
+      for (int g = 0; g < n_groups && r * n_groups + g < n_blocks; g++) {
+        const uint8_t* block = rows + first * row_bytes + (r * n_groups + g) * size;
+        uint8_t* lines = to + 64 + 256 * g;
+        for (int o = 0; o < n; o++, block += row_bytes) {
+          if (format == kInt4 ? !is_finite(block) : block[0] > kLargestPower) return -1;
+          std::memcpy(to + scale_bytes * (kOutputs * g + o), block, (size_t)scale_bytes);
+          uint32_t words[4], low = 0x0f0f0f0fu;
+          std::memcpy(words, block + scale_bytes, 16);
+          for (int i = 0; i < 2; i++) {
+            uint32_t a = words[2 * i], b = words[2 * i + 1];
+            uint32_t firsts = (a & low) | (b & low) << 4, seconds = (a >> 4 & low) | (b & ~low);
+            std::memcpy(lines + 64 * i + 4 * o, &firsts, 4);
+            std::memcpy(lines + 64 * (i + 2) + 4 * o, &seconds, 4);
+          }
+        }
+      }
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 // n_rows of n_blocks each -> whole panels of whole records, with zeros behind rows and blocks. -1 if a scale is not finite.
 extern "C" __attribute__((visibility("default"))) int mdi_pack_blocks(int format, const uint8_t* rows, int64_t n_rows,
                                                                       int64_t n_blocks, uint8_t* to) {
+  if (format == kInt4 || format == kMxfp4) return pack_halves(format, rows, n_rows, n_blocks, to);
   const BlockType& t = block_type(format);
   const RecordShape shape = record_shape(format);
   const Source from = source_of(t);
