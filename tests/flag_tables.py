@@ -34,7 +34,7 @@ BY_COMMANDS = {
     "models": ("run", "score", "pull", "list", "rm", "cache", "export", "import", "prepare-model"),
     "training": ("prepare-data", "train"),
     "finetuning": ("finetune",),
-    "tools": ("mem-monitor", "plot-tok-time"),
+    "tools": ("mem-monitor", "plot-tok-time", "completion"),
 }
 TABLE = re.compile(r"(<!-- flags: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 COMBINATIONS = re.compile(r"(<!-- combinations -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -79,7 +79,7 @@ def tables() -> dict[str, str]:
         parser = parser_of(importlib.import_module(module), command)
         fields = {option.dest: option.name for option in parser.declared.values()}
         for action in parser._actions:
-            if action.dest in ("help", "version") or action.help == argparse.SUPPRESS:
+            if action.dest in ("help", "help_all", "version") or action.help == argparse.SUPPRESS:
                 continue
             field = fields.get(action.dest, action.dest if action.dest in options.COMMON else None)
             places = [name for name, names in BY_FIELDS.items() if field in names]

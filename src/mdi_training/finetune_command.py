@@ -65,6 +65,12 @@ TEXT_LIMIT = 2048  # tokens of a text without --sequence-length, if the model al
 logger = logging.getLogger("mdi")
 
 
+FIRST = (
+    "--ckpt", "--quantize", "--nodes", "--nodes-config", "--key", "--data",
+    "--eval", "--method", "--epochs", "--lr", "--out", "--resume", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL)
     parser.options(

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     # The weights to begin with, and the folder for the results.
     Begin = Callable[[argparse.Namespace, DataSet], tuple[Beginning, Path]]
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["FIRST", "add_arguments", "run"]
+
+FIRST = (
+    "--ckpt", "--out", "--dataset", "--init", "--config", "--device", "--max-iters", "--batch-size", "--sequence-length",
+    "--lr", "--verb",
+)  # fmt: skip
 
 logger = logging.getLogger("mdi")
 

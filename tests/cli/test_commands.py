@@ -8,6 +8,7 @@ it is committed.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mdi import cli
-from mdi.cli import COMMANDS, launch
+from mdi.cli import COMMANDS, GROUPS, launch
 from mdi.errors import MdiError
 from mdi.net.keys import new_secret, write_keys
 from mdi.placement.profile import boards
@@ -31,9 +32,14 @@ TABLE = HERE / "wrong_calls.tsv"  # call; exit status, error's class or "parser"
 IS_REWRITING = bool(os.environ.get("REWRITE"))
 
 
-def help_of(command: str, capture: pytest.CaptureFixture[str]) -> str:
+def first_of(command: str) -> tuple[str, ...]:
+    """The options that --help shows; empty: all."""
+    return getattr(importlib.import_module(COMMANDS[command][0]), "FIRST", ())
+
+
+def help_of(command: str, capture: pytest.CaptureFixture[str], flag: str = "--help") -> str:
     with pytest.raises(SystemExit) as end:
-        launch(command, ["--help"], prog=f"mdi {command}")
+        launch(command, [flag], prog=f"mdi {command}")
     assert end.value.code == 0
     text = capture.readouterr().out.replace(str(SRC), "SRC")
     return re.sub(r"\nusage: .*?\n\n", "\n", "\n" + text, count=1, flags=re.DOTALL).lstrip("\n")
@@ -42,10 +48,31 @@ def help_of(command: str, capture: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_stays(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", COLUMNS)
-    found, path = help_of(command, capsys), HERE / "help" / f"{command}.txt"
+    found = help_of(command, capsys, "--help-all" if first_of(command) else "--help")
+    path = HERE / "help" / f"{command}.txt"
     if IS_REWRITING:
         path.write_text(found, encoding="utf-8")
     assert found == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_few_options(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many: those that are named, examples, and how all are shown."""
+    monkeypatch.setenv("COLUMNS", COLUMNS)
+    text = help_of(command, capsys)
+    shown = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.MULTILINE))
+    first = first_of(command)
+    if first:
+        assert shown == {*first, "--help-all"} and len(first) <= 13 and "example" in text
+        every = help_of(command, capsys, "--help-all")
+        assert len(re.findall(r"^  (?:-\w+, )?--", every, re.MULTILINE)) > 2 * len(first)
+    assert len(shown) <= 26
+
+
+def test_each_command_is_in_one_group() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
 
 
 def outcome(call: str, places: dict[str, Path], capture: pytest.CaptureFixture[str]) -> tuple[str, str]:

@@ -60,8 +60,20 @@ COMMANDS = {
     "explain": ("mdi.cli.explain", "say why a run was not faster, from the file that --trace wrote"),
     "prepare-data": ("mdi_training.prepare_data_command", "make training data and a tokenizer from text"),
     "plot-tok-time": ("mdi_tools.plot_tok_time_command", "draw time over tokens for several node counts"),
+    "completion": ("mdi.cli.completion", "print what makes a shell complete commands, options and files"),
     "mem-monitor": ("mdi_tools.mem_monitor_command", "run a command and record its memory"),
 }
+
+# In the order in which `mdi --help` shows them.
+GROUPS = {
+    "use a model": ("run", "chat", "serve", "sample", "score", "demo"),
+    "several machines": (
+        "starter", "secondary", "join", "key", "nodes", "local-ring", "job", "doctor",
+    ),
+    "models": ("pull", "list", "rm", "export", "import", "prepare-model", "cache"),
+    "train": ("finetune", "train", "prepare-data"),
+    "look": ("plan", "explain", "plot-tok-time", "mem-monitor", "completion"),
+}  # fmt: skip
 
 # Commands that one Ctrl-C ends; in a chat it ends an answer, and training has its own use for it.
 ENDED_AT_ONCE = (
@@ -95,11 +107,14 @@ def main(argv: list[str] | None = None) -> int:
     if args and args[0] in COMMANDS:
         return launch(args[0], args[1:], prog=f"mdi {args[0]}")
     width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n\n".join(
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names)])
+        for title, names in GROUPS.items()
+    )
     parser = Parser(
         prog="mdi",
         description="Model-distributed inference: one language model over a ring of small machines.",
-        epilog=f"commands:\n{lines}\n\n`mdi <command> --help` explains each.",
+        epilog=f"{lines}\n\n`mdi <command> --help` explains each.",
     )
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="what to do")
@@ -232,11 +247,13 @@ def set_wait_policy() -> None:
 
 
 def parser_of(module: Any, prog: str | None = None) -> Parser:
-    """The parser of a command, a module with add_arguments."""
+    """The parser of a command, a module with add_arguments and, of many options, the FIRST that --help shows."""
     words = {"ckpt_folder": "models/ in your data folder", "nodes_config": str(default_nodes_config())}
     parser = Parser(Options, words, prog=prog, description=module.__doc__)
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     module.add_arguments(parser)
+    if first := getattr(module, "FIRST", ()):
+        parser.show_first(first)
     return parser
 
 

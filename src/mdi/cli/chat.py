@@ -98,6 +98,12 @@ class Chat:
         return made
 
 
+FIRST = (
+    "--quantize", "--memory", "--sequence-length", "--nodes-config", "--key",
+    "--machines", "--n-tokens", "--temperature", "--adapter", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL, quantize={"default": "auto"})
     ring = {"help": "nodes file: chat over the ring of these nodes"}

@@ -74,6 +74,9 @@ class Place:
     is_local: bool
 
 
+FIRST = ("--rank", "--size", "--head", "--key", "--addr", "--cache-dir", "--device", "--threads", "--memory", "--verb")
+
+
 def add_arguments(parser: Parser) -> None:
     from mdi.cli.secondary import add_node_options
 

@@ -45,6 +45,11 @@ ADDRESS_S = 10.0  # between two looks at this machine's address
 logger = logging.getLogger("mdi")
 
 
+FIRST = (
+    "--key", "--port", "--addr", "--install-service", "--cache-dir", "--threads", "--memory", "--model", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     from mdi.cli.secondary import add_node_options
 

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
+FIRST = (
+    "--nodes", "--ckpt", "--quantize", "--placement", "--prompt",
+    "--n-samples", "--n-tokens", "--temperature", "--plots", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     from mdi.cli import starter
 

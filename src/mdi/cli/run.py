@@ -17,6 +17,11 @@ from mdi.cancel import Cancel
 from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Options
 from mdi.spec.parser import Parser
 
+FIRST = (
+    "--quantize", "--memory", "--sequence-length", "--nodes-config", "--key",
+    "--machines", "--n-tokens", "--temperature", "--adapter", "--verb",
+)  # fmt: skip
+
 
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL, "words", "hf_token", "revision", quantize={"default": "auto"})

@@ -10,6 +10,11 @@ from mdi.cancel import Cancel
 from mdi.spec.options import COMMON, GENERATION, MODEL, OUTPUT, Options
 from mdi.spec.parser import Parser
 
+FIRST = (
+    "--ckpt", "--quantize", "--memory", "--sequence-length", "--prompt", "--n-samples", "--n-tokens", "--temperature", "--json",
+    "--verb",
+)  # fmt: skip
+
 
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL)

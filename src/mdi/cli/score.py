@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 
+FIRST = (
+    "--text", "--tokens", "--json", "--quantize", "--sequence-length", "--nodes-config", "--key", "--machines", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     length = {"help": "tokens of a window (default: the model's context, at most 2048)"}
     parser.options("model", *MODEL, "hf_token", "revision", sequence_length=length)

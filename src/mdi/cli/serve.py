@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdi")
 
 
+FIRST = (
+    "--quantize", "--memory", "--sequence-length", "--nodes", "--key",
+    "--machines", "--host", "--port", "--api-key", "--max-running", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL, quantize={"default": "auto"})
     parser.options(

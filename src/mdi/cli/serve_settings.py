@@ -109,8 +109,8 @@ def read_key(number: int, line: str) -> ApiKey:
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     key = ApiKey(digest_of(parts[0]), name, priority, role)
-    numbers: dict[str, Any] = {name: int(value) for name, value in limits.items()}
-    return replace(key, **numbers)
+    own: dict[str, Any] = {name: int(value) for name, value in limits.items()}
+    return replace(key, **own)
 
 
 def _check_tls(cert: Path, key: Path) -> None:

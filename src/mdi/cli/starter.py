@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from mdi.stages.model_family import ModelFamily
 
 
+FIRST = (
+    "--ckpt", "--quantize", "--memory", "--nodes-config", "--key", "--placement",
+    "--prompt", "--n-samples", "--n-tokens", "--temperature", "--resume", "--plots", "--verb",
+)  # fmt: skip
+
+
 def add_arguments(parser: Parser, is_resumable: bool = True) -> None:
     """`is_resumable` false: for a ring whose nodes are known and end with this process."""
     parser.options("model", *MODEL)

@@ -168,6 +168,21 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
     return turns
 
 
+# Parts of contents for which models have parts of their own, which nothing here computes.
+SEEN = (
+    "image_url",
+    "image",
+    "input_image",
+    "input_audio",
+    "audio",
+    "video_url",
+    "video",
+    "file",
+    "input_file",
+    "document",
+)
+
+
 def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
     """A text, or parts that are texts; "" for none. Raises ApiError.
 
@@ -186,7 +201,10 @@ def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "")
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
         if not isinstance(text, str):
-            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only")
+            why = "; of a model that sees or hears as well, it computes the language part alone"
+            raise invalid(
+                where, f"this server reads parts of type {' and '.join(kinds)} only{why if kind in SEEN else ''}"
+            )
         parts.append(checked_text(where, text))
     return between.join(parts)
 

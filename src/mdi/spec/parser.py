@@ -13,6 +13,7 @@ import difflib
 import functools
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -173,7 +174,11 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, cls: type | None = None, words: Mapping[str, str] | None = None, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False, **settings
+        )
+        self.first: Sequence[str] = ()
+        self.add_argument("-h", "--help", action=_Help, help="show this help message and exit")
         self.register("type", int, _whole_number)
         self.register("type", float, _number)
         self._cls, self._words = cls, words or {}
@@ -204,10 +209,34 @@ class Parser(argparse.ArgumentParser):
             option.add_to(group)
             self.declared[name] = option
 
+    def show_first(self, flags: Sequence[str]) -> None:
+        """Have --help show these options alone, and what has no flag; --help-all shows every one. For after all are added."""
+        self.first = flags
+        usage = self._get_formatter()
+        usage.add_usage(None, [one for one in self._actions if not one.option_strings], [])
+        self._first_usage = f"{usage.format_help().strip()} [options]"
+        self.add_argument("--help-all", action="help", help="show all options and exit")
+
+    def first_help(self) -> str:
+        """The help that --help shows."""
+        if not self.first:
+            return self.format_help()
+        found = self._get_formatter()
+        shown = [self._option_string_actions[flag] for flag in (*self.first, "--help-all")]
+        others = [one for one in self._actions if not one.option_strings]
+        found.add_text(self._first_usage)
+        found.add_text(self.description)
+        for group in (*self._action_groups[2:], *self._action_groups[:2]):  # those with titles of their own first
+            found.start_section(group.title)
+            found.add_arguments([one for one in group._group_actions if one in shown or one in others])
+            found.end_section()
+        return found.format_help()
+
     def error(self, message: str) -> NoReturn:
         if near := self._nearest(message):
             message += f"; is {near} meant?"
-        self.exit(2, f"error: {message} ({self.prog} --help explains all arguments)\n")
+        every = "--help-all" if self.first else "--help"
+        self.exit(2, f"error: {message} ({self.prog} {every} explains all arguments)\n")
 
     def _nearest(self, message: str) -> str | None:
         """The flag, or the choice of a flag, that is most like the one that an error of argparse refuses."""
@@ -221,6 +250,16 @@ class Parser(argparse.ArgumentParser):
         else:
             return None
         return next(iter(near), None)
+
+
+class _Help(argparse.Action):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.first_help())
+        parser.exit()
 
 
 def _whole_number(text: str) -> int:
