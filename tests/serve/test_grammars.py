@@ -8,6 +8,9 @@ from test_guesses import NANO
 
 from mdi.errors import EngineError
 from mdi.serve.grammar import ALL_S, ALL_SHARE, REQUEST_S, USUAL_S, Grammar, GrammarSource
+from mdi.text.answers.calls import Calls
+from mdi.text.answers.events import Call
+from mdi.text.answers.forms import PARSERS
 from mdi.text.texts import TextCodec
 
 LETTERS = 25  # 19 with the limit, 31 without
@@ -130,3 +133,19 @@ def test_a_pattern_that_grows_with_each_letter_is_given_up_soon() -> None:
         for _ in range(LETTERS):
             grammar.allowed()
             grammar.take(letter)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "gemma4"])
+def test_the_engine_holds_a_demanded_call_to_its_form(name: str) -> None:
+    """Each token is the first that may follow; the model's own tokenizer writes the marks as letters."""
+    codec = TextCodec.from_checkpoint(NANO, prompt_style="none")
+    schema = {"type": "object", "properties": {"act": {"type": "string", "enum": ["one"]}}, "required": ["act"]}
+    lark = PARSERS[name].demanded([("open", {**schema, "additionalProperties": False})], codec.special_ids)
+    grammar, ids = source(Clock()).constraint({"type": "lark", "lark": lark}, 1), list[int]()
+    while not (allowed := grammar.allowed())[sorted(codec.eos_ids)[0]]:
+        ids.append(int(np.flatnonzero(allowed)[-1]))
+        assert len(ids) < 200
+        grammar.take(ids[-1])
+    parser = Calls([{"function": {"name": "open", "parameters": schema}}], PARSERS[name].calls)
+    (call,) = [*parser.feed(codec.decode(ids)), *parser.close(False)]
+    assert isinstance(call, Call) and (call.name, call.arguments) == ("open", '{"act": "one"}')

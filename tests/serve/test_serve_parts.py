@@ -49,6 +49,7 @@ from mdi.text.answers.events import End, Reasoning, Text
 from mdi.text.answers.forms import WORDS
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.limited import grammar_error
+from mdi.text.quoted import Quotes
 from mdi.text.templates import ChatTemplate
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer
@@ -514,7 +515,8 @@ def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(
 
     async def scenario() -> None:
         template = ChatTemplate(source, {})
-        model = SimpleNamespace(template=template, form_of=lambda _: WORDS)
+        codec = SimpleNamespace(quotes=Quotes(()))
+        model = SimpleNamespace(template=template, codec=codec, form_of=lambda _: WORDS)
         with pytest.raises(ApiError) as caught:
             try:
                 await chat.opened(cast(LoadedModel, model))

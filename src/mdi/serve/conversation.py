@@ -77,11 +77,12 @@ class Conversation:
         form = model.form_of(template)
         has_grammar = fields.grammar is not None  # the form of such an answer holds from its first token on
         lark = form.demanded(self.tools.demanded, model.codec.special_ids) if self.tools.forced else None
-        text = await self._text(template, form, has_grammar)
+        messages, cut = model.codec.quotes.quoted(self.messages)
+        text = await self._text(messages, template, form, has_grammar)
         begins_in_reasoning = form.begins_in_reasoning(text)
         if has_grammar:
             text += form.thinks[1] if form.thinks is not None and begins_in_reasoning else "" if lark else form.quiet
-        encode = model.codec.encode if form.is_plain else model.tokenizer.encode_rendered
+        encode = partial(_encoded_in_parts, model, cut, form.is_plain)
         prompt = await encoded(model, text, encode, self.param)
         check_prompt(model, prompt, self.param)
         stop = (*fields.stop, *(PLAIN_STOPS if form.is_plain and not has_grammar else ()))
@@ -91,8 +92,8 @@ class Conversation:
         )  # fmt: skip
         return Opened([prompt], answer, stop, grammar=None if lark is None else {"type": "lark", "lark": lark})
 
-    async def _text(self, template: ChatTemplate, form: Form, has_grammar: bool) -> str:
-        messages, in_words = self.messages, None
+    async def _text(self, messages: list[dict[str, Any]], template: ChatTemplate, form: Form, has_grammar: bool) -> str:
+        in_words = None
         if not template.knows_tools and (self.tools.tools or any(turn.role == "tool" for turn in self.turns)):
             instructions = self.tools.instructions if self.tools.tools else ""
             in_words = _in_words(messages, instructions)
@@ -116,6 +117,15 @@ class Conversation:
                 raise ApiError(503, str(e), "engine_ended") from None
             code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
             raise ApiError(400, f"{self.param}: {e}", code, self.param) from None
+
+
+def _encoded_in_parts(model: LoadedModel, cut: str, is_plain: bool, text: str) -> list[int]:
+    """Ids of a text, in which no special token goes over a `cut`."""
+    first, *others = text.split(cut) if cut else [text]
+    ids = list(model.codec.encode(first) if is_plain else model.tokenizer.encode_rendered(first))
+    for part in others:
+        ids += model.tokenizer.encode_rendered(part)
+    return ids
 
 
 class ChatRequest:

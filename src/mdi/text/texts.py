@@ -22,6 +22,7 @@ from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
 from mdi.text.answers.forms import ENDS, SPOKEN, Form, form_of, special_marks
 from mdi.text.drawing import OWN, drawing_of
+from mdi.text.quoted import Quotes
 from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
 from mdi.text.tokenizer import id_list, read_tokenizer
 
@@ -50,6 +51,7 @@ class TextCodec:
         eos_ids: every id that ends a text, by the tokenizer or by generation_config.json.
         stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
         special_ids: special tokens by their names, with which a text of the same letters is none.
+        quotes: keep special tokens out of what is said in a chat.
         special_marks: special tokens that are marks of answers (mdi.text.answers.forms), by their ids.
         prompt_style: how prompts are written, by a style that is known or by the model's own template; None for the raw text.
         drawing: how tokens are drawn where nobody says it, see `mdi.text.drawing`.
@@ -66,6 +68,7 @@ class TextCodec:
         own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.special_marks = _special_marks(tokenizer)
         self.special_ids = _special_ids_by_name(tokenizer)
+        self.quotes = Quotes(self.special_ids)
         ends = (i for i, mark in self.special_marks.items() if mark in ENDS)
         self.eos_ids = frozenset(own) | frozenset(eos_ids) | frozenset(ends)
         self.prompt_style = prompt_style
@@ -337,9 +340,10 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
 
 
 def _special_ids_by_name(tokenizer: Any) -> dict[str, int]:
+    processor = tokenizer.processor
     if tokenizer.backend != "huggingface":
-        return {}
-    added = tokenizer.processor.get_added_tokens_decoder().items()
+        return {processor.id_to_piece(i): i for i in range(processor.vocab_size()) if processor.is_control(i)}
+    added = processor.get_added_tokens_decoder().items()
     return {token.content: i for i, token in added if token.special}
 
 
