@@ -46,6 +46,7 @@ from records import add_json_flag, save  # noqa: E402
 
 TOKENIZER = ROOT / "assets" / "nano-llama"
 LENGTH, BATCH = 64, 12
+N_TOKENS = 12_000  # that are measured, and as many for calibrating
 Q4_K_M = 15  # of llama.cpp's kinds of files
 
 
@@ -139,6 +140,7 @@ def main() -> None:
     codec = TextCodec.from_checkpoint(TOKENIZER, "none")
     ids = torch.tensor(codec.encode(text))
     learned, calibrating, held_out = ids.tensor_split([len(ids) * 8 // 10, len(ids) * 9 // 10])
+    calibrating, held_out = calibrating[:N_TOKENS], held_out[:N_TOKENS]
     with tempfile.TemporaryDirectory() as folder:
         ckpt = args.ckpt or Path(folder) / "small"
         if not (ckpt / "lit_model.pth").is_file():
@@ -165,7 +167,9 @@ def main() -> None:
                 gpt = gpt_of(file, file.own_formats)
                 rows.append({"model": kind, "format": "llama.cpp's Q4_K_M", **measured(gpt, held_out, exact)})
     for row in rows:
-        print(f"{row['model']:<8} {row['format']:<20} perplexity {row['perplexity']:8.4f}   divergence {row['divergence']:.6f}")
+        print(
+            f"{row['model']:<8} {row['format']:<20} perplexity {row['perplexity']:8.4f}   divergence {row['divergence']:.6f}"
+        )
     save(args.json, {"rows": rows, "n_tokens": len(held_out)})
 
 

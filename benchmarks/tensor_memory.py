@@ -2,8 +2,8 @@
 
     tensor_memory.py [--format float32] [--nodes 2 4 6 8] [--head shared] [MODEL ...]
 
-MODEL is a name in litgpt's table. Prints, in GiB, as TPI-LLM does, what the starter (embedding and head or its rows of it, and its share) and the
-largest other node have.
+MODEL is a name in litgpt's table. Prints, in GiB, as TPI-LLM does, what the starter (embedding and head or its rows of it, and
+its share) and the largest other node have.
 """
 
 from __future__ import annotations

@@ -186,9 +186,10 @@ def _bytes_of(weights: PartWeights, rows: _Rows, kind: str) -> np.ndarray:
             first += piece.n_out
         return np.concatenate(found)
     numbers = plain({rows.name: weight})[rows.name][at] + np.float32(rows.piece.plus)
-    stored = {
+    made: dict[str, Callable[[], np.ndarray]] = {
         "F32": lambda: numbers, "F16": lambda: numbers.astype(np.float16), "BF16": lambda: bf16_from_float32(numbers)
-    }[kind]()  # fmt: skip
+    }  # fmt: skip
+    stored = made[kind]()
     return np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1)
 
 

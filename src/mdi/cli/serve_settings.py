@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
 from mdi.spec.options import Options
@@ -109,7 +109,8 @@ def read_key(number: int, line: str) -> ApiKey:
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     key = ApiKey(digest_of(parts[0]), name, priority, role)
-    return replace(key, **{name: int(value) for name, value in limits.items()})
+    own: dict[str, Any] = {name: int(value) for name, value in limits.items()}
+    return replace(key, **own)
 
 
 def _check_tls(cert: Path, key: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -426,7 +425,9 @@ class KernelStage:
 
         if self.n_blocks and self._learned.are_in(slices):
             assert columns is None  # see virtual_rows.why_no_rows
-            self._learned.forward(partial(self._forward, columns=None), self.caches, rows, slices, taps, take)
+            self._learned.forward(
+                lambda x, of, at, tap: self._forward(x, of, at, tap, None), self.caches, rows, slices, taps, take
+            )
         elif self.n_blocks:
             self._forward(rows, slices, taps, take, columns)
         if self.row_out.width > self.n_embd:  # the columns that are read behind these blocks
