@@ -5,6 +5,7 @@ Numbers are compared with transformers' in tests/references. Here are all ways i
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from guessing import Bold, of_two_tokens
 from mdi.cancel import Cancel
+from mdi.checkpoint.adapters import AdapterName, AdapterSource, adapted_rows
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf
@@ -28,6 +30,7 @@ from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource
 from mdi.control.client import ControlClient
 from mdi.control.messages import ProfileRequest
@@ -37,7 +40,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
-from mdi.kernels.slices import Slice
+from mdi.kernels.slices import Slice, with_adapter
 from mdi.model.caches import cache_classes
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.tensors import EMBEDDING, HEAD
@@ -221,6 +224,38 @@ def test_texts_are_the_same_with_guesses_under_way(source: LitCheckpoint, cache_
             results.append([[event for event in request] for request in requests])
             assert not len(stage.caches)
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("form", ["dense", "shared"])
+def test_with_lora_the_logits_are_those_of_the_merged_weights(form: str, tmp_path: Path) -> None:
+    """Blocks have only the modules of which they make queries, keys and values."""
+    source, folder, generator = made(form, tmp_path), tmp_path / "lora", np.random.default_rng(6)
+    config, n_missing = source.config, 0
+    state, tensors = {name: np.array(source.array(name)) for name in source.specs}, {}
+    for block in range(config.n_layer):
+        for module in (*(f"self_attn.{x}_proj" for x in "qkvo"), "mlp.gate_proj", "mlp.down_proj"):
+            pieces, n_out, n_in = adapted_rows(config, form, block, module)
+            n_missing += not pieces
+            if pieces:
+                a, b = (0.3 * generator.standard_normal(shape, dtype=np.float32) for shape in ((2, n_in), (n_out, 2)))
+                path = f"base_model.model.model.layers.{block}.{module}"
+                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+                (one,) = pieces
+                state[f"transformer.h.{block}.{one.layer}.weight"][one.first : one.first + n_out] += 2 * b @ a
+    assert n_missing == {"dense": 2, "shared": 6}[form]
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    of = AdapterSource([open_adapter(AdapterName("x", folder), 1, config, lambda: None)], lambda part: source)
+    weights = Resident(stage_parts(0, config.n_layer, starter=True), source.weights)
+    own = {part: of.weights(part) for part in of.part_names()}
+    stage = KernelStage(spec_of(config), 0, config.n_layer, weights, adapters=own)
+    stage.prepare(LENGTH)
+    ids, part = ids_of(source), [Slice(with_adapter(1, 0), 0, LENGTH, LENGTH)]
+    found = stage.head(stage(stage.embed(ids, part), part))
+    save_file(state, source.path / "lit_model.safetensors")
+    wanted = logits_of(stage_of(LitCheckpoint(source.path)), ids)
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 1e-4
 
 
 def test_a_ring_of_three_has_the_tokens_of_one_node(source: LitCheckpoint, tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
                 n_rows, n_in = n_rows + shape[0], shape[1]
             elif module in known.modules:
                 counts, which = row_counts(config, block), known.modules.index(module)
-                n = counts[which]
+                if not (n := counts[which]):
+                    continue  # blocks that take values from keys, or both from another block, have no such module
                 found.append(AdaptedRows(layer, sum(counts[:which]), (0, n)))
                 n_rows, n_in = n, shape[1]
     return tuple(found), n_rows, n_in

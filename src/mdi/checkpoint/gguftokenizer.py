@@ -93,11 +93,11 @@ def _pre_tokenizer(fields: dict[str, Any]) -> PreTokenizer | None:
     return PRE_TOKENIZERS.get(str(fields.get("tokenizer.ggml.pre", "default")))
 
 
-def _listed_merges(fields: dict[str, Any]) -> list[tuple[str, ...]]:
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
+def _listed_merges(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    merges = [merge.split(" ", 1) for merge in fields.get("tokenizer.ggml.merges", ())]
     if any(len(merge) != 2 for merge in merges):
         raise ValueError("one of its merges is not of two parts")
-    return merges
+    return [(left, right) for left, right in merges]
 
 
 def _is_listed(fields: dict[str, Any]) -> bool:
@@ -139,7 +139,7 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str], types: list[int]) 
 
 def _merges_by_score(
     fields: dict[str, Any], tokens: list[str], types: list[int], ids: dict[str, int]
-) -> list[tuple[str, ...]]:
+) -> list[tuple[str, str]]:
     """Llama 1's and 2's kind: of two neighbours those are merged first that make the piece with the best score."""
     scores = [float(score) for score in fields["tokenizer.ggml.scores"]]
     if len(scores) != len(tokens):

@@ -561,7 +561,8 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
 
 def _is_far(config: ModelConfig, index: int) -> bool:
     """Whether a block has no window, in a model where others have one."""
-    return config.sliding_window_size is not None and not (config.sliding_window_indices or ())[index]
+    indices = config.sliding_window_indices
+    return config.sliding_window_size is not None and indices is not None and not indices[index]
 
 
 def _cache_of(config: ModelConfig, index: int) -> int | None:
