@@ -115,6 +115,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "keys").write_text(f"# two of them\n{KEYS[0]} alpha\n{KEYS[1]} beta 5\n")
     (folder / "keys").chmod(0o600)
     flags = ("--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16, "--ollama-port", 0)
+    flags = (*flags, "--pooling", "mean")
     made = Server(folder, *flags, "--trace", folder / "trace.json")
     try:
         made.wait()
