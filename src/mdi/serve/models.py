@@ -18,6 +18,7 @@ from mdi.errors import Code, MdiError
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
+from mdi.text.answers.forms import Form, form_of
 from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer, panics_as_errors
@@ -37,6 +38,7 @@ class LoadedModel:
     width: numbers of a row.
     pooling: how its texts are embedded; no_pooling: why they are not.
     adapter: name of the one that its texts are computed with; "": none.
+    tool_parser: see mdi.text.answers.forms.form_of.
     most_characters: a text with more has too many tokens, whatever it says.
     """
 
@@ -52,6 +54,11 @@ class LoadedModel:
     pooling: str | None = None
     no_pooling: str = ""
     adapter: str = ""
+    tool_parser: str = ""
+
+    def form_of(self, template: ChatTemplate) -> Form:
+        """Of its answers to chats in this template."""
+        return form_of(template.source, self.codec.special_marks.values(), self.tool_parser)
 
     @property
     def asked_name(self) -> str:
@@ -95,10 +102,13 @@ class Models:
         refuse: raises ApiError when the server is ending.
     """
 
-    def __init__(self, engine: EngineClient, catalog: Catalog, refuse: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: EngineClient, catalog: Catalog, refuse: Callable[[], None], tool_parser: str = ""
+    ) -> None:
         self._engine = engine
         self._catalog = catalog
         self._refuse = refuse
+        self._tool_parser = tool_parser
         self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
@@ -188,7 +198,7 @@ class Models:
         if name not in self._read or self._read[name][0] is not facts:
             self._forget(name)
             try:
-                self._read[name] = facts, LoadedModel.of(facts)
+                self._read[name] = facts, replace(LoadedModel.of(facts), tool_parser=self._tool_parser)
             except MdiError as e:
                 raise ApiError(500, f"{name} cannot be used: {e}", e.code) from e
         return self._read[name][1]

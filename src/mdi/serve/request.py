@@ -371,6 +371,7 @@ class Opened:
         ends: ids that do, besides those of the model.
         n_best: the tokens of the prompts are scored, with so many of the best ones at each place; None: they are not.
         is_prompt_alone: whether no token is wanted.
+        grammar: in the place of the request's, for this model.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -379,6 +380,7 @@ class Opened:
     is_prompt_alone: bool = False
     ends: Sequence[int] = ()
     n_best: int | None = None
+    grammar: Mapping[str, Any] | None = None
 
 
 async def write_texts(
@@ -416,6 +418,8 @@ async def write_texts(
         opened.n_best is not None and fields.n_tokens == 1
     ):  # programs that score leave the last token out: it must be there
         more["ignores_end"] = True
+    if opened.grammar is not None:
+        more["grammar"] = opened.grammar
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
     answers = [opened.open_answer() for _ in range(n_texts)]
     withheld = [_Withheld() for _ in range(n_texts)]
@@ -432,7 +436,7 @@ async def write_texts(
                     continue  # tokens beyond a stop string
                 now = time.monotonic()
                 if event.tokens:
-                    _count(api, len(event.tokens), begin, last[index], now)
+                    _count(api, owner, len(event.tokens), begin, last[index], now)
                 last[index] = now
                 n_before = None
                 if event.n_kept is not None:
@@ -458,13 +462,13 @@ async def write_texts(
                 observer.ended("cancelled")
 
 
-def _count(api: ApiState, n_tokens: int, begin: float, last: float, now: float) -> None:
+def _count(api: ApiState, owner: str, n_tokens: int, begin: float, last: float, now: float) -> None:
     """Tell the observers of new tokens of a text, whose last ones came at `last`."""
     is_first = last == begin
     for observer in api.observe:
         if is_first:
             observer.first_token(now - begin)
-        observer.tokens(n_tokens, 0.0 if is_first else now - last)
+        observer.tokens(owner, n_tokens, 0.0 if is_first else now - last)
 
 
 def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: CommonFields, index: int) -> dict[str, Any]:
