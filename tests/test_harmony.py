@@ -182,6 +182,9 @@ def model_of(folder: Path) -> LoadedModel:
             "context": 512,
             "n_vocabulary": 320,
             "n_virtual": {},
+            "width": 8,
+            "pooling": None,
+            "no_pooling": "its files do not say how",
             "tokenizer": {**codec.facts(), "directory": str(folder)},
         }
     )

@@ -113,14 +113,17 @@ def test_scores_are_the_log_probabilities_with_which_the_tokens_were_drawn(check
             events = list(run.engine.submit(prompt, params, adapter=adapter))
             written = [token for event in events for token in event.tokens]
             drawn = [own for event in events for own, _ in event.logprobs]
-            pieces: list[tuple[int, np.ndarray]] = []
-            request = run.submit_scores(
-                prompt + written, lambda first, found, to=pieces: to.append((first, found)), adapter=adapter
-            )
-            assert [event.finish_reason for event in request] == ["length"]
-            found = np.concatenate([piece for _, piece in pieces])
-            assert pieces[0][0] == 1 and len(found) == len(prompt + written) - 1
-            np.testing.assert_allclose(found[len(prompt) - 1 :], drawn, atol=1e-5)
+            for n_best in (0, 3):
+                request = run.engine.submit_scores(prompt + written, adapter=adapter, n_best=n_best)
+                events = list(request)
+                assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
+                assert not any(event.tokens for event in events)
+                found = [one for event in events for one in event.logprobs]
+                assert len(found) == len(prompt + written) - 1
+                np.testing.assert_allclose([own for own, _ in found][len(prompt) - 1 :], drawn, atol=1e-5)
+                assert all(len(best) == n_best for _, best in found)
+            for (own, best), token in zip(found[len(prompt) - 1 :], written, strict=True):  # the best was drawn
+                assert best[0] == (token, own) and best[0][1] >= best[1][1] >= best[2][1]
 
 
 def test_log_probabilities_of_rows_are_those_of_one_row_and_stay_numbers() -> None:
@@ -144,9 +147,9 @@ def test_windows() -> None:
 def test_a_text_of_one_token_cannot_be_submitted(checkpoint: Path, tmp_path: Path) -> None:
     with Run(GivenNodes(standalone()), made(checkpoint, tmp_path), 40, n_texts=1) as run:
         with pytest.raises(UsageError):
-            run.submit_scores([5], lambda first, found: None)
+            run.submit_scores([5])
         with pytest.raises(UsageError):
-            run.submit_scores([5, VOCAB + 900], lambda first, found: None)
+            run.submit_scores([5, VOCAB + 900])
 
 
 def test_few_logits_are_in_memory_and_damaged_ones_end_the_run(

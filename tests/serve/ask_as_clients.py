@@ -16,6 +16,7 @@ import ollama as ollama_client
 import openai
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_params
+from openai.types import embedding_create_params
 from openai.types.responses import response_create_params
 
 URL, KEY = os.environ["MDI_URL"], os.environ["MDI_KEY"]
@@ -163,8 +164,25 @@ def ollama() -> dict:
             status_of(lambda: client(key="wrong-secret").chat(**asked)), status_of(lambda: own.chat("gpt-4", chat["messages"])),
             status_of(lambda: own.chat(**{**chat, "messages": [{"role": "user", "content": "a b " * 5000}]})),
             status_of(lambda: list(own.chat(**{**asked, "model": MISSING}, stream=True))),
-            status_of(lambda: own.embed(MODEL, "a")), status_of(lambda: own.pull(MODEL)), status_of(lambda: own.delete(MODEL)),
+            status_of(lambda: own.pull(MODEL)), status_of(lambda: own.delete(MODEL)),
         ],
+    }  # fmt: skip
+
+
+def embeddings() -> dict:
+    given = [ASK, "JULIET:"]
+    own = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+    other = ollama_client.Client(os.environ["MDI_OLLAMA"], headers={"authorization": f"Bearer {KEY}"})
+    found = other.embed(MODEL, given)
+    return {
+        "openai": [one.embedding for one in own.embeddings.create(model=MODEL, input=given).data],
+        "ollama": list(map(list, found.embeddings)), "count": found.prompt_eval_count,
+        "old": list(other.embeddings(MODEL, ASK).embedding),
+        "short": [one.embedding for one in own.embeddings.create(model=MODEL, input=given, dimensions=8).data],
+        "fields": [
+            sorted(embedding_create_params.EmbeddingCreateParams.__annotations__), [*ollama_types.EmbedRequest.model_fields],
+        ],
+        "errors": errors([lambda: own.embeddings.create(model=MISSING, input="a")]),
     }  # fmt: skip
 
 
@@ -218,4 +236,8 @@ def streams() -> dict:
     }  # fmt: skip
 
 
-print(json.dumps({one.__name__: one() for one in (fields, responses, messages, ollama, models, streams)}, default=str))
+print(
+    json.dumps(
+        {one.__name__: one() for one in (fields, responses, messages, ollama, embeddings, models, streams)}, default=str
+    )
+)

@@ -118,6 +118,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     (folder / "keys").chmod(0o600)
     flags = ("--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16, "--ollama-port", 0)
+    flags = (*flags, "--pooling", "mean")
     made = Server(folder, *flags, "--trace", folder / "trace.json")
     try:
         made.wait()

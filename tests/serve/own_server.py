@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +18,7 @@ from mdi.run.nodes import NodeSource
 from mdi.serve.api_state import ApiState
 from mdi.serve.backend import Backend, handlers
 from mdi.serve.catalog import Catalog
+from mdi.serve.endpoint import Endpoint, Surface
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import ModelHost
 from mdi.serve.process import Lines, ServeSettings
@@ -68,6 +70,20 @@ class OwnServer:
                     found += event.tokens
             return found
 
+    async def ask(self, surface: Surface, body: Any) -> tuple[int, Any]:
+        """Status and JSON of an answer of an endpoint."""
+        sent: list[Any] = []
+        coming = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            return coming.pop() if coming else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await Endpoint(self.api, surface)({"type": "http"}, receive, send)
+        return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
+
     async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(int(DEADLINE_S / 0.02)):
             if condition():
@@ -82,18 +98,24 @@ def right(name: str, n_tokens: int) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def server(
-    folder: Path, nodes: list[SecondaryNode], max_running: int = 256, group: str | None = None, **options: Any
+    folder: Path,
+    nodes: list[SecondaryNode],
+    max_running: int = 256,
+    group: str | None = None,
+    pooling: str | None = None,
+    **options: Any,
 ) -> AsyncIterator[OwnServer]:
     """One that was started with the first model.
 
     Args:
         group: of all nodes but the starter.
+        pooling: as --pooling has it.
     """
     ours, theirs = socket.socketpair()
     adapters = [one.name for one in adapter_names(options.get("adapter", ()))]
     lines, catalog = Lines(ours), Catalog(folder, folder / "one", adapters)
     chosen = StarterOptions(ckpt=folder / "one", prompt_style="none", device="cpu", placement="even", **options)
-    host = ModelHost(NodeSource(lambda: cluster_of(nodes, group=group)), chosen, catalog, 300, lines)
+    host = ModelHost(NodeSource(lambda: cluster_of(nodes, group=group)), chosen, catalog, 300, lines, pooling=pooling)
     snapshots = Snapshots(host)
     backend = Backend(lines, host, handlers(host, snapshots), snapshots.take)
     thread = threading.Thread(target=host.run, name="host")

@@ -13,6 +13,7 @@ from test_surfaces import asked
 
 from conftest import KEYS, ROOT, SMALL_KEY, Server
 from mdi.serve.conversation import signature_of
+from mdi.serve.embeddings import EmbeddingFields, EmbedFields
 from mdi.serve.messages import MESSAGES, MessageFields
 from mdi.serve.ollama import CHATS, ChatFields, GenerateFields, Options
 from mdi.serve.request import check_spelling
@@ -121,7 +122,20 @@ def test_what_the_client_of_ollama_gets(told: dict[str, Any], server: Server) ->
     assert of["durations"][0] >= of["durations"][1] > 0 and of["models"] == ["nano-llama:latest"] * 2
     (facts,) = server.ask("GET", "/v1/models")[1]["data"]
     assert of["context"] == [facts["max_model_len"]] * 2 and of["size"] > 6_000_000
-    assert of["errors"] == [401, 404, 400, 404, 501, 501, 501]
+    assert of["errors"] == [401, 404, 400, 404, 501, 501]
+
+
+def test_vectors_are_the_same_by_all_clients(told: dict[str, Any], server: Server) -> None:
+    of = told["embeddings"]
+    asked = {"input": ["Speak, Romeo.", "JULIET:"]}
+    answer = server.ask("POST", "/v1/embeddings", asked)[1]
+    vectors = [one["embedding"] for one in answer["data"]]
+    assert of["openai"] == of["ollama"] == vectors and of["old"] == vectors[0]
+    assert of["count"] == answer["usage"]["prompt_tokens"] and [len(one) for one in of["short"]] == [8, 8]
+    assert of["errors"] == ["NotFoundError"]
+    for kind, names in zip((EmbeddingFields, EmbedFields), of["fields"], strict=True):
+        assert len(names) >= 5
+        check_spelling(kind, dict.fromkeys(names, 1))
 
 
 @pytest.fixture(scope="module")

@@ -319,7 +319,7 @@ def test_models_are_told_as_their_clients_read_them(server: Server) -> None:
         status, shown = ask(server, "/api/show", given)
         info = shown["model_info"]
         assert status == 200 and info[f"{info['general.architecture']}.context_length"] == facts["max_model_len"]
-        assert shown["capabilities"] == ["completion", "tools"] and shown["details"] == model["details"]
+        assert shown["capabilities"] == ["completion", "tools", "embedding"] and shown["details"] == model["details"]
     for body, wanted in (({"model": "other"}, 404), ({}, 400), ({"model": 1}, 400), ([], 400)):
         status, answer = ask(server, "/api/show", body)
         assert status == wanted and isinstance(answer["error"], str)

@@ -371,7 +371,7 @@ def test_usage_says_what_was_reasoning_and_how_fast_it_came(monkeypatch: pytest.
 def choices_of(asked: Completion, *prompts: list[int]) -> CompletionChoices:
     """Of a model of which only the texts of ids are asked."""
     model = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: f"<{ids}>"))
-    answers = SimpleNamespace(model=model, opened=SimpleNamespace(prompts=prompts))
+    answers = SimpleNamespace(model=model, opened=Opened(prompts, cast(Any, None)))
     return CompletionChoices(asked, cast(Answers, answers))
 
 

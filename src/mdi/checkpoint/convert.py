@@ -20,7 +20,15 @@ import torch
 
 from mdi.checkpoint.derived import CastSource
 from mdi.checkpoint.disk_space import check_disk, free_bytes
-from mdi.checkpoint.folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHT_FILES, is_hf_dir, is_lit_dir, weight_files
+from mdi.checkpoint.folder import (
+    CONFIG_FILE,
+    POOLING_FILES,
+    TOKENIZER_FILES,
+    WEIGHT_FILES,
+    is_hf_dir,
+    is_lit_dir,
+    weight_files,
+)
 from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.quantized import read_quantization
 from mdi.checkpoint.records import read_kept
@@ -140,7 +148,7 @@ logger = logging.getLogger("mdi")
 
 NOTE = "converted_from.json"  # in a folder that was made here: of which directory
 
-_KEPT = (*TOKENIZER_FILES, "prompt_style.yaml")
+_KEPT = (*TOKENIZER_FILES, *POOLING_FILES, "prompt_style.yaml")
 
 
 def ready(
@@ -201,6 +209,7 @@ def make_ready(target: Path, directory: Path) -> None:
             file.write(json.dumps({"directory": str(directory.resolve())}).encode())
         for name in (*_KEPT, CONFIG_FILE):
             if (directory / name).is_file():
+                (target / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(directory / name, target / name)
     except OSError as e:
         raise CheckpointError(f"cannot write to {target}: {e.strerror or e}") from None
@@ -218,7 +227,7 @@ def _nothing_left(folder: Path) -> Iterator[None]:
         else:
             with contextlib.suppress(OSError):
                 for path in set(folder.iterdir()) - before:
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.folder import CHAT_TEMPLATE, is_hf_dir, is_lit_dir, is_repo_id, weight_files
+from mdi.checkpoint.folder import CHAT_TEMPLATE, POOLING_FILES, is_hf_dir, is_lit_dir, is_repo_id, weight_files
 from mdi.checkpoint.hub_files import fetch, has_file, look_up
 from mdi.errors import Code, DownloadError
 from mdi.files import replacing
@@ -139,6 +139,7 @@ def choose_files(names: Sequence[str], repo_id: str = "the model") -> list[str]:
     """
     top = [name for name in names if "/" not in name]
     small = [name for name in top if name in _SMALL or name.startswith("tokenizer") and not name.endswith(".py")]
+    small += [name for name in names if name in POOLING_FILES]
     lit = [name for name in top if name in ("lit_model.pth", "lit_model.safetensors")]
     if lit and "model_config.yaml" in top:
         return sorted({*small, lit[0]})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi.checkpoint.folder import TOKENIZER_FILES
+from mdi.checkpoint.folder import POOLING_FILES, TOKENIZER_FILES
 from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
@@ -63,8 +63,9 @@ def export_hf(
         if progress is not None:
             progress(n_bytes, sum(spec.n_bytes for spec in source.specs.values()))
     _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *POOLING_FILES):
         if (directory / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(directory / name, out / name)
     _write_json(out / "config.json", {**hf, "tie_word_embeddings": is_tied, "torch_dtype": source.dtype})
 

@@ -19,6 +19,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     CHAT_TEMPLATE,
 )  # fmt: skip
+POOLING_FILES = ("modules.json", "1_Pooling/config.json")  # of models that embed texts (`mdi.checkpoint.pooling`)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a model needs one of them
 GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 PARTS_FILE = "parts.json"  # hashes of the weights beside it (`mdi.checkpoint.records`)

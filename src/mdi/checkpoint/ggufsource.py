@@ -35,6 +35,7 @@ from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.pooling import write_pooling
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, main_dtype
 from mdi.checkpoint.shapes import model_shapes
@@ -247,7 +248,7 @@ def _derived(header: GgufHeader) -> tuple[ModelConfig, Names]:
     return derive_config(hf, re.sub(r"[^\w.+-]+", "-", name)[:100], header.path), of.names
 
 
-WRITER = 3  # raised when config or tokenizer of a file are read otherwise than before
+WRITER = 4  # raised when config or tokenizer of a file are read otherwise than before
 
 
 def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> Path:
@@ -293,6 +294,7 @@ def _written(path: Path, directory: Path) -> Path:
     source = GgufSource(path)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        write_pooling(directory, header.fields.get(f"{header.fields.get('general.architecture')}.pooling_type"))
     except OSError as e:
         raise CheckpointError(f"cannot make {directory}: {e.strerror or e}") from None
     write_tokenizer(header.fields, directory, path)

@@ -177,6 +177,7 @@ def _ends(fields: dict[str, Any]) -> list[int]:
 
 def _settings(fields: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": _wants_bos(fields)}
+    settings["add_eos_token"] = bool(fields.get("tokenizer.ggml.add_eos_token"))
     tokens = fields.get("tokenizer.ggml.tokens", [])
     for name in ("bos", "eos"):
         if (number := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:

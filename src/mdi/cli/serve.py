@@ -126,7 +126,7 @@ def _serve(options: Options, api: ApiProcess, catalog: Catalog, discovery: Disco
     with nodes:
         host = ModelHost(
             nodes, options, catalog, options.sequence_length or CONTEXT_LIMIT, api.lines,
-            _after(options), ready, cancel,
+            _after(options), ready, cancel, options.pooling,
         )  # fmt: skip
         snapshots = Snapshots(host)
         machines = _machines(options, discovery)

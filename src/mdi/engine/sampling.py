@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdi.engine.sequence import STREAM_STEP, SamplingParams
+from mdi.engine.sequence import STREAM_STEP, SamplingParams, TokenLogprobs
 
 LEAST_TEMPERATURE = 1e-30  # below it, all but the best token have no chance in float32
 MOST_PENALTY, MOST_LOGIT = 1e30, 1e37  # beyond them is what float32 has no number for
@@ -242,6 +242,13 @@ def log_probs(logits: Any, token: int, n_best: int) -> tuple[float, list[tuple[i
     best, ids = best_of(values[None], max(1, min(n_best, values.size)))
     found = list(zip(ids[0].tolist(), (best[0] - top - below).tolist(), strict=True))
     return float(values[token] - top - below), found[:n_best]
+
+
+def scores_of(logits: Any, tokens: Sequence[int], n_best: int) -> list[TokenLogprobs]:
+    """What `log_probs` gives, of each of several rows; arguments as for `log_probs_of`."""
+    if n_best:
+        return [log_probs(row, token, n_best) for row, token in zip(on_host(logits), tokens, strict=True)]
+    return [(own, []) for own in log_probs_of(logits, tokens).tolist()]
 
 
 def log_probs_of(logits: Any, tokens: Sequence[int]) -> np.ndarray:

@@ -473,7 +473,8 @@ class Scheduler:
         """Begin behind the part that this sequence has in common with an ended one."""
         if self._prefixes is None or sequence.kept_for is None:
             return
-        if (found := self._prefixes.find(sequence.kept_for, sequence.ids)) is not None:
+        before = sequence.ids[: sequence.first_wanted + 1]  # from that row on, all are wanted
+        if (found := self._prefixes.find(sequence.kept_for, before)) is not None:
             source, n = found
             self._copies.append((source, sequence.seq_id))
             self.n_reused += sequence.begin_behind(n)

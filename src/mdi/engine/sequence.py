@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from mdi.errors import Code, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mdi.engine.pooling import Pool
 
 STREAM_STEP = 0x9E3779B97F4A7C15  # of SplitMix64
 
@@ -139,7 +142,7 @@ class Sequence:
         read_from: the first position whose rows are wanted, instead of tokens: it ends when the last one is back. None: tokens
             are drawn.
         behind: of a text that is scored, for each position the token that stands behind it; instead of the rows, its reader
-            gets these tokens' log probabilities.
+            gets these tokens' log probabilities, and those of the best ones, as many as `params` says.
     """
 
     seq_id: int
@@ -357,7 +360,8 @@ class Event:
         tokens: new ones; tokens that may become a stop sequence come together, once they cannot any more.
         finish_reason: set in the last event of a sequence: "eos", "stop", "length", or the reason given to end it.
         time_s: time.perf_counter() when it happened; the scheduler, which has no clock, leaves it 0.
-        logprobs: of each token, if its sequence asks for them: its own, and those of the best tokens.
+        logprobs: of each token, if its sequence asks for them: its own, and those of the best tokens. Of a text that is
+            scored, without tokens: of its next ones.
         n_kept: with the reason UNTRUE: generated tokens, from the first on, that are right as far as it is known.
         drawn: the token that was drawn, also if it is withheld. Readers do not get it.
     """
@@ -376,7 +380,6 @@ class Event:
 Ends = Callable[[int], bool]
 Events = queue.SimpleQueue[Event]
 TakeRows = Callable[[int, Any], None]  # see StarterEngine.submit_rows
-TakeScores = Callable[[int, Any], None]  # see StarterEngine.submit_scores
 
 # Of one token: the logarithm of its probability, and those of the best tokens.
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
@@ -417,6 +420,7 @@ class Request:
         seq_id: the same in all its events.
         events: at most one for each new token, and one for the end; several requests may share a queue and a reader.
         is_full: whether its constraint lets nothing follow.
+        pooled: of a text whose rows are pooled; complete with its last event.
     """
 
     def __init__(
@@ -431,6 +435,7 @@ class Request:
         self._is_over = False
         self.constraint = constraint
         self.is_full = False
+        self.pooled: Pool | None = None
         self._allowed: Any = None
         self._logprobs: dict[int, TokenLogprobs] = {}  # of tokens that were drawn and not delivered, by their number
         self._n_given = len(sequence.generated)
@@ -479,6 +484,13 @@ class Request:
         if n_known < rows.shape[1]:
             self._take_rows(self._next_row, rows[:, n_known:])
             self._next_row = first + rows.shape[1]
+
+    def take_scores(self, first: int, scores: list[TokenLogprobs]) -> None:
+        """Of the tokens behind the rows from position `first` on; the same holds."""
+        new = scores[max(0, self._next_row - first) :]
+        if new:
+            self._next_row = first + len(scores)
+            self.events.put(Event(self.seq_id, (), None, time.perf_counter(), tuple(new)))
 
     @property
     def sequence(self) -> Sequence:

@@ -14,8 +14,9 @@ import numpy as np
 
 from mdi.engine.cohort import Beams, Chooser, Cohort, Ended
 from mdi.engine.memory import CacheMemory
+from mdi.engine.pooling import Pool
 from mdi.engine.replay import SentRows
-from mdi.engine.sampling import Row, log_probs, log_probs_of, on_host, sample
+from mdi.engine.sampling import Row, log_probs, on_host, sample, scores_of
 from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import (
     FAILED,
@@ -34,8 +35,8 @@ from mdi.engine.sequence import (
     Sequence,
     Side,
     TakeRows,
-    TakeScores,
     TextAdapter,
+    TokenLogprobs,
 )
 from mdi.engine.speculation import Speculation
 from mdi.engine.worker import StarterFrameStage, StarterRows, TappedStage
@@ -208,10 +209,35 @@ class StarterEngine:
         self._queue([request])
         return request
 
-    def _rows_request(
-        self, prompt: tuple[int, ...], read_from: int, take_rows: TakeRows, events: Events | None, adapter: str
+    def submit_pooled(
+        self, ids: Iterable[int], pooling: str, events: Events | None = None, adapter: str = ""
     ) -> Request:
-        sequence = self._sequence(prompt, SamplingParams(1), None, adapter)
+        """Queue a text of whose rows, behind the final norm, one is to be made: `Request.pooled`.
+
+        Args:
+            pooling: one of spec.options.POOLINGS.
+            adapter: as in `submit`.
+
+        Raises:
+            as `submit`.
+        """
+        text = tuple(ids)
+        pool, side = Pool(pooling, len(text)), self.adapters.get(adapter, NO_ADAPTER).side
+
+        def take(first: int, rows: np.ndarray) -> None:
+            own = self._rows.of_array(rows[0] if side is None else side(*rows))
+            pool.take(self._rows.array(self.stage.final_norm(own)))
+
+        request = self._rows_request(text, pool.read_from, take, events, adapter)
+        request.pooled = pool
+        self._queue([request])
+        return request
+
+    def _rows_request(
+        self, prompt: tuple[int, ...], read_from: int, take_rows: TakeRows, events: Events | None, adapter: str,
+        owner: str | None = None, n_logprobs: int | None = None,
+    ) -> Request:  # fmt: skip
+        sequence = self._sequence(prompt, SamplingParams(1, n_logprobs=n_logprobs), owner, adapter)
         n_virtual = sequence.n_virtual
         if not 0 <= read_from < sequence.n_prompt - n_virtual:
             n = sequence.n_prompt - n_virtual
@@ -222,14 +248,19 @@ class StarterEngine:
         return request
 
     def submit_scores(
-        self, ids: Iterable[int], take_scores: TakeScores, events: Events | None = None, adapter: str = ""
+        self,
+        ids: Iterable[int],
+        events: Events | None = None,
+        adapter: str = "",
+        n_best: int = 0,
+        owner: str | None = None,
     ) -> Request:
         """Queue a text whose log probabilities are wanted: of each of its tokens but the first, once each and in order.
+        They come as the `logprobs` of events, natural logarithms.
 
         Args:
-            take_scores: gets the place of a token in the text, and the natural logarithms of the probabilities of some tokens
-                from that one on, float32 (tokens). Called in the engine's thread, so it must be short.
-            adapter: as in `submit`.
+            adapter, owner: as in `submit`.
+            n_best: of the best tokens at each place, too, of so many.
 
         Raises:
             UsageError: the text has fewer than two tokens; else as `submit`.
@@ -237,11 +268,7 @@ class StarterEngine:
         text = tuple(ids)
         if len(text) < 2:
             raise UsageError(f"a text of {len(text)} tokens cannot be scored: it takes two", code=Code.EMPTY)
-
-        def take(first: int, scores: np.ndarray) -> None:
-            take_scores(first + 1, scores[0, :, 0])
-
-        request = self._rows_request(text[:-1], 0, take, events, adapter)
+        request = self._rows_request(text[:-1], 0, lambda first, rows: None, events, adapter, owner, n_best)
         request.sequence.behind = (*request.sequence.prompt_ids[1:], text[-1])
         self._queue([request])
         return request
@@ -585,14 +612,14 @@ class StarterEngine:
             self._add_sides(sides, [part.seq_id] * part.n_logits, rows[0], rows[1:])
         if not self._rows.are_finite(rows[0]):
             raise EngineError(f"the blocks returned {NOT_FINITE}")
-        found = np.empty((1, part.n_logits, 1), dtype=np.float32)
+        n_best, found = request.sequence.params.n_logprobs or 0, list[TokenLogprobs]()
         for begin in range(0, part.n_logits, SCORED_ROWS):
             some = slice(begin, begin + SCORED_ROWS)
             values = self.stage.head(rows[0][some]) if logits is None else logits[some]
             if not self._rows.are_finite(values):
                 raise EngineError(f"the head gave logits {NOT_FINITE}")
-            found[0, some, 0] = log_probs_of(values, behind[some])
-        request.take_rows(first, found)
+            found += scores_of(values, behind[some], n_best)
+        request.take_scores(first, found)
 
     def _hand_over(self, part: PlannedSlice, rows: list[Any]) -> None:
         """Give the rows of a slice to the reader who wants them: those that went through all blocks, then those of each tap."""

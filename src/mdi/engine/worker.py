@@ -92,6 +92,9 @@ class StarterFrameStage(FrameStage, Protocol):
     def head(self, x: Any) -> Any:
         """(M, returned_width) rows that went through all blocks -> (M, vocabulary) logits"""
 
+    def final_norm(self, x: Any) -> Any:
+        """(M, returned_width) the same rows -> (M, returned_width), what `head` multiplies"""
+
 
 class Backend(FrameStage, Protocol):
     """A stage that is loaded, whatever computes it: stages.kernel_stage.KernelStage, or stages.torch_stage.TorchStage.

@@ -13,7 +13,7 @@ from mdi.model.tensors import BLOCKS, HEAD
 
 # Where the language part of a model begins that also sees or hears.
 LANGUAGE = ("model.language_model.", "language_model.model.")
-_MODEL = ("model.", *LANGUAGE)
+_MODEL = ("model.", *LANGUAGE, "")  # models that embed texts often have no prefix
 _HEAD = HEAD.removesuffix(".weight")
 _IN_BLOCK = re.compile(re.escape(BLOCKS) + r"(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=^mlp\.experts\.)\d+")

@@ -27,7 +27,7 @@ from mdi.control.server import StatusOnly
 from mdi.engine.cohort import Beams
 from mdi.engine.replay import SentRows
 from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TakeScores, TextAdapter
+from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TextAdapter
 from mdi.engine.speculation import Speculation, most_rows_of
 from mdi.engine.starter import StarterEngine
 from mdi.errors import Code, ControlError, NodeLostError, UsageError
@@ -397,12 +397,10 @@ class Run(StatusOnly):
         self.model.check_prompt(prompt_ids)
         return self.engine.submit_rows(prompt_ids, read_from, take_rows, events, adapter)
 
-    def submit_scores(
-        self, ids: Sequence[int], take_scores: TakeScores, events: Events | None = None, adapter: str = ""
-    ) -> Request:
+    def submit_scores(self, ids: Sequence[int], events: Events | None = None, adapter: str = "") -> Request:
         """Have the log probabilities of a text computed, see `StarterEngine.submit_scores`."""
         self.model.check_prompt(ids)
-        return self.engine.submit_scores(ids, take_scores, events, adapter)
+        return self.engine.submit_scores(ids, events, adapter)
 
     def submit_beams(
         self, prompt: str, prompt_ids: Sequence[int], params: SamplingParams, beams: Beams, stop: Sequence[str] = (),

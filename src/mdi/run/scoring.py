@@ -12,12 +12,11 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mdi.engine.sequence import Event, wait_for_event
+from mdi.engine.sequence import Events, wait_for_event
 from mdi.errors import Code, EngineError, UsageError
 from mdi.run.run import Run
 
@@ -137,24 +136,22 @@ def score_ids(
 
     Several texts go round the ring together. Raises as `score_text`.
     """
-    came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    came: Events = queue.SimpleQueue()
     found = [np.empty(max(0, len(ids) - 1), dtype=np.float32) for ids in texts]
     waiting, running, n_done = deque(i for i, ids in enumerate(texts) if len(ids) > 1), dict[int, int](), 0
-
-    def take(index: int, first: int, scores: np.ndarray) -> None:
-        came.put((index, first, scores))
+    known = [0] * len(texts)  # tokens whose log probabilities have come
 
     while waiting or running:
         while waiting and len(running) < N_AT_ONCE:
             index = waiting.popleft()
-            running[run.submit_scores(texts[index], partial(take, index), came).seq_id] = index
-        event: Any = wait_for_event(came)
-        if not isinstance(event, Event):
-            index, first, scores = event
-            found[index][first - 1 : first - 1 + len(scores)] = scores
-            tell(n_done := n_done + len(scores))
-        elif event.finish_reason is not None:
-            index = running.pop(event.seq_id)
+            running[run.submit_scores(texts[index], came).seq_id] = index
+        event = wait_for_event(came)
+        index, n_new = running[event.seq_id], len(event.logprobs)
+        found[index][known[index] : known[index] + n_new] = [own for own, _ in event.logprobs]
+        known[index] += n_new
+        tell(n_done := n_done + n_new)
+        if event.finish_reason is not None:
+            del running[event.seq_id]
             if event.finish_reason != "length":
                 run.raise_failure()
                 raise EngineError(f"window {index} was not scored: {event.finish_reason}")

@@ -40,6 +40,7 @@ from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
 from mdi.serve.chat import CHATS
 from mdi.serve.completions import COMPLETIONS
+from mdi.serve.embeddings import EMBEDDINGS
 from mdi.serve.endpoint import Endpoint, Surface
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
@@ -143,6 +144,7 @@ SURFACES: dict[str, Surface] = {
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": TOKEN_COUNTS,
+    "/v1/embeddings": EMBEDDINGS,
 }
 # What programs ask for, with its method; the page and its questions are not among them.
 PATHS = {"/v1/models": "GET", **dict.fromkeys(SURFACES, "POST"), "/health": "GET", "/metrics": "GET"}
@@ -150,6 +152,7 @@ PATHS = {"/v1/models": "GET", **dict.fromkeys(SURFACES, "POST"), "/health": "GET
 ALIKE = {
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
+    "/api/embed": "/v1/embeddings",
     "/api/tags": "/v1/models",
 }
 

@@ -1,8 +1,11 @@
 """Answers to the API process's requests, in a thread of the engine process.
 
 Messages from the API process, by "do":
-    generate   id, model, adapter, ids, sampling, owner, grammar, is_guessed, prediction: answered by "events", the last of
-               which has a reason, or by "refused". With beams and stop, the best texts have the `numbers`, of which the first
+    generate   id, model, adapter, ids, sampling, owner, grammar, is_guessed, prediction, ends (ids that end it, too; with
+               ignores_end none does): answered
+               by "events", the last of which has a reason, or by "refused". With known in the place of sampling, no token is
+               wanted: {"pooling": one of spec.options.POOLINGS} asks for one row, which the last event has, {"n_best": n} for
+               the logprobs of all ids but the first. With beams and stop, the best texts have the `numbers`, of which the first
                is the id. Texts of the same request have its number, `request`
     cancel     id
     ask        id, what, args: answered by "answer", see `handlers`; loading a model is a question, too

@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
+from mdi.serve.engine_client import TextEvent
+from mdi.serve.known import known_texts
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
 from mdi.serve.request import CommonFields, Opened, TextPiece, Usage, check_beams, write_texts
@@ -108,10 +110,10 @@ class Exchange:
             pass
 
     async def answer(
-        self, body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+        self, body: Mapping[str, Any] | bytes, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """The whole answer."""
-        data = json.dumps(body, separators=(",", ":"))
+        """The whole answer, which may be JSON already."""
+        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":"))
         await Response(data, status, headers, "application/json")(self.scope, self._receive, self._send)
 
     async def push(self, data: bytes) -> None:
@@ -220,12 +222,28 @@ class Answers:
         self.model, self.opened, self.fields = model, opened, asked.fields
         self.usage = Usage(sum(map(len, opened.prompts)))
         self._texts = write_texts(api, model, key, opened, asked.fields)
+        self._api, self._owner = api, "" if key is None else key.name
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         """Of all texts, as they come. Raises ApiError."""
         async for piece in self._texts:
             self.usage.count(piece, self.fields.n)
             yield piece
+
+    async def known(self, wanted: Mapping[str, Any]) -> AsyncIterator[tuple[int, TextEvent]]:
+        """Number and events of each prompt, where no token is wanted: see mdi.serve.backend. Raises ApiError."""
+        api, model, n_ended = self._api, self.model, 0
+        for prompt in self.opened.prompts:
+            for observer in api.observe:
+                observer.began(self._owner, model.name, len(prompt))
+        try:
+            async for index, event in known_texts(api, model, self._owner, self.opened.prompts, wanted):
+                n_ended += event.finish_reason is not None
+                yield index, event
+        finally:
+            for observer in api.observe:
+                for number in range(len(self.opened.prompts)):
+                    observer.ended("length" if number < n_ended else "cancelled")
 
 
 class Surface(NamedTuple):

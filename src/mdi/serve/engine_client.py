@@ -29,6 +29,7 @@ class TextEvent:
         n_cached: tokens of its prompt that did not have to be computed.
         n_accepted, n_rejected: tokens of its prediction that were drawn, and those that were guessed in vain; with the end.
         n_kept: of the tokens that came before these, so many stay, and the others were wrong; None: all stay.
+        pooled: with the end of a text that is embedded: float32 numbers, little-endian, in base64.
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class TextEvent:
     n_accepted: int = 0
     n_rejected: int = 0
     n_kept: int | None = None
+    pooled: str = ""
 
 
 class GeneratedTexts:

@@ -6,6 +6,7 @@ and each lost one is formed again in a thread of its own: none of them waits for
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import math
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel, CancelledError
+from mdi.checkpoint.pooling import pooling_of
 from mdi.engine.cohort import Beams
 from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import UNTRUE, Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
-from mdi.errors import EngineError, MdiError, NoMemoryError, UsageError
+from mdi.errors import CheckpointError, EngineError, MdiError, NoMemoryError, UsageError
 from mdi.kernels.format_maps import shown
 from mdi.run.nodes import Newcomers, NodeSource, StarterPorts
 from mdi.run.run import Run
@@ -36,7 +38,7 @@ from mdi.spec.cluster import ClusterConfig
 from mdi.spec.options import StarterOptions
 from mdi.text.texts import TextCodec, stop_test
 
-_MOST_EVENTS = 4096  # in one message
+_MOST_TOLD = 4096  # events in one message, and what they tell of tokens
 _END = Event(-1, (), "closed")
 JOIN_S = 5.0
 
@@ -66,9 +68,14 @@ class Outlet:
         Args:
             wanted: see mdi.serve.backend.
         """
+        if (known := wanted.get("known")) is not None:
+            with self._lock:
+                self._add(wanted["numbers"][0], self._known(wanted, known))
+            return
         sampling = wanted["sampling"]
         values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
-        params = SamplingParams(**values, eos_ids=self._codec.eos_ids)
+        ends = () if wanted.get("ignores_end") else (*self._codec.eos_ids, *wanted.get("ends", ()))
+        params = SamplingParams(**values, eos_ids=frozenset(ends))
         again: Callable[[Sequence[int]], Request] | None = None
         with self._lock:  # its first event must not come before its number is known
             if (beams := wanted.get("beams")) is not None:
@@ -80,8 +87,19 @@ class Outlet:
                 again = partial(self._continued, wanted, params, constraint)
                 requests = [again(())]
             for number, request in zip(wanted["numbers"], requests, strict=False):  # of the best of all beams
-                text = _Text(number, request, again)
-                self._texts[request.seq_id] = self._by_number[number] = text
+                self._add(number, request, again)
+
+    def _add(self, number: int, request: Request, again: Callable[[Sequence[int]], Request] | None = None) -> None:
+        self._texts[request.seq_id] = self._by_number[number] = _Text(number, request, again)
+
+    def _known(self, wanted: Mapping[str, Any], known: Mapping[str, Any]) -> Request:
+        """Have the rows of a text pooled, or its tokens scored."""
+        if self._engine.verifier is not None:
+            raise UsageError("with --verify a server neither embeds nor scores texts: only drawn tokens are verified")
+        ids, adapter = wanted["ids"], wanted["adapter"]
+        if (pooling := known.get("pooling")) is not None:
+            return self._engine.submit_pooled(ids, pooling, self._events, adapter)
+        return self._engine.submit_scores(ids, self._events, adapter, known["n_best"], wanted["owner"])
 
     def _continued(
         self, wanted: Mapping[str, Any], params: SamplingParams, constraint: Constraint | None, known: Sequence[int]
@@ -114,8 +132,10 @@ class Outlet:
     def _write(self) -> None:
         while True:
             events = [self._events.get()]
-            while len(events) < _MOST_EVENTS and not self._events.empty():
+            n_told = 1 + len(events[0].logprobs)
+            while n_told < _MOST_TOLD and not self._events.empty():
                 events.append(self._events.get())
+                n_told += 1 + len(events[-1].logprobs)
             is_over = events[-1] is _END
             with self._lock:
                 told = [message for event in events for message in self._messages(event)]
@@ -141,6 +161,9 @@ class Outlet:
         tokens, logprobs = event.tokens[n_known:], event.logprobs[n_known:]
         if event.tokens and not tokens and reason is None and n_kept is None:
             return []
+        if request.pooled is not None and reason == "length":
+            pooled = base64.b64encode(request.pooled.vector.tobytes()).decode()
+            return [[text.number, tokens, reason, None, 0, 0, 0, None, pooled]]
         sequence = request.sequence
         told = None
         if logprobs:
@@ -210,6 +233,9 @@ END_S = 10.0  # that a thread may need to notice the end
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0  # between two attempts to have a lost ring again
 N_RECORDS = 1000  # log records that wait to be sent; more are dropped
 N_PLANNED = 16  # texts at the same time that a placement is made for
+NO_POOLING = (
+    "its files do not say how it embeds texts (1_Pooling/config.json): `mdi serve --pooling` does for such models"
+)
 SHARE_BESIDE = 0.5  # share of the free memory for a model's caches, if others may be loaded beside it
 
 logger = logging.getLogger("mdi")
@@ -256,6 +282,7 @@ class ModelHost:
         on_end: called when the run of a model has ended.
         on_ready: called with the name of a model that serves from now on.
         cancel: of the command.
+        pooling: of models that do not say how texts are embedded.
 
     Attributes:
         loaded: by name, the one that was loaded first is the first.
@@ -264,7 +291,7 @@ class ModelHost:
     def __init__(
         self, nodes: NodeSource, options: StarterOptions, catalog: Catalog, max_length: int, lines: Lines,
         on_end: Callable[[Run], None] | None = None, on_ready: Callable[[str], None] = lambda name: None,
-        cancel: Cancel | None = None,
+        cancel: Cancel | None = None, pooling: str | None = None,
     ) -> None:  # fmt: skip
         self._source, self._looking = nodes, threading.Lock()
         self._cancel = Cancel(parent=cancel)
@@ -274,6 +301,7 @@ class ModelHost:
         self._lines = lines
         self._on_end = on_end
         self._on_ready = on_ready
+        self._pooling = pooling
         self._wanted: queue.SimpleQueue[tuple[str, bool, Future[None]]] = queue.SimpleQueue()
         self._n_loads = 0
         self._ports = StarterPorts()
@@ -495,10 +523,19 @@ class ModelHost:
         n_virtual = {one.name: one.n_virtual for one in run.model.weights.adapters}
         facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary, "n_virtual": n_virtual}
         facts["weights"] = shown(run.model.format)
+        facts |= {"width": run.model.spec.width, **self._pooling_facts(directory)}
         tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}
         self._lines.send({"is": "model", "model": {**facts, "tokenizer": tokenizer}})
         self._report("serving", name, "ready", 1.0)
         self._on_ready(name)
+
+    def _pooling_facts(self, directory: Path) -> dict[str, Any]:
+        """How a model's texts are embedded, or why they are not."""
+        try:
+            found = pooling_of(directory) or self._pooling
+        except CheckpointError as e:
+            return {"pooling": None, "no_pooling": str(e)}
+        return {"pooling": found, "no_pooling": NO_POOLING}
 
     def _options_of(self, name: str) -> StarterOptions:
         """The user's options, as far as they fit this model."""

@@ -35,6 +35,8 @@ class LoadedModel:
     context: tokens that a text may have, prompt included.
     n_vocabulary: ids that the model knows.
     n_virtual: tokens that adapters take before those of a text, by their names.
+    width: numbers of a row.
+    pooling: how its texts are embedded; no_pooling: why they are not.
     adapter: name of the one that its texts are computed with; "": none.
     tool_parser: see mdi.text.answers.forms.form_of.
     most_characters: a text with more has too many tokens, whatever it says.
@@ -48,6 +50,9 @@ class LoadedModel:
     n_vocabulary: int
     most_characters: int
     n_virtual: dict[str, int]
+    width: int = 0
+    pooling: str | None = None
+    no_pooling: str = ""
     adapter: str = ""
     tool_parser: str = ""
 
@@ -68,7 +73,10 @@ class LoadedModel:
         template = read_template(Path(facts["tokenizer"]["directory"]))
         context = facts["context"]
         most = SHORTENED * context * tokenizer.longest_token
-        return cls(facts["name"], tokenizer, codec, template, context, facts["n_vocabulary"], most, facts["n_virtual"])
+        return cls(
+            facts["name"], tokenizer, codec, template, context, facts["n_vocabulary"], most, facts["n_virtual"],
+            facts["width"], facts["pooling"], facts["no_pooling"],
+        )  # fmt: skip
 
     def with_adapter(self, name: str) -> LoadedModel:
         """The same for texts with an adapter."""

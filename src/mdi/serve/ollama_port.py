@@ -18,6 +18,7 @@ from mdi.checkpoint.folder import gguf_file
 from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, checked_text, invalid
 from mdi.serve.api_state import ApiState
+from mdi.serve.embeddings import OLD_EMBEDDINGS, OLLAMA_EMBEDDINGS
 from mdi.serve.endpoint import Endpoint
 from mdi.serve.ollama import CHATS, GENERATIONS, LATEST, error_of
 from mdi.serve.operate import body_of, size_of
@@ -28,10 +29,8 @@ from mdi.text.templates import read_template
 SPOKEN = "0.11.0"  # the version of Ollama whose paths these are: clients ask whether it is new enough
 NEVER = "9999-12-31T23:59:59Z"
 KIND = "mdi"  # in the place of an architecture, of which clients read how long texts may be
-NO_EMBEDDING, NO_CHANGE = "this server cannot embed yet", "models are not changed through this API"
+NO_CHANGE = "models are not changed through this API"
 MISSING = {  # of each path, its methods and why it is not there
-    "/api/embed": ("POST", NO_EMBEDDING),
-    "/api/embeddings": ("POST", NO_EMBEDDING),
     "/api/pull": ("POST", "models are added by this server's operator, with `mdi pull`"),
     "/api/delete": ("DELETE", "models are removed by this server's operator, with `mdi rm`"),
     **dict.fromkeys(("/api/create", "/api/copy", "/api/push"), ("POST", NO_CHANGE)),
@@ -66,6 +65,8 @@ def routes(api: ApiState) -> list[BaseRoute]:
         Route("/api/show", models.show, methods=["POST"]),
         Route("/api/chat", Endpoint(api, CHATS), methods=["POST"]),
         Route("/api/generate", Endpoint(api, GENERATIONS), methods=["POST"]),
+        Route("/api/embed", Endpoint(api, OLLAMA_EMBEDDINGS), methods=["POST"]),
+        Route("/api/embeddings", Endpoint(api, OLD_EMBEDDINGS), methods=["POST"]),
         *(Route(path, missing(reason), methods=methods.split()) for path, (methods, reason) in MISSING.items()),
     ]
 
@@ -108,6 +109,7 @@ class _Models:
         info: dict[str, Any] = {"general.architecture": KIND, "general.basename": name}
         if state.is_serving(model):
             facts = state.models[model]
+            can += ["embedding"] if facts["pooling"] else []
             info[f"{KIND}.context_length"] = facts["context"] - facts["n_virtual"].get(name, 0)
         told = {"template": template.source or "", "capabilities": can, "model_info": info}
         entry = await self._entry(name)

@@ -25,6 +25,7 @@ from mdi.errors import CheckpointError
 from mdi.serve.api_errors import ApiError, checked_text, invalid
 from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
+from mdi.serve.known import scores_of
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
 from mdi.text.answers.events import End, Event, Reasoning, Text
@@ -317,6 +318,7 @@ class TextPiece:
         tokens: new ones, those that are no text among them.
         logprobs: of each of them, if they were asked for: its own, and the best ones' [[token, logprob], ...].
         n_cached, n_accepted, n_rejected: see TextEvent.
+        scores: no token is new: they are those of the prompt but the first, as `logprobs`.
         n_before: it is the whole text so far, in the place of pieces with so many tokens that were not all right.
     """
 
@@ -328,6 +330,7 @@ class TextPiece:
     n_accepted: int = 0
     n_rejected: int = 0
     n_before: int | None = None
+    scores: list[Any] | None = None
 
     @property
     def text(self) -> str:
@@ -377,6 +380,8 @@ class Opened:
     Attributes:
         open_answer: makes what reads the ids of one text.
         stop: strings that end a text.
+        ends: ids that do, besides those of the model.
+        n_best: the tokens of the prompts are scored, with so many of the best ones at each place; None: they are not.
         is_prompt_alone: whether no token is wanted.
         grammar: in the place of the request's, for this model.
     """
@@ -385,6 +390,8 @@ class Opened:
     open_answer: Callable[[], AnswerStream]
     stop: Sequence[str] = ()
     is_prompt_alone: bool = False
+    ends: Sequence[int] = ()
+    n_best: int | None = None
     grammar: Mapping[str, Any] | None = None
 
 
@@ -404,6 +411,10 @@ async def write_texts(
             model, fields.prediction, partial(model.tokenizer.ids_of, adds_special=False), "prediction"
         )
     n_texts = len(prompts) * fields.n
+    if opened.n_best is not None:
+        scores = await scores_of(api, model, owner, prompts, opened.n_best)
+        for index in range(n_texts):
+            yield TextPiece(index, [], scores=scores[index // fields.n])
     if opened.is_prompt_alone:
         for index in range(n_texts):
             yield TextPiece(index, [End("length")])
@@ -414,6 +425,11 @@ async def write_texts(
     else:  # one request finds the best texts of a prompt
         each = list(prompts)
         more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
+    more["ends"] = [*opened.ends]
+    if (
+        opened.n_best is not None and fields.n_tokens == 1
+    ):  # programs that score leave the last token out: it must be there
+        more["ignores_end"] = True
     if opened.grammar is not None:
         more["grammar"] = opened.grammar
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
@@ -443,6 +459,8 @@ async def write_texts(
                     event, withheld[index] = withheld[index].before(event, event.n_kept), _Withheld()
                 if not fields.is_streamed:
                     withheld[index].take(event)
+                if opened.n_best is not None:  # what is cached then, this request has computed
+                    event = replace(event, n_cached=0)
                 piece = _piece(index, event, answers[index], n_before)
                 if piece.finish_reason is not None:
                     texts.cancel(index)
@@ -577,17 +595,22 @@ class TextLogprobs:
 
     def take(self, piece: TextPiece) -> dict[str, list[Any]] | None:
         """The new piece; None if nothing is new."""
-        if not piece.tokens:
-            return None
+        return self._grown(piece.tokens, piece.logprobs or []) if piece.tokens else None
+
+    def take_prompt(self, ids: Sequence[int], scores: Sequence[Any]) -> dict[str, list[Any]]:
+        """The tokens of the prompt, of which the first has nothing before it; see TextPiece."""
+        return self._grown(ids, [None, *scores])
+
+    def _grown(self, tokens: Sequence[int], found: Sequence[Any]) -> dict[str, list[Any]]:
         new: dict[str, list[Any]] = {name: [] for name in self.all}
-        for token, (own, best) in zip(piece.tokens, piece.logprobs or [], strict=False):
+        for token, one in zip(tokens, found, strict=False):
             data = self._codec.token_bytes(token)
             new["tokens"].append(_name(data))
-            new["token_logprobs"].append(_finite(own))
+            new["token_logprobs"].append(None if one is None else _finite(one[0]))
             named: dict[str, float] = {}
-            for i, value in best:  # the best first, which stays where several are no text
+            for i, value in () if one is None else one[1]:  # the best first, which stays where several are no text
                 named.setdefault(_name(self._codec.token_bytes(i)), _finite(value))
-            new["top_logprobs"].append(named)
+            new["top_logprobs"].append(None if one is None else named)
             new["text_offset"].append(self._n_chars)
             self._n_chars += len(self._characters.decode(data))
         for name, values in new.items():

@@ -12,6 +12,7 @@ from mdi.serve.api_errors import invalid, tell_ignored
 from mdi.text.answers.written import JOINED
 
 MOST_TOOLS = 128
+LONGEST_TOOLS = 1 << 20  # characters of all of them; each goes through the chat's template
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
 _VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
@@ -67,6 +68,8 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
         given = []
     if not isinstance(given, list) or len(given) > MOST_TOOLS:
         raise invalid("tools", f"expected a list of at most {MOST_TOOLS}")
+    if len(json.dumps(given)) > LONGEST_TOOLS:
+        raise invalid("tools", f"they have more than {LONGEST_TOOLS} characters")
     names = []
     for tool in given:
         function = tool.get("function") if isinstance(tool, dict) else None

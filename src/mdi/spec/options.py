@@ -29,6 +29,7 @@ N_FRAMES_LIMIT = 4096
 SILENCE_LIMITS_S = (0.5, 600.0)
 MODES = ("ring", "tensor", "auto")
 PLACEMENTS = ("throughput", "latency", "even")
+POOLINGS = ("mean", "last")
 DEFAULT_PLACEMENT = "throughput"
 DEFAULT_DRAFT = "auto"
 # Of fine-tuning.
@@ -671,6 +672,10 @@ class Options(StarterOptions):
         "also serve Ollama's API, on this port (Ollama's own is 11434; 0: any free one); without API keys to this machine only",
         metavar="PORT",
     )] = None
+    pooling: Annotated[str | None, Option(
+        "embed texts with models whose files do not say how: the mean of all rows of a text, or the last row (default: refuse)",
+        choices=POOLINGS,
+    )] = None
     tool_parser: Annotated[str | None, Option(
         "how the models write calls of tools (default: as their chat templates say)", choices=TOOL_PARSERS,
     )] = None
@@ -778,5 +783,5 @@ COMMON = ("verb", "debug", "log_json")
 NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
-    "keep_alive", "alias", "tool_parser", "ollama_port", "open",
+    "keep_alive", "alias", "tool_parser", "ollama_port", "pooling", "open",
 )  # fmt: skip

@@ -25,7 +25,7 @@ from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import PageClass, cache_classes
 from mdi.model.spec import ModelSpec, Norm
-from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, INPUT_TABLE, INPUTS, POSITIONS
+from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, INPUT_TABLE, INPUTS, POSITIONS
 from mdi.spec.extent import Extent
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
@@ -145,21 +145,34 @@ class NoCaches:
         """Nothing."""
 
 
-class EmbeddingNorm:
-    """The LayerNorm between the embedding and the first block; few rows, computed in float64."""
+class EndNorm:
+    """A norm at one of the model's ends; few rows, computed in float64. None changes nothing.
 
-    def __init__(self, norm: Norm, width: int, weights: Weights) -> None:
-        self._weight, self._bias = (array_of(weights, f"{EMBEDDING_NORM}.{what}") for what in ("weight", "bias"))
-        if any(part.shape != (width,) for part in (self._weight, self._bias)):
-            raise KernelError(f"{EMBEDDING_NORM} is no norm of {width} numbers")
-        self._eps = norm.eps
+    Args:
+        name: of its tensors, without "weight" and "bias".
+
+    Raises:
+        KernelError: a tensor is missing or of another shape.
+    """
+
+    def __init__(self, norm: Norm | None, name: str, width: int, weights: Weights) -> None:
+        self._norm = norm
+        has = {} if norm is None else {"weight": norm.has_weight, "bias": norm.has_bias}
+        parts = {what: floats(array_of(weights, f"{name}.{what}")) for what, is_there in has.items() if is_there}
+        if any(part.shape != (width,) for part in parts.values()):
+            raise KernelError(f"{name} is no norm of {width} numbers")
+        self._weight, self._bias = parts.get("weight", np.float32(1)), parts.get("bias", np.float32(0))
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32 (N, n_embd) -> float32 (N, n_embd)"""
+        if self._norm is None:
+            return x
         wide = x.astype(np.float64)
-        wide -= wide.mean(axis=1, keepdims=True)
-        wide /= np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + self._eps)
-        normed: np.ndarray = (wide * self._weight + self._bias).astype(np.float32)
+        if self._norm.kind == "layer":
+            wide -= wide.mean(axis=1, keepdims=True)
+        wide /= np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + self._norm.eps)
+        weight = self._weight + 1.0 if self._norm.unit_offset else self._weight
+        normed: np.ndarray = (wide * weight + self._bias).astype(np.float32)
         return normed
 
 
@@ -214,13 +227,13 @@ class Ends:
         self._table = table
         self._scale = weights["embedding"].get(EMBEDDING_SCALE)
         self._factor = None if ends.embedding_factor is None else np.float32(ends.embedding_factor)
-        own, self._positions, self._norm = weights["embedding"], None, None
+        own, self._positions = weights["embedding"], None
         if ends.n_positions:
             self._positions = floats(array_of(own, POSITIONS))
             if self._positions.shape != (ends.n_positions, self.n_embd):
                 raise KernelError(f"the learned positions of this model are {ends.n_positions} x {self.n_embd}")
-        if ends.embedding_norm is not None:
-            self._norm = EmbeddingNorm(ends.embedding_norm, self.n_embd, own)
+        self._norm = EndNorm(ends.embedding_norm, EMBEDDING_NORM, self.n_embd, own)
+        self.final_norm = EndNorm(ends.final_norm, FINAL_NORM.removesuffix(".weight"), self.n_embd, weights["head"])
         self.head = head
         self.is_head_shared = isinstance(head, SharedHead)
         self.caches = NoCaches()
@@ -245,8 +258,7 @@ class Ends:
             x = x * self._factor
         if self._positions is not None:
             x = x + self._positions[self._checked_positions(slices, len(ids))]
-        if self._norm is not None:
-            x = self._norm(x)
+        x = self._norm(x)
         return x if self._inputs is None else np.concatenate([x, self._inputs(ids, x)], axis=1)
 
     def _checked_positions(self, slices: Slices, n_rows: int) -> np.ndarray:
@@ -275,7 +287,7 @@ class KernelStage:
         adapters: what adapters add to the blocks, by the names of their parts (checkpoint.adapters); not in a group.
 
     Attributes:
-        ends: embedding and head, None if the stage has none; `embed` and `head` are theirs.
+        ends: embedding and head, None if the stage has none; `embed`, `head` and `final_norm` are theirs.
 
     Raises:
         KernelError: a tensor is missing or of another shape.
@@ -285,6 +297,7 @@ class KernelStage:
     _forward: Forward
     embed: Callable[..., np.ndarray]  # see Ends.embed
     head: HeadFunction
+    final_norm: EndNorm
 
     def __init__(
         self, spec: ModelSpec, start: int, stop: int, weights: StageWeights, n_threads: int = 1,
@@ -315,6 +328,7 @@ class KernelStage:
             assert head is not None
             self.ends = Ends(spec, weights, head, self._context)
             self.embed, self.head, self.is_head_shared = self.ends.embed, self.ends.head, self.ends.is_head_shared
+            self.final_norm = self.ends.final_norm
         else:
             self._own_logits = head
 

@@ -272,9 +272,15 @@ class StarterStage(Stage):
     @torch.inference_mode()
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """(M, n_embd) rows that went through all blocks -> (M, padded_vocab_size) logits"""
-        logits: torch.Tensor = self.lm_head(self.transformer["ln_f"](x))
+        logits: torch.Tensor = self.lm_head(self.final_norm(x))
         cap = self.spec.ends.softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @torch.inference_mode()
+    def final_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, n_embd) the same rows -> (M, n_embd), what the head multiplies"""
+        normed: torch.Tensor = self.transformer["ln_f"](x)
+        return normed
 
 
 def _and_more(names: list[str]) -> str:

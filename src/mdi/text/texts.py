@@ -116,7 +116,8 @@ class TextCodec:
         """Plain JSON with which, and the tokenizer's file, another process reads and writes texts as this codec does."""
         tokenizer = self._tokenizer
         found = {"backend": tokenizer.backend, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
-        return {**found, "use_bos": tokenizer.use_bos, "eos_ids": sorted(self.eos_ids), "drawing": dict(self.drawing)}
+        found |= {"use_bos": tokenizer.use_bos, "adds_eos": tokenizer.adds_eos}
+        return {**found, "eos_ids": sorted(self.eos_ids), "drawing": dict(self.drawing)}
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, behind the beginning-of-text id if the model needs one; for "" only that id, or none.

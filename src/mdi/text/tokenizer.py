@@ -47,6 +47,7 @@ class FileTokenizer:
         self.bos_id: int | None = facts["bos_id"]
         self.eos_id: int | None = facts["eos_id"]
         self.use_bos: bool = facts["use_bos"]
+        self.adds_eos: bool = facts.get("adds_eos", False)
         self.processor: Any
         if self.backend == "huggingface":
             from tokenizers import Tokenizer
@@ -76,6 +77,15 @@ class FileTokenizer:
         if self.eos_id is not None and ids[-1:] == [self.eos_id]:
             ids = ids[:-1]
         return Ids(ids)
+
+    def embedded_ids(self, text: str) -> list[int]:
+        """Of a whole text, as models that embed texts have it: with all that the tokenizer puts around it, its end, too."""
+        ids = self.ids_of(text)
+        if self.use_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        if self.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def ids_of(self, text: str, adds_special: bool = True) -> list[int]:
         """As the library gives them."""
@@ -140,6 +150,7 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mappi
         raise
     except Exception as e:  # tokenizers raises bare Exception
         raise CheckpointError(f"the tokenizer {directory / name} cannot be used: {' '.join(str(e).split())}") from e
+    tokenizer.adds_eos = bool(config.get("add_eos_token"))
     has_own = backend == "huggingface" and "add_bos_token" not in config and tokenizer.bos_id is not None
     # A tokenizer that adds the id itself is a better source than names.
     is_first = has_own and tokenizer.processor.encode("").ids[:1] == [tokenizer.bos_id]

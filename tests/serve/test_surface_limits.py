@@ -1,0 +1,96 @@
+"""What a request may have at most, on every path: tools, their schemas, messages; and what waits for its turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_server import right, run, server
+
+from mdi.node.secondary import SecondaryNode
+from mdi.serve.api_errors import ApiError
+from mdi.serve.chat import CHATS
+from mdi.serve.conversation import MOST_MESSAGES
+from mdi.serve.embeddings import EMBEDDINGS, OLLAMA_EMBEDDINGS
+from mdi.serve.endpoint import Surface
+from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
+from mdi.serve.ollama import CHATS as OLLAMA_CHATS
+from mdi.serve.responses import RESPONSES
+from mdi.serve.schemas import SCHEMA_LIMIT
+from mdi.serve.tools import LONGEST_TOOLS, MOST_TOOLS
+
+SAID: dict[str, Any] = {"role": "user", "content": "a"}
+Tool = Callable[[str, Any], Any]
+
+
+def nested(name: str, schema: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+SURFACES: dict[str, tuple[Surface, str, dict[str, Any], Tool]] = {
+    "chat": (CHATS, "messages", {}, nested),
+    "responses": (
+        RESPONSES,
+        "input",
+        {},
+        lambda name, schema: {"type": "function", "name": name, "parameters": schema},
+    ),
+    "messages": (MESSAGES, "messages", {"max_tokens": 5}, lambda name, schema: {"name": name, "input_schema": schema}),
+    "counts": (TOKEN_COUNTS, "messages", {}, lambda name, schema: {"name": name, "input_schema": schema}),
+    "ollama": (OLLAMA_CHATS, "messages", {"model": "m"}, nested),
+}
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_tools_and_messages_have_limits(name: str) -> None:
+    surface, param, fields, tool = SURFACES[name]
+    long = {"type": "object", "description": "x" * (LONGEST_TOOLS // 8)}
+
+    def body(n_messages: int, *tools: Any) -> dict[str, Any]:
+        return {**fields, param: [SAID] * n_messages, "tools": list(tools)}
+
+    many = [tool(f"t{i}", {"type": "object"}) for i in range(MOST_TOOLS)]
+    surface.read(body(MOST_MESSAGES, *many))
+    surface.read(body(1, *(tool(f"t{i}", long) for i in range(7))))
+    for wrong, said in (
+        (body(MOST_MESSAGES + 1), param),
+        (body(1, *many, tool("more", {})), "tools"),
+        (body(1, *(tool(f"t{i}", long) for i in range(8))), "tools"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            surface.read(wrong)
+        assert caught.value.status == 400 and caught.value.body["error"]["param"] == said
+
+
+def test_all_but_the_smallest_answers_wait_for_their_turn(folder: Path, nodes: list[SecondaryNode]) -> None:
+    """Counting tokens and embedding, too; a schema has a limit before it is compiled."""
+    chat = {"model": "one", "messages": [SAID]}
+
+    async def scenario() -> None:
+        async with server(folder, nodes, max_running=1, pooling="last") as made:
+            queue = made.api.queue("one")
+            queue.max_waiting = 0
+            asked = (
+                (TOKEN_COUNTS, chat), (EMBEDDINGS, {"model": "one", "input": "a"}), (CHATS, {**chat, "max_tokens": 1}),
+                (OLLAMA_EMBEDDINGS, {"model": "one", "input": "a"}), (RESPONSES, {"model": "one", "input": "a"}),
+            )  # fmt: skip
+            async with queue.entered("", 0, 1):
+                for surface, body in asked:
+                    status, _ = await made.ask(surface, body)
+                    assert status == 429, body
+            assert (await made.ask(TOKEN_COUNTS, chat))[0] == 200
+            # one request with many texts takes no more places than it has texts in the ring
+            queue.max_running, queue.max_waiting = 20, 1
+            many = asyncio.create_task(made.ask(EMBEDDINGS, {"model": "one", "input": ["The ring"] * 200}))
+            await made.until(lambda: queue.n_running == 16)
+            assert await made.write("one", 5) == right("one", 5)
+            assert (await many)[0] == 200
+            schema = {"type": "object", "description": "x" * SCHEMA_LIMIT}
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+            status, told = await made.ask(CHATS, {**chat, "response_format": form})
+            assert status == 400 and "characters" in told["error"]["message"]
+
+    run(scenario())
