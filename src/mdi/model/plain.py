@@ -22,6 +22,7 @@ from mdi.model.spec import (
     Alibi,
     Attention,
     BlockSpec,
+    DeltaNet,
     Dense,
     Ends,
     Experts,
@@ -70,6 +71,9 @@ class ModelConfig:
         router_bias: the router of experts has a bias, which `bias` says of all other linear layers.
         glu_limit: gated MLPs are those of gpt-oss, which clamp their gate and what it lets through at this.
         qkv_bias: whether query, key and value have biases; None: as `bias` and `attn_bias` say.
+        delta_net: the sizes of gated delta nets, which the blocks with a 1 in its "blocks" have in place of attention.
+        attention_gate: what heads of attention give is multiplied by the sigmoid of a further layer.
+        shared_expert_gate: what the shared expert gives is multiplied by the sigmoid of a product with the row.
         rotary_indices: the blocks with a 1 rotate queries and keys, the others know no positions; None: all rotate.
         norm_unit_offset: one is added to the weights of RMSNorms. None, as in litgpt's Config: if the name has "Gemma" in it.
         norm_has_weight: norms have weights. None, as in litgpt's Config: all but LayerNorms of a name with "OLMo" in it.
@@ -141,6 +145,9 @@ class ModelConfig:
     glu_limit: float | None = None
     qkv_bias: bool | None = None
     rotary_indices: tuple[int, ...] | None = None
+    delta_net: Mapping[str, Any] | None = None
+    attention_gate: bool = False
+    shared_expert_gate: bool = False
     norm_unit_offset: bool = None  # type: ignore[assignment]
     norm_has_weight: bool = None  # type: ignore[assignment]
 
@@ -183,6 +190,7 @@ class ModelConfig:
             rotated = self._per_block("rotary_indices")
             object.__setattr__(self, "rotary_indices", None if all(rotated) else rotated)
         self._check_latent()
+        self._check_delta_net()
         self._check_experts()
         self._check_positions()
 
@@ -263,6 +271,21 @@ class ModelConfig:
         if self.n_head != self.n_query_groups:
             raise ValueError("latent_attention has as many query groups as heads")
 
+    def _check_delta_net(self) -> None:
+        net = self.delta_net
+        if net is None:
+            return
+        if set(net) - {"is_in_turn"} != {*_DELTA_SIZES, "blocks"}:
+            raise ValueError(f"delta_net: expected {', '.join(_DELTA_SIZES)} and blocks, found {', '.join(net)}")
+        sizes = [net[key] for key in _DELTA_SIZES]
+        if any(type(size) is not int or size < 1 for size in sizes) or net["n_head"] % net["n_groups"]:
+            raise ValueError(f"delta_net: there is none of the sizes {sizes}")
+        blocks = net["blocks"]
+        if not isinstance(blocks, tuple) or len(blocks) != self.n_layer or not set(blocks) <= {0, 1}:
+            raise ValueError(f"delta_net: expected a 0 or a 1 for each of {self.n_layer} blocks, found {blocks}")
+        if self.latent_attention is not None:
+            raise ValueError("delta_net beside latent attention")
+
     def _check_positions(self) -> None:
         is_rotary = not (self.alibi or self.learned_positions)
         if self.alibi not in (None, "bloom", "falcon"):
@@ -287,6 +310,10 @@ class ModelConfig:
             raise ValueError("sigmoid_router is for models with experts in one group")
         if self.sigmoid_router and not self.norm_topk_prob:  # the kernels divide by the sum, whatever it says
             raise ValueError("sigmoid_router without norm_topk_prob is not supported")
+        if self.shared_expert_gate and not self.n_shared_expert:
+            raise ValueError("shared_expert_gate is for models with a shared expert")
+        if self.attention_gate and self.latent_attention is not None:
+            raise ValueError("a gate of latent attention")
         if self.router_bias and self.mlp_class_name != "LLaMAMoE":
             raise ValueError("router_bias is for models with experts")
         if self.glu_limit is not None and not (
@@ -317,7 +344,11 @@ OWN_FIELDS = {
     "glu_limit": "clamped MLPs",
     "qkv_bias": "biases of query, key and value of their own",
     "rotary_indices": "blocks without positions",
+    "delta_net": "gated delta nets",
+    "attention_gate": "gates of attention",
+    "shared_expert_gate": "a gate of the shared expert",
 }
+_DELTA_SIZES = ("n_head", "n_groups", "k_size", "v_size", "n_taps")  # as DeltaNet has them
 _LARGEST = 1e9  # of a number in `rope_adjustments`
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -512,6 +543,9 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
     if window is not None and config.sliding_window_indices is not None and not config.sliding_window_indices[index]:
         window = None
     softcap, norm = config.attention_logit_softcapping, _norm(config)
+    if (net := config.delta_net) is not None and net["blocks"][index]:
+        sizes = {key: net[key] for key in _DELTA_SIZES}
+        return DeltaNet(**sizes, norm=Norm("rms", config.norm_eps), is_in_turn=bool(net.get("is_in_turn")))
     if latent := config.latent_attention:
         return LatentAttention(
             n_head=config.n_head,
@@ -546,6 +580,7 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
         qk_norm=norm if config.norm_qk else None,
         qk_norm_over_all=config.norm_qk and config.norm_qk_type == "olmo2",
         has_sinks=config.attention_sinks,
+        has_gate=config.attention_gate,
     )
 
 
@@ -587,6 +622,7 @@ def _mlp(config: ModelConfig, index: int) -> Mlp:
         expert=_dense(config, width or config.intermediate_size),
         router=_router(config),
         shared=shared,
+        has_shared_gate=config.shared_expert_gate,
     )
 
 

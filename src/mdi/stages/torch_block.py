@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mdi.model.spec import Attention, BlockSpec, Dense, Experts, LatentAttention, Mixer, Norm, Rotary
+from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, LatentAttention, Mixer, Norm, Rotary
 
 # One row costs little more in a tile of eight, and 64 rows of a prompt read the weights eight times, not sixteen.
 TILE = 8
@@ -35,7 +35,7 @@ class Rows(Protocol):
         """Cosines and sines of the rows' positions, as `rotate_` needs them."""
 
     def attend(
-        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        self, of: Attention | LatentAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of all rows.
@@ -47,6 +47,18 @@ class Rows(Protocol):
 
         Returns:
             (N, n_head, v_size)
+        """
+
+    def recur(self, of: DeltaNet, layer: int, taps: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """What the states of a delta net give.
+
+        Args:
+            layer: place of the block in its stage.
+            taps: (n_channels, n_taps)
+            kept: float32 (N, n_channels + 2 * n_head): what goes into the convolution; b and e^g of each head.
+
+        Returns:
+            float32 (N, n_head, v_size)
         """
 
 
@@ -62,8 +74,8 @@ class Block(nn.Module):
         super().__init__()
         self.of = of
         self.norm_1 = norm_of(of.norm_1, width)
-        mixer = of.mixer
-        self.attn = Latents(mixer, width, layer) if isinstance(mixer, LatentAttention) else Heads(mixer, width, layer)
+        self._mixer = "delta" if isinstance(of.mixer, DeltaNet) else "attn"
+        self.add_module(self._mixer, mixer_of(of.mixer, width, layer))
         self.post_attention_norm = norm_of(of.post_attention_norm, width)
         self.norm_2 = norm_of(of.norm_2, width)
         self.mlp = Chosen(of.mlp, width) if isinstance(of.mlp, Experts) else Mlp(of.mlp, width)
@@ -72,7 +84,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """(N, width) -> (N, width)"""
         normed = self.norm_1(x)
-        attended = self.attn(normed, rows)
+        attended = self.get_submodule(self._mixer)(normed, rows)
         if self.of.residual == "behind":
             x = self.post_attention_norm(attended + x)
             behind: torch.Tensor = self.post_mlp_norm(self.mlp(self.norm_2(x)) + x)
@@ -82,6 +94,12 @@ class Block(nn.Module):
             normed = self.norm_2(before if self.of.residual == "parallel" else x)
         found: torch.Tensor = self.post_mlp_norm(self.mlp(normed)) + x
         return found
+
+
+def mixer_of(of: Mixer, width: int, layer: int) -> nn.Module:
+    if isinstance(of, DeltaNet):
+        return Delta(of, width, layer)
+    return Latents(of, width, layer) if isinstance(of, LatentAttention) else Heads(of, width, layer)
 
 
 class UnitRms(nn.Module):
@@ -131,6 +149,8 @@ class Heads(nn.Module):
         self.of, self.layer = of, layer
         self.qkv = nn.Linear(width, (of.n_head + 2 * of.n_groups) * of.head_size, bias=of.qkv_bias)
         self.proj = nn.Linear(of.n_head * of.head_size, width, bias=of.bias)
+        if of.has_gate:
+            self.out_gate = nn.Linear(width, of.n_head * of.head_size, bias=False)
         if of.qk_norm is not None:
             heads = (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
             self.norm_q, self.norm_k = (norm_of(of.qk_norm, n * of.head_size) for n in heads)
@@ -148,7 +168,10 @@ class Heads(nn.Module):
                 turned = turned[..., : of.positions.n_elem]
             rotate_(turned, *rows.tables(of.positions), of.positions.interleaved)
         q, k, v = heads.split([of.n_head, of.n_groups, of.n_groups], dim=1)
-        found: torch.Tensor = self.proj(rows.attend(of, self.layer, q, k, v, self.sinks).flatten(1))
+        attended = rows.attend(of, self.layer, q, k, v, self.sinks).flatten(1)
+        if of.has_gate:
+            attended = attended * torch.sigmoid(self.out_gate(x))
+        found: torch.Tensor = self.proj(attended)
         return found
 
     def _normed(self, heads: torch.Tensor) -> torch.Tensor:
@@ -211,12 +234,48 @@ class Latents(nn.Module):
         return torch.cat([torch.bmm(tile, b) for tile in _tiles(a, 1)], dim=1)[:, : a.size(1)]
 
 
+class Delta(nn.Module):
+    """A gated delta net; its states and what goes into them are float32.
+
+    Attributes:
+        is_tiled: whether the product of its gates takes TILE rows at a time, see `keep_rows_apart`.
+    """
+
+    def __init__(self, of: DeltaNet, width: int, layer: int) -> None:
+        super().__init__()
+        self.of, self.layer, self.is_tiled = of, layer, False
+        n_values = of.n_head * of.v_size
+        self.qkv = nn.Linear(width, of.n_channels, bias=False)
+        self.out_gate = nn.Linear(width, n_values, bias=False)
+        self.gates = nn.Linear(width, 2 * of.n_head, bias=False)
+        self.conv = nn.Conv1d(of.n_channels, of.n_channels, of.n_taps, groups=of.n_channels, bias=False)
+        self.dt_bias, self.A_log = (nn.Parameter(torch.empty(of.n_head)) for _ in range(2))
+        self.norm = norm_of(of.norm, of.v_size)
+        self.proj = nn.Linear(n_values, width, bias=False)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """(N, width) -> (N, width)"""
+        b, a = self._gates(x).float().chunk(2, dim=1)
+        decay = torch.exp(-self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()))
+        kept = torch.cat([self.qkv(x).float(), b.sigmoid(), decay], dim=1)
+        given = self.norm(rows.recur(self.of, self.layer, self.conv.weight.flatten(1).float(), kept))
+        found: torch.Tensor = self.proj((given.flatten(1) * F.silu(self.out_gate(x).float())).to(x.dtype))
+        return found
+
+    def _gates(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_tiled:
+            found: torch.Tensor = self.gates(x)
+            return found
+        return torch.cat([self.gates(tile) for tile in _tiles(x, 0)])[: len(x)]
+
+
 class Mlp(nn.Module):
     """An MLP that all rows go through, or one expert."""
 
     fc: nn.Module
     fc_1: nn.Module
     fc_2: nn.Module
+    gate: nn.Module  # of a shared expert, where it has one
 
     def __init__(self, of: Dense, width: int) -> None:
         super().__init__()
@@ -296,6 +355,9 @@ class Chosen(nn.Module):
         self.experts = nn.ModuleList(Mlp(of.expert, width) for _ in range(of.n))
         if of.shared is not None:
             self.shared_experts = Mlp(of.shared, width)
+            if of.has_shared_gate:
+                self.shared_experts.gate = nn.Linear(width, 1, bias=False)
+        self.of = of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, width) -> (N, width)"""
@@ -304,13 +366,16 @@ class Chosen(nn.Module):
         for expert in chosen.unique().tolist():
             rows, places = torch.where(chosen == expert)
             y[rows] += factors[rows, places, None] * self.experts[expert](x[rows])
-        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y
+        if self.of.shared is None:
+            return y
+        shared = self.shared_experts(x)
+        return y + (torch.sigmoid(self.shared_experts.gate(x)) * shared if self.of.has_shared_gate else shared)
 
 
 def keep_rows_apart(root: nn.Module) -> None:
     """Let routers and latent attention below `root` compute in tiles, so that a row's bits do not depend on their number."""
     for module in root.modules():
-        if isinstance(module, Gate | Latents):
+        if isinstance(module, Gate | Latents | Delta):
             module.is_tiled = True
 
 
