@@ -29,7 +29,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
-	@echo "make clients     installs the openai, anthropic and ollama packages beside the project; the suite then asks the server with them"
+	@echo "make clients     installs openai, anthropic, ollama, litellm, langchain and agents beside the project; the suite then asks the server with them"
 	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
 	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"

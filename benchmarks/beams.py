@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from random_checkpoint import SHAPES, make_checkpoint
-from records import ROOT, add_json_flag, save
-
-sys.path.insert(0, str(ROOT / "src"))
-
+import on_path  # noqa: F401
 from mdi.engine.cohort import Beams
 from mdi.engine.sequence import SamplingParams
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
+from random_checkpoint import SHAPES, make_checkpoint
+from records import add_json_flag, save
 
 N_TOKENS, N_FIRST = 40, 8
 SHORT = 40  # tokens of the prompt of a search

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
 
 INK, FAINT, WIRE, CONTROL = "#222222", "#8a8a8a", "#1f5fa8", "#c2570c"
 STARTER, SECONDARY, QUEUE, STAGE = "#fdf0dd", "#e4eefa", "#ffffff", "#d9ead3"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,12 +25,11 @@ from typing import Any
 
 import numpy as np
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-sys.path.insert(0, str(ROOT / "tests"))
 
 from mdi.checkpoint.hfconfig import derive_config  # noqa: E402
 from mdi.checkpoint.packing import Packing, PartWeights  # noqa: E402

@@ -23,7 +23,6 @@ import json
 import logging
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +30,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 from random_checkpoint import SHAPES, VOCABULARY, make_checkpoint
 from records import RESULTS, rounded, save
 from side_by_side.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("src", "tests")]
 SHOWN_S = 0.05  # a shorter pass is told of as one of 0.0 s
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import on_path  # noqa: F401
 from random_checkpoint import SHAPES, make_checkpoint
 from records import ROOT, add_json_flag, save
 

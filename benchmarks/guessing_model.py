@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import on_path  # noqa: F401
 from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Plan, SamplingParams
 from mdi.engine.sequence import Sequence as Text

@@ -17,6 +17,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import on_path  # noqa: F401
 from records import add_json_flag, save
 from recovery import N_TOKENS_BEFORE, ROOT, run
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import on_path  # noqa: F401
 from mdi.errors import PlacementError, UsageError
 from mdi.placement.cost import CostModel
 from mdi.placement.methods import filled, left_over, ranked

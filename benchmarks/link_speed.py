@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 
+import on_path  # noqa: F401
 from mdi.placement.cost import LinkSpeed
 from mdi.tensor.joining import open_windows
 from mdi.tensor.mesh import Mesh

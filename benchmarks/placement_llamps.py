@@ -6,16 +6,12 @@ placement_llamps.py
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import argparse
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "placement")]
-
-from llamps import FITS, TABLE, Fit, Row  # noqa: E402
-
-from leftovers import gma_scores, opa_scores  # noqa: E402
-from mdi.placement.methods import filled, ranked  # noqa: E402
+import on_path  # noqa: F401
+from leftovers import gma_scores, opa_scores
+from llamps import FITS, TABLE, Fit, Row
+from mdi.placement.methods import filled, ranked
 
 
 def placed(row: Row, fit: Fit, method: str) -> str:
@@ -27,6 +23,7 @@ def placed(row: Row, fit: Fit, method: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(
         "| model | servers (GB, cores) | GMA printed | GMA here | OPA printed | OPA here |\n|---|---|---|---|---|---|"
     )

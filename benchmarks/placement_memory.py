@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
 
 CASES = [(width, blocks, fmt) for width in (512, 1024, 2048) for blocks in (2, 4, 8) for fmt in ("float32", "int8")]
 SEQUENCES, LENGTH = 4, 512

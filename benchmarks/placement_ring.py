@@ -27,13 +27,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from leftovers import by_score, gma_scores, opa_scores  # noqa: E402
+import on_path  # noqa: F401
+from leftovers import by_score, gma_scores, opa_scores
 from records import add_json_flag, save
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
 SCORES = {"gma": gma_scores, "opa": opa_scores}
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
 
 PERIOD_US = 20_000  # short, so that a node under a quota is slow and not now and then absent
 MODEL = {

@@ -6,22 +6,19 @@ placement_speed.py
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-
-from mdi.model.caches import PageClass  # noqa: E402
-from mdi.placement import search  # noqa: E402
-from mdi.placement.cost import CostModel  # noqa: E402
-from mdi.placement.methods import place  # noqa: E402
-from mdi.placement.model import BlockShape, ModelShape, Workload  # noqa: E402
-from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile  # noqa: E402
+import on_path  # noqa: F401
+from mdi.model.caches import PageClass
+from mdi.placement import search
+from mdi.placement.cost import CostModel
+from mdi.placement.methods import place
+from mdi.placement.model import BlockShape, ModelShape, Workload
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
 
 GB = 10**9
 
@@ -62,6 +59,7 @@ def seconds(cost: CostModel) -> tuple[float, int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| nodes | blocks | sequences | links measured | blocks | used | seconds |\n|---|---|---|---|---|---|---|")
     for n, n_layer, s, share, differ in (
         (3, 32, 8, 1, False), (8, 32, 16, 0, False), (8, 128, 16, 1, False), (8, 61, 16, 0, True), (8, 61, 16, 1, True),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,10 +22,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
 
 from mdi.checkpoint.packing import Packing  # noqa: E402
 from mdi.checkpoint.safetensors_layout import TensorSpec  # noqa: E402

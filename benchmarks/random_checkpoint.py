@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 LLAMA = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "parallel_residual": False, "bias": False}
 SHAPES: dict[str, dict[str, Any]] = {

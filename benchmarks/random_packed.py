@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+import on_path  # noqa: F401
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, int8_rows, stored_bytes
 from mdi.checkpoint.parts import PartInfo, stage_parts

@@ -24,12 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from mdi.checkpoint.ggufsource import GgufSource  # noqa: E402
+from mdi.checkpoint.mixtures import meant  # noqa: E402
 from mdi.checkpoint.parts import part_of  # noqa: E402
 from mdi.kernels.weight_formats import weight_format  # noqa: E402
 from real.published import MODELS, TEXT, path_of  # noqa: E402
 from records import add_json_flag, save, told  # noqa: E402
 
-FORMATS = ("own", "float32", "bf16", "int8", "int4")
+FORMATS = ("own", "float32", "bf16", "int8", "q6_k", "q4_k", "int4")
 N_TOKENS, N_CHARACTERS, WINDOW = 64, 16_000, 512
 
 
@@ -47,7 +48,7 @@ def asked(command: str, *arguments: str) -> dict[str, Any]:
 def bits_of(model: Path, form: str) -> float:
     """Of a weight in the blocks."""
     source = GgufSource(model)
-    name = source.own_formats if form == "own" else form
+    name = source.own_formats if form == "own" else meant(form, source.config)
     shapes = {name: spec.shape for name, spec in source.specs.items() if part_of(name).startswith("block.")}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
     n_bytes = sum(weight_format(name or "").tensor_bytes(*one) for one in matrices.items())

@@ -29,7 +29,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import deque
@@ -43,11 +42,11 @@ from typing import Any
 
 import numpy as np
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT = ROOT / "assets" / "nano-llama-draft"
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 from guessing_model import best, learned_speed  # noqa: E402
 from mdi.cancel import Cancel  # noqa: E402

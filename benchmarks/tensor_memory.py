@@ -2,8 +2,8 @@
 
     tensor_memory.py [--format float32] [--nodes 2 4 6 8] [--head shared] [MODEL ...]
 
-MODEL is a name in litgpt's table. Prints, in GB, what the starter (embedding and head or its rows of it, and its share) and the
-largest other node have.
+MODEL is a name in litgpt's table. Prints, in GiB, as TPI-LLM does, what the starter (embedding and head or its rows of it, and
+its share) and the largest other node have.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mdi.model.plain import ModelConfig
 from mdi.tensor.shard_source import shard_shapes
 from mdi.tensor.shares import Share, share_out
 
+GIB = 1 << 30
 MODELS = ("Llama-2-7b-hf", "Llama-2-13b-hf", "Llama-2-70b-hf", "Llama-3.1-8B", "Llama-3.1-70B")
 
 
@@ -59,7 +60,7 @@ def main() -> None:
         config = ModelConfig.from_litgpt(Config.from_name(model))
         told = []
         for n in args.nodes:
-            each = [share_bytes(config, n, rank, packing, args.head == "shared") / 1e9 for rank in range(n)]
+            each = [share_bytes(config, n, rank, packing, args.head == "shared") / GIB for rank in range(n)]
             told.append(f"{each[0]:.1f} / {max(each[1:]):.1f}")
         print(f"| {model} | {' | '.join(told)} |")
 

@@ -3,7 +3,7 @@
 
 Every node is a process of its own with one thread. The smallest NanoGPT is trained first, once; other models have random
 weights. Results are kept after each run, so that a broken-off evaluation goes on where it was; then the figures in assets/
-and the tables in benchmarks/RESULTS.md are written.
+and the tables in docs/seeds.md are written.
 
     thesis.py                  everything, under an hour on two cores; needs 12 GB of memory and 5 GB of disk
     thesis.py --quick          three models, a few tokens, under five minutes; writes beside its results only
@@ -180,9 +180,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="FILE", help="(results.json or quick.json in the work folder)")
-    parser.add_argument(
-        "--docs", action=argparse.BooleanOptionalAction, help="write assets/ and benchmarks/RESULTS.md, or not"
-    )
+    parser.add_argument("--docs", action=argparse.BooleanOptionalAction, help="write assets/ and docs/seeds.md, or not")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it

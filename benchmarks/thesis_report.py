@@ -21,7 +21,7 @@ GUESSING_NATS = 4.17  # ln 65
 
 
 def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
-    """Figures into assets/ and tables into benchmarks/RESULTS.md below `root`, or, without a root, into `beside`."""
+    """Figures into assets/ and tables into docs/seeds.md below `root`, or, without a root, into `beside`."""
     runs = data["runs"]
     found = [model for model in MODELS if any(f"{model.key}/{n}" in runs for n in (1, 2, 3))]
     if not found:
@@ -41,7 +41,7 @@ def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
     for text in tables.values():
         print(f"\n{text}")
     if root is not None:
-        fill_in(root / "benchmarks" / "RESULTS.md", tables)
+        fill_in(root / "docs" / "seeds.md", tables)
 
 
 def fill_in(page: Path, tables: dict[str, str]) -> None:

@@ -22,12 +22,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 from records import add_json_flag, save
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 SHAPES = {
     "nano": {"n_layer": 8, "n_embd": 192, "n_head": 6, "intermediate_size": 512, "padded_vocab_size": 1024},

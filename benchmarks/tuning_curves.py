@@ -9,24 +9,19 @@ The other machine's curve is that of litgpt's GPT with the products of LoRA in i
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mdi.model.plain import spec_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 import numpy as np
 import psutil
 import torch
 from torch.nn import functional
 
-from mdi.model.plain import ModelConfig
+import on_path  # noqa: F401
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.run.local import LocalRing
 from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run

@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import on_path  # noqa: F401
 from memory_group import memory_group
 from records import add_json_flag, save
 

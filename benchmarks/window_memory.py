@@ -15,15 +15,17 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+import on_path  # noqa: F401
 from records import add_json_flag, save
 
 NODES = (2, 4, 6, 8)
+GIB = 1 << 30  # what the paper calls GB: 257 of them are its 68,976,648,192 weights in float32
 UNITS = 2
 YI_34B = {"name": "Yi-34B", "n_layer": 60, "n_embd": 7168, "n_head": 56, "n_query_groups": 8, "head_size": 128,
           "intermediate_size": 20480, "padded_vocab_size": 64000, "vocab_size": 64000, "bias": False,
           "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rotary_percentage": 1.0,
           "parallel_residual": False}  # fmt: skip
-# The paper's name, litgpt's, and its table 2: peak GB per device without and with its window, for NODES.
+# The paper's name, litgpt's, and its table 2: peak GiB per device without and with its window, for NODES.
 MODELS: dict[str, tuple[Any, tuple[float, ...], tuple[float, ...]]] = {
     "Llama 2-3B": ("open_llama_3b", (7.3, 4.3, 3.2, 2.8), (1.5, 1.4, 1.4, 1.4)),
     "Llama 2-7B": ("Llama-2-7b-hf", (13.7, 7.7, 5.5, 4.5), (2.0, 1.8, 1.7, 1.7)),
@@ -46,7 +48,7 @@ def share_of(config: Any, n_nodes: int) -> Any:
     return replace(config, n_head=n_head, n_query_groups=n_groups, intermediate_size=columns)
 
 
-def gigabytes(config: Any, n_nodes: int) -> tuple[float, float]:
+def gibibytes(config: Any, n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
 
     from mdi.stages.window_budget import plan_window
@@ -57,7 +59,7 @@ def gigabytes(config: Any, n_nodes: int) -> tuple[float, float]:
     assert head is not None
     embedding = 4 * config.padded_vocab_size * config.n_embd
     without = sum(unit.n_bytes for unit in blocks) + head.n_bytes + embedding
-    return without / 1e9, plan_window(blocks, head, UNITS, None).resident_bytes / 1e9
+    return without / GIB, plan_window(blocks, head, UNITS, None).resident_bytes / GIB
 
 
 def main() -> None:
@@ -72,11 +74,11 @@ def main() -> None:
     print("| model | " + " | ".join(f"N = {n}: paper, ours; window: paper, ours" for n in NODES) + " |")
     for name, (of, paper, paper_window) in MODELS.items():
         config = ModelConfig.from_litgpt(Config(**of) if isinstance(of, dict) else Config.from_name(of))
-        ours = [gigabytes(config, n) for n in NODES]
+        ours = [gibibytes(config, n) for n in NODES]
         cells = [f"{a:g}, {b:.1f}; {c:g}, {d:.2f}" for a, c, (b, d) in zip(paper, paper_window, ours, strict=True)]
         print(f"| {name} | " + " | ".join(cells) + " |")
-        result[name] = {"without_gb": [a for a, _ in ours], "window_gb": [b for _, b in ours],
-                        "paper_without_gb": paper, "paper_window_gb": paper_window}  # fmt: skip
+        result[name] = {"without_gib": [a for a, _ in ours], "window_gib": [b for _, b in ours],
+                        "paper_without_gib": paper, "paper_window_gib": paper_window}  # fmt: skip
     save(args.json, {"nodes": NODES, "models": result})
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+import on_path  # noqa: F401
 from memory_group import memory_group
 from random_packed import RandomPacked
 from records import add_json_flag, save

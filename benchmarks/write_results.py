@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of benchmarks/RESULTS.md from the files in benchmarks/results; nothing is measured.
+"""Writes the tables of benchmarks/RESULTS.md and docs/seeds.md from the files in benchmarks/results; nothing is measured.
 
 The tables of `compare.py` and `thesis.py` are written by these; all others here.
 
@@ -32,6 +32,8 @@ UNMEASURED = "It was not measured yet."
 WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
 SUMS = ("star", "exchange", "ring", "tree")
 SHOWN_DELAYS_MS = (0.2, 0.4, 1, 5, 10)
+
+PAGES = (ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "seeds.md")
 
 
 def load(name: str) -> Any:
@@ -159,8 +161,8 @@ def window_memory() -> str:
     result = load("window_memory")
     rows = []
     for model, found in result["models"].items():
-        before = zip(found["paper_without_gb"], found["without_gb"], strict=True)
-        window = zip(found["paper_window_gb"], found["window_gb"], strict=True)
+        before = zip(found["paper_without_gib"], found["without_gib"], strict=True)
+        window = zip(found["paper_window_gib"], found["window_gib"], strict=True)
         ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in before]
         rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{theirs:g}, {ours:.2f}" for theirs, ours in window)])
     n_nodes = result["nodes"]
@@ -285,12 +287,12 @@ def guesses(name: str) -> str:
 def swarm() -> str:
     rows = [
         [name, f"{one['near']:.0%}", f"{one['zero']:.0%}", f"{one['median']:.2f}", f"{one['moves_per_hour']:.0f}",
-         f"{one['blocks_per_hour']:.0f}"]
+         f"{one['blocks_per_hour']:.0f}", f"{one['loading']:.2f}"]
         for name, one in load("swarm")["figure"].items()
     ]  # fmt: skip
-    return markdown(
-        ["", "within 15 % of the bound", "at zero", "median share", "moves per hour", "blocks per hour"], rows
-    )
+    head = ["", "within 15 % of the bound", "at zero", "median share", "moves per hour", "blocks per hour",
+            "share of the day's bound, with loading"]  # fmt: skip
+    return markdown(head, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -319,6 +321,11 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def names_in(page: str) -> list[str]:
+    """Those of TABLES that have a place on a page."""
+    return [name for name in TABLES if f"<!-- results:{name} -->" in page]
+
+
 def table(name: str) -> str:
     """One of TABLES, or that its file is not there."""
     try:
@@ -331,15 +338,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
-    path = ROOT / "benchmarks" / "RESULTS.md"
-    before = text = path.read_text(encoding="utf-8")
-    for name in TABLES:
-        text = fill(text, name, table(name))
-    if args.check:
-        print("RESULTS.md has the tables of its files" if text == before else "RESULTS.md has other tables")
-        return int(text != before)
-    path.write_text(text, encoding="utf-8")
-    return 0
+    n_other = 0
+    for path in PAGES:
+        before = text = path.read_text(encoding="utf-8")
+        for name in names_in(text):
+            text = fill(text, name, table(name))
+        if args.check:
+            print(f"{path.name} has {'the tables of its files' if text == before else 'other tables'}")
+            n_other += text != before
+        else:
+            path.write_text(text, encoding="utf-8")
+    return int(n_other > 0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mdi.errors import UsageError
 from mdi.spec.cluster import (
     ClusterConfig,
     load_cluster,
+    load_nodes,
     load_secondary,
     nearest_existing,
     parse_bytes,
@@ -121,6 +123,58 @@ def test_port_out_and_what_is_unknown_are_accepted(tmp_path: Path) -> None:
     del data["nodes"]["starter"]["inference"]["port_out"]
     data["nodes"]["starter"]["comment"] = ["whatever"]
     assert load_cluster(write(tmp_path, data)).starter.port_out is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data.update(node=data.pop("nodes")), "nodes"),
+        (lambda data: data["nodes"].update(secondaries=[]), None),
+        (
+            lambda data: data["nodes"].update(secondarys=data["nodes"].pop("secondary")),
+            "secondarys: .* is secondary meant",
+        ),
+        (lambda data: data["nodes"]["starter"].update(devise="cpu"), "nodes.starter.devise: .* is device meant"),
+        (lambda data: data["nodes"]["secondary"][1].update(thread=2), r"secondary\[1\].thread: .* is threads meant"),
+        (
+            lambda data: data["nodes"]["secondary"][0]["inference"].update(port_ot=2),
+            r"secondary\[0\].inference.port_ot: .* is port_out meant",
+        ),
+    ],
+)
+def test_misspelt_fields_are_named(tmp_path: Path, change: Callable[[Any], object], said: str | None) -> None:
+    data = network()
+    del data["nodes"]["secondary"][0]["inference"]["port_out"]
+    change(data)
+    if said is None:
+        load_cluster(write(tmp_path, data))  # another program's
+        return
+    with pytest.raises(UsageError, match=said):
+        load_cluster(write(tmp_path, data))
+
+
+def test_a_misspelt_field_of_a_file_of_one_secondary(tmp_path: Path) -> None:
+    entry = {**network()["nodes"]["secondary"][0], "kvmemory": "1G", "starter_server": {"addr": "127.0.0.1"}}
+    with pytest.raises(UsageError, match="kvmemory: there is no such field: is kv_memory meant"):
+        load_secondary(write(tmp_path, entry), None)
+    del entry["kvmemory"]
+    assert load_secondary(write(tmp_path, entry), None).port
+
+
+def test_the_folder_of_nodes_files_as_the_first_readme_writes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mdi")
+    (tmp_path / "settings_distr").mkdir()
+    (tmp_path / "settings_distr" / "configuration.json").write_text(json.dumps(network()))
+    given = tmp_path / "settings-distr" / "config.json"
+    assert load_cluster(given).n_nodes == 3 and load_secondary(given, 1).name == "secondary1"
+    assert len(load_nodes(given)) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{given} is not there; reading {tmp_path / 'settings_distr' / 'configuration.json'}"
+    ]
+    with pytest.raises(UsageError, match="no such file"):
+        load_cluster(tmp_path / "settings-distr" / "other.json")
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from cluster_keys import key_file
+from mdi.control import client as control_client
 from mdi.control.client import ControlClient
+from mdi.control.signing import body_hash
 from mdi.errors import ControlError
 from mdi.net.message import ANSWER_LIMIT_BYTES
 from mdi.spec.cluster import NodeConfig
@@ -86,14 +91,15 @@ def test_interim_answers_without_end_are_given_up() -> None:
     assert caught.value.problem == "silent" and was_left.is_set()
 
 
+@pytest.mark.parametrize("status", [b"200 OK", b"302 Found\r\nLocation: /elsewhere"])
 @pytest.mark.parametrize("head", [b"Content-Length: 1000000000000", b"X: y", b"Transfer-Encoding: chunked"])
-def test_no_more_of_an_answer_is_read_than_a_node_could_say(head: bytes) -> None:
+def test_no_more_of_an_answer_is_read_than_a_node_could_say(head: bytes, status: bytes) -> None:
     piece = b" " * (1 << 20)
     n_sent = 0
 
     def talk(sock: socket.socket) -> None:
         nonlocal n_sent
-        sock.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
+        sock.sendall(b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n\r\n")
         while n_sent < 16 * ANSWER_LIMIT_BYTES:
             sock.sendall(b"100000\r\n" + piece + b"\r\n" if b"chunked" in head else piece)
             n_sent += len(piece)
@@ -112,3 +118,77 @@ def test_an_answer_that_is_cut_off() -> None:
         with pytest.raises(ControlError) as caught:
             client.status()
         assert caught.value.problem == "closed"
+
+
+def test_an_answer_is_not_unpacked() -> None:
+    """A few bytes could become gigabytes."""
+    packed = gzip.compress(b'{"state": "IDLE"}')
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}\r\n\r\n".encode()
+    with served(lambda sock: sock.sendall(head + packed)) as (client, _), pytest.raises(ControlError) as caught:
+        client.status()
+    assert caught.value.problem == "stranger"
+
+
+def test_a_node_that_is_sent_to_another_one_stays_where_it_was_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.1)
+        moved = f"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:{other.getsockname()[1]}/\r\nContent-Length: 2\r\n\r\n{{}}"
+        with served(lambda sock: sock.sendall(moved.encode())) as (client, _), pytest.raises(ControlError) as caught:
+            client.status()
+        assert caught.value.status == 307
+        with pytest.raises(TimeoutError):
+            other.accept()
+
+
+@pytest.mark.parametrize("addr", ["::1", "localhost", "LocalHost"])
+def test_addresses_of_all_kinds(addr: str) -> None:
+    family = socket.AF_INET6 if ":" in addr else socket.AF_INET
+    got: list[bytes] = []
+    with socket.create_server(("localhost" if family is socket.AF_INET else "::1", 0), family=family) as server:
+        server.settimeout(PATIENCE_S)
+
+        def run() -> None:
+            sock, _ = server.accept()
+            with sock:
+                got.append(sock.recv(65536))
+                sock.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 17\r\n\r\n{"state": "IDLE"}')
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        port = server.getsockname()[1]
+        assert ControlClient(NodeConfig("secondary0", addr, port, 0)).status() == {"state": "IDLE"}
+        thread.join()
+    assert got[0].startswith(b"GET / HTTP/1.1\r\n") and f":{port}\r\n".encode() in got[0]
+
+
+def test_what_is_signed_is_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a target that the library writes in another way, too."""
+    signed: list[tuple[object, ...]] = []
+    monkeypatch.setattr(control_client, "sign_request", lambda *args: signed.append(args) or "00")
+    got: list[bytes] = []
+
+    def talk(sock: socket.socket) -> None:
+        sock.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            while piece := sock.recv(65536):
+                got.append(piece)
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+
+        def run() -> None:
+            sock, _ = server.accept()
+            with sock:
+                talk(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        client = ControlClient(NodeConfig("a", "127.0.0.1", server.getsockname()[1], 0), key_file(tmp_path / "key"))
+        client.nonces.keep("12")
+        with pytest.raises(ControlError, match="same cluster key"):
+            client.request("PUT", "/a b?x=\u00e9", 5.0, b'{"run": "\xff"}')
+        thread.join()
+    head, _, body = b"".join(got).partition(b"\r\n\r\n")
+    method, target = head.split()[:2]
+    assert signed[0][1:4] == (method.decode(), target.decode(), body_hash(body)) and target == b"/a%20b?x=%C3%A9"

@@ -272,3 +272,29 @@ def test_a_damaged_tokenizer_is_one_line(
         write_tokenizer({**sentencepiece_tokens(spm), **change}, tmp_path, Path("m.gguf"))
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pieces_that_are_merged_in_the_order_of_a_list_have_llama_cpps_ids(tmp_path: Path) -> None:
+    """Gemma 4's kind, against what llama-cpp-python 0.3.36 gives for this vocabulary."""
+    merges = ["a b", "▁ ab", "ab c", "\n \n", "▁ab c", "d e", "▁ ▁", "c ▁ab"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+    pieces = ["▁", "a", "b", "c", "\n", "d", "e", *(one.replace(" ", "") for one in merges)]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    fields = {
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
+    }  # fmt: skip
+    write_tokenizer(fields, tmp_path, Path("m.gguf"))
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    of_llama_cpp = {
+        "ab abc  ab": [269, 273, 262, 270],
+        "abc\n\nab\n": [271, 272, 269, 266],
+        "c abé de 中 ab<turn|>ab": [276, 201, 175, 262, 274, 262, 234, 190, 179, 270, 5, 269],
+        "a\n\n\nb": [263, 272, 266, 264],
+        " ab": [270],
+        "ed  de": [268, 267, 275, 274],
+    }
+    for text, ids in of_llama_cpp.items():
+        assert made.encode(text).ids == ids and made.decode(ids, skip_special_tokens=False) == text
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_bos_token"] is True

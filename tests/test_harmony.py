@@ -27,6 +27,7 @@ from mdi.serve.conversation import Conversation
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields
+from mdi.text.answers.events import Call
 from mdi.text.answers.forms import WORDS, Form, form_of
 from mdi.text.answers.stream import AnswerStream, InlineStream
 from mdi.text.answers.think import content
@@ -36,7 +37,7 @@ MARKS = ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|
 ANALYSIS, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at":"Zürich"}<|call|>'
-LOOK = ("look", '{"at":"Zürich"}')
+LOOK = Call("look", '{"at":"Zürich"}')
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 # In the form that the models were trained with, with what the tests need of it.
 TEMPLATE = """\

@@ -115,6 +115,10 @@ LARGE: dict[str, tuple[float, float, float]] = {
     "zai-org/GLM-4.6": (355, 32, 0.03),
     "zai-org/GLM-4.7": (355, 32, 0.03),
     "MiniMaxAI/MiniMax-M2": (228.7, 10, 0.06),
+    "google/gemma-4-E2B": (4.628569344, 2.3, 0.02),  # without the parts that see and hear
+    "google/gemma-4-E4B": (7.463013376, 4.5, 0.03),
+    "google/gemma-4-26B-A4B": (25.23, 3.8, 0.01),
+    "google/gemma-4-31B": (30.69734528, 30.7, 1e-3),
     "bigscience/bloom-560m": (0.559214592, 0.559, 1e-3),
     "bigscience/bloom-1b1": (1.065314304, 1.065, 1e-3),
     "bigscience/bloom-1b7": (1.722408960, 1.722, 1e-3),

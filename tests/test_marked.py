@@ -203,7 +203,7 @@ def stream_of(codec: TextCodec, begins: bool, *stop: str, template: str = "<arg_
     return AnswerStream(codec, form_of(template, ()), stop, TOOLS, begins)
 
 
-LOOK = ("look", json.dumps(WHOLE))
+LOOK = Call("look", json.dumps(WHOLE))
 ANSWERS: dict[str, tuple[bool, str, str, str, list[tuple[str, str]]]] = {
     "text alone": (False, "Größe: 3 < 4 <tool> 5.", "Größe: 3 < 4 <tool> 5.", "", []),
     "reasoning and text": (False, "\n<think>Hm < so?</think>\n\nYes.", "Yes.", "Hm < so?", []),
@@ -267,7 +267,7 @@ def test_the_end_of_a_call_is_found_wherever_its_pieces_are_cut(codec: TextCodec
     ids = [i for letter in written for i in tokenizer().encode(letter).ids]
     for size in (*range(1, 20), 40, 80):
         text, _, calls = taken_apart(stream_of(codec, False), ids, size)
-        assert text == "" and [name for name, _ in calls] == ["look", "look"], size
+        assert text == "" and [call.name for call in calls] == ["look", "look"], size
 
 
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Z", "days": 3}'}}

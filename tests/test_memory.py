@@ -121,6 +121,22 @@ def test_without_output_the_table_comes_after_what_the_command_prints(capfd: pyt
     assert lines[0] == "one two" and lines[1] == ",".join(COLUMNS)
 
 
+def test_called_and_read_as_the_first_version_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in one string before the flags, and columns in MiB: of all processes, and of each GPU."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\ncase $1 in *gpu=memory.used) echo 100; echo 250;; esac\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    table = tmp_path / "m.csv"
+    command = shlex.join([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    assert launch("mem-monitor", [command, "-o", str(table), "-i", "1", "--img", str(tmp_path / "m.png")]) == 0
+    row = read(table)[0]
+    assert list(row)[-3:] == ["RAM_MB", "GPU0_MB", "GPU1_MB"]
+    assert (row["GPU0_MB"], row["GPU1_MB"]) == ("100", "250")
+    assert abs(float(row["RAM_MB"]) - int(row["rss_bytes"]) / (1 << 20)) < 0.1 and (tmp_path / "m.png").is_file()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 5), (signal.SIGTERM, 143), (signal.SIGKILL, 137)])
 def test_signals_reach_the_command_and_its_status_comes_back(tmp_path: Path, number: int, status: int) -> None:

@@ -113,11 +113,17 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> LitCheckpoint:
 
 def made(family: str, tmp_path: Path, **sizes: Any) -> LitCheckpoint:
     config = derive_config({**_SIZES, **{**FAMILIES, **IN_GGUF}[family], **sizes}, family, Path("config.json"))
-    generator, folder = np.random.default_rng(5), tmp_path / family
+    return random_checkpoint(config, tmp_path / family)
+
+
+def random_checkpoint(config: ModelConfig, folder: Path) -> LitCheckpoint:
+    """A new folder with random weights."""
+    generator = np.random.default_rng(5)
     state = {}
     for name, shape in model_shapes(config, "").items():
         state[name] = 0.3 * generator.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 1 and ("norm" in name or "ln_f" in name) and name.endswith("weight"):
+        is_factor = ("norm" in name or "ln_f" in name) and name.endswith("weight")
+        if len(shape) == 1 and (is_factor or name.endswith(("scalar", "scales"))):
             state[name] += 1
     folder.mkdir()
     save_file(state, folder / "lit_model.safetensors")

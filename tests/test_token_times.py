@@ -43,6 +43,23 @@ def test_files_of_the_earlier_system_have_no_header(tmp_path: Path) -> None:
     assert parse_name(tmp_path / "old.csv") is None
 
 
+def test_files_of_the_first_version_are_drawn(tmp_path: Path) -> None:
+    """Its rows begin with two zeros, and end with the number of tokens and the whole time; no line of names."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for n_nodes in (1, 2, 3):
+        rows = ["0,0", *(f"{0.5 * k / n_nodes + 1e-6},{k}" for k in range(900)), f"{450.0 / n_nodes + 1e-6},900"]
+        (logs / f"tokens_time_samples_{n_nodes}nodes_NanoLlama_3samples.csv").write_text("\n".join(rows) + "\n")
+    out = tmp_path / "figure.png"
+    assert launch("plot-tok-time", ["NanoLlama", "--logs", str(logs), "-nt", "--out", str(out)]) == 0
+    assert out.stat().st_size > 1000
+    found = [
+        parse_name(Path(f"tokens_time_samples_{name}.csv"))
+        for name in ("mdi_gpt2-xl_4samples_3nodes", "standalonegpt2-xl_4samples", "standalone_gpt2-xl_4samples")
+    ]
+    assert [(run.n_nodes, run.model, run.n_samples) for run in found if run] == [(n, "gpt2-xl", 4) for n in (3, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [

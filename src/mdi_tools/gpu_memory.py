@@ -32,6 +32,10 @@ class Gpu:
                 found[int(pid)] = found.get(int(pid), 0) + int(mib) * (1 << 20)
         return found
 
+    def used_mb(self) -> list[int]:
+        """In use on each GPU of its own memory, in MiB."""
+        return [] if self.baseline_bytes is None or self.is_shared else _smi_used_mb()
+
     def growth_bytes(self, rss_bytes: int = 0) -> int | None:
         """How much more is in use than before; of shared memory, beyond the `rss_bytes` of the command's processes."""
         if self.baseline_bytes is None:
@@ -42,9 +46,12 @@ class Gpu:
 
 def _smi_used_bytes() -> int | None:
     """In use on all GPUs; None if there is none."""
-    rows = nvidia_smi("--query-gpu=memory.used")
-    sizes = [int(row[0]) * (1 << 20) for row in rows if row[0].isdigit()]
-    return sum(sizes) if sizes else None
+    sizes = _smi_used_mb()
+    return sum(sizes) << 20 if sizes else None
+
+
+def _smi_used_mb() -> list[int]:
+    return [int(row[0]) for row in nvidia_smi("--query-gpu=memory.used") if row[0].isdigit()]
 
 
 def nvidia_smi(query: str) -> list[list[str]]:

@@ -15,11 +15,12 @@ import contextlib
 import csv
 import logging
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mdi.errors import UsageError
 from mdi.spec.parser import Parser
@@ -43,11 +44,25 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--per-node", action="store_true", help="draw a line per node instead of sums")
     parser.options(None, *COMMON)
     parser.add_argument(
-        "command", metavar="CMD", nargs=argparse.REMAINDER, help="the command and its arguments, or all in one string"
-    )
+        "command", metavar="CMD", nargs=argparse.REMAINDER, action=_Command,
+        help="the command and its arguments, or all in one string, which may stand before the flags",
+    )  # fmt: skip
+
+
+class _Command(argparse.Action):
+    """What follows a command in one string are flags of this program, as in the first version."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        namespace.command = values
+        if len(values) > 1 and any(map(str.isspace, values[0])) and shutil.which(values[0]) is None:
+            parser.parse_args(values[1:], namespace)
+            namespace.command = [*values[:1], *namespace.command]
 
 
 def run(args: argparse.Namespace) -> int:
+    from mdi_tools.gpu_memory import Gpu
     from mdi_tools.plots import plot_memory
     from mdi_tools.process_memory import COLUMNS, PROCESS_COLUMNS, monitor
 
@@ -55,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0.01 <= args.interval <= 86_400:
         raise UsageError(f"--interval {args.interval}: expected seconds, from 0.01 to 86400")
     samples: list[MemorySample] = []
+    gpus = [f"GPU{i}_MB" for i in range(len(Gpu().used_mb()))]
     with contextlib.ExitStack() as stack:
-        total = _table(stack, args.output, COLUMNS)
+        total = _table(stack, args.output, (*COLUMNS, *gpus))
         each = _table(stack, args.processes, PROCESS_COLUMNS)
 
         def take(sample: MemorySample) -> None:
@@ -71,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         except OSError as e:
             raise UsageError(f"the samples cannot be written: {e.strerror or e}") from e
     if args.output is None:
-        csv.writer(sys.stdout).writerows([COLUMNS, *(sample.row() for sample in samples)])
+        csv.writer(sys.stdout).writerows([(*COLUMNS, *gpus), *(sample.row() for sample in samples)])
     logger.info("%s", summary(samples))
     if args.img is not None:
         plot_memory(args.img, series_of_nodes(samples) if args.per_node else series(samples), title_of(command))

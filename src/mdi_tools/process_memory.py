@@ -23,7 +23,7 @@ from mdi.errors import UsageError
 from mdi_tools.gpu_memory import Gpu
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")  # by name: Windows has not all of them
-COLUMNS = ("time_s", "n_processes", "rss_bytes", "pss_bytes", "uss_bytes", "gpu_bytes")
+COLUMNS = ("time_s", "n_processes", "rss_bytes", "pss_bytes", "uss_bytes", "gpu_bytes", "RAM_MB")  # and GPU<i>_MB
 PROCESS_COLUMNS = ("time_s", "pid", "name", "rss_bytes", "pss_bytes", "uss_bytes", "gpu_bytes")
 _PROGRAMS = ("starter", "secondary", "intermediate", "finisher", "sample", "chat", "train", "local_ring", "local-ring")
 _END_DEADLINE_S = 10.0
@@ -49,11 +49,13 @@ class MemorySample:
     Attributes:
         gpu_bytes: of these processes; where the driver names no processes (as in containers), how much more of the
             GPUs is in use than before the start. None without a GPU.
+        gpus_mb: in use on each GPU, by any process, in MiB.
     """
 
     time_s: float
     usages: tuple[ProcessUsage, ...]
     gpu_bytes: int | None = None
+    gpus_mb: tuple[int, ...] = ()
 
     @property
     def rss_bytes(self) -> int:
@@ -68,9 +70,15 @@ class MemorySample:
         return _sum([usage.uss_bytes for usage in self.usages])
 
     def row(self) -> list[str]:
-        """As COLUMNS say; empty where nothing is known."""
+        """As COLUMNS say, and of each GPU; empty where nothing is known. The first version had the last ones alone, in MiB."""
         sizes = (self.rss_bytes, self.pss_bytes, self.uss_bytes, self.gpu_bytes)
-        return [f"{self.time_s:.3f}", str(len(self.usages)), *map(_cell, sizes)]
+        return [
+            f"{self.time_s:.3f}",
+            str(len(self.usages)),
+            *map(_cell, sizes),
+            f"{self.rss_bytes / (1 << 20):.2f}",
+            *map(str, self.gpus_mb),
+        ]
 
     def process_rows(self) -> list[list[str]]:
         """As PROCESS_COLUMNS say, one for each process."""
@@ -100,7 +108,7 @@ class Family:
         usages = [usage for process in self._known.values() if (usage := _usage(process, on_gpu)) is not None]
         of_ours = _sum([usage.gpu_bytes for usage in usages if usage.gpu_bytes is not None])
         gpu_bytes = of_ours if of_ours else self._gpu.growth_bytes(sum(usage.rss_bytes for usage in usages))
-        return MemorySample(time_s, tuple(usages), gpu_bytes)
+        return MemorySample(time_s, tuple(usages), gpu_bytes, tuple(self._gpu.used_mb()))
 
     def _look_around(self) -> None:
         for process in list(self._known.values()):

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from mdi.errors import Code, UsageError
 
-_NAME = re.compile(r"tokens_time_samples_(\d+)nodes_(.+)_(\d+)samples\.csv")
+_NAMES = [
+    re.compile(rf"tokens_time_samples_{rest}\.csv")
+    for rest in (
+        r"(?P<nodes>\d+)nodes_(?P<model>.+)_(?P<samples>\d+)samples",
+        r"mdi_(?P<model>.+)_(?P<samples>\d+)samples_(?P<nodes>\d+)nodes",  # these two of the first version, for GPT-2
+        r"standalone_?(?P<model>.+)_(?P<samples>\d+)samples",
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,11 @@ class RunFile:
 
 def parse_name(path: Path) -> RunFile | None:
     """None if this is not the name of a run's file."""
-    match = _NAME.fullmatch(path.name)
-    return RunFile(path, int(match[1]), match[2], int(match[3])) if match else None
+    for name in _NAMES:
+        if match := name.fullmatch(path.name):
+            found = match.groupdict()
+            return RunFile(path, int(found.get("nodes", 1)), found["model"], int(found["samples"]))
+    return None
 
 
 def find_runs(folder: Path, names: Sequence[str], n_samples: int) -> list[RunFile]:

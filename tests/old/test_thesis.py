@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from gpt.shape import GPT2_CUTS, NANO_CUTS
+from mdi.kernels.slices import Slice, SliceTable
+from mdi.net.wire import PLAIN, Frame, FrameType
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -56,9 +58,9 @@ def test_points_that_were_left_out_are_interpolated() -> None:
 
 
 def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "benchmarks" / "RESULTS.md"
+    page = tmp_path / "docs" / "seeds.md"
     page.parent.mkdir()
-    page.write_text((BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8"), encoding="utf-8")
+    page.write_text((BENCHMARKS.parent / "docs" / "seeds.md").read_text(encoding="utf-8"), encoding="utf-8")
     runs = {f"nano-llama/{n}": run_of([0.1 * i for i in range(1, 31)], [2_000_000_000 // n] * n) for n in (1, 2, 3)}
     data = {"date": "2026-01-02", "machine": "a machine", "runs": runs}
     for _ in range(2):  # what it has written is found again
@@ -145,3 +147,31 @@ def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> Non
     assert "[1/1] NanoGPT, 9 blocks on 2" in done.stdout and "0 min left" in done.stdout
     assert not (tmp_path / "work" / "nanogpt-9").exists()
     assert (tmp_path / "thesis-nanogpt.svg").stat().st_size > 1000
+
+
+# Rows and columns of equations 4.1 to 4.7, and their bytes: whole texts of NanoGPT and GPT-2, a token of the Llamas.
+MESSAGES = [
+    ("NanoGPT", 128, 384, 196_608),
+    ("GPT-2", 1024, 768, 3_145_728),
+    ("GPT-2 Medium", 1024, 1024, 4_194_304),
+    ("GPT-2 Large", 1024, 1280, 5_242_880),
+    ("GPT-2 XL", 1024, 1600, 6_553_600),
+    ("NanoLlama", 1, 1024, 4_096),
+    ("TinyLlama", 1, 2048, 8_192),
+]
+
+
+@pytest.mark.parametrize(("model", "n_rows", "n_cols", "theirs"), MESSAGES)
+def test_bytes_of_a_message(model: str, n_rows: int, n_cols: int, theirs: int) -> None:
+    """Those of equations 4.1 to 4.7, and what a frame adds; docs/seeds.md says so."""
+
+    def sent(n_rows: int) -> int:
+        slices = SliceTable((Slice(1, 0, n_rows, 1),))
+        payload = bytes(4 * n_rows * n_cols)
+        head, data = PLAIN.parts(Frame(FrameType.BATCH, 1, 0, "float32", n_rows, n_cols, slices, payload=payload))
+        assert len(data) == 4 * n_rows * n_cols
+        return len(head) + len(data)
+
+    assert 4 * n_rows * n_cols == theirs
+    line = f"| {model} | {n_rows:,} x {n_cols:,} | {theirs:,} | {sent(n_rows):,} | {sent(1):,} |"
+    assert line in (BENCHMARKS.parent / "docs" / "seeds.md").read_text(encoding="utf-8"), line

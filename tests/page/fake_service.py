@@ -21,6 +21,8 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.operate import Operator, Pull
 from mdi.serve.operate import routes as operator_routes
 from mdi.serve.page import routes
+from mdi.serve.process import ApiKey
+from mdi.serve.quotas import Quotas
 from mdi.serve.snapshot import ring_words
 
 DEADLINE_S = 30.0
@@ -96,6 +98,7 @@ class FakeService:
             latest="nano-llama", leaving=set(), load=lambda name: self.done.append(("load", name)),
             unload=lambda name: self.done.append(("unload", name)),
         )  # fmt: skip
+        self.quotas = Quotas((ApiKey("", "alpha"),))
         self.observe: list[Any] = []
         self.events: list[dict[str, Any]] = [{"time_s": 1.7e9, "level": "info", "text": "the ring is closed"}]
         self.asked: list[dict[str, Any]] = []

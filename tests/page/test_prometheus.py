@@ -34,8 +34,8 @@ def test_what_the_service_tells_is_counted(service: FakeService, client: TestCli
     (metrics,) = service.observe
     metrics.began("", "nano", 7)
     metrics.first_token(0.3)
-    metrics.tokens(1, 0.0)
-    metrics.tokens(2, 0.06)
+    metrics.tokens("", 1, 0.0)
+    metrics.tokens("", 2, 0.06)
     metrics.ended("stop")
     found = scraped(service, client)
     assert found["mdi_requests_total", (("model", "nano"),)] == 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from llamps import FITS, MISSED, STEPS, TABLE, Fit, Row
 
 from clusters import MB, block, cluster, model, node
 from leftovers import by_score, comparison_matrix, consistency_ratio, gma_scores, opa_scores, opa_weights, weights
+from llamps import FITS, MISSED, STEPS, TABLE, Fit, Row
 from mdi.errors import PlacementError, UsageError
 from mdi.placement.cost import CostModel
 from mdi.placement.methods import filled, ranked, starting_rings

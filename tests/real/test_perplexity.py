@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-FLOAT32, INT8, OWN = 0.002, 0.003, 0.003  # of transformers', and of float32's
+FLOAT32, INT8, OWN, Q4_K = 0.002, 0.003, 0.003, 0.053  # of transformers', and of float32's
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -60,6 +60,12 @@ def test_a_text_is_as_likely_as_in_transformers(name: str, in_float32: Score) ->
 
 def test_a_file_at_its_own_bits_is_nearly_as_good_as_its_exact_numbers(checkpoint: Path, in_float32: Score) -> None:
     assert score(checkpoint, "own").perplexity < (1 + OWN) * in_float32.perplexity
+
+
+def test_q4_k_costs_less_than_int4(name: str, checkpoint: Path, in_float32: Score) -> None:
+    if not name.startswith("SmolLM2"):
+        pytest.skip("the bound is for this model")
+    assert score(checkpoint, "q4_k").perplexity < (1 + Q4_K) * in_float32.perplexity
 
 
 def test_int8_makes_it_hardly_less_likely(checkpoint: Path, in_float32: Score) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from requests import PreparedRequest
 
 import mdi.control.client
+import mdi.control.exchange
 import mdi.run.form
 from mdi.control.client import ControlClient
 from mdi.engine.sequence import SamplingParams
@@ -33,12 +35,12 @@ PROMPT, N_TOKENS = "The ring", 8
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Ports of nodes that are gone: they refuse connections."""
     ports: set[int] = set()
-    exchange = mdi.control.client.exchange
+    exchange = mdi.control.exchange.exchange
 
-    def refuse(method: str, addr: str, port: int, *args: Any) -> Any:
+    def refuse(request: PreparedRequest, addr: str, port: int, *args: Any) -> Any:
         if port in ports:
             raise ExchangeError("refused", "connection refused")
-        return exchange(method, addr, port, *args)
+        return exchange(request, addr, port, *args)
 
     class Refused(Message):
         def __init__(self, addr: str, port: int, *args: Any) -> None:
@@ -46,7 +48,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
                 raise ExchangeError("refused", "connection refused")
             super().__init__(addr, port, *args)
 
-    monkeypatch.setattr(mdi.control.client, "exchange", refuse)
+    monkeypatch.setattr(mdi.control.exchange, "exchange", refuse)
     monkeypatch.setattr(mdi.control.client, "Message", Refused)
     speeds = Speeds(1e9, 1e10, ((1, 1e-3), (128, 1e-1)), ((1, 1e-4), (16, 2e-4)))
     monkeypatch.setattr(Profiler, "measure", lambda self, subject, check: speeds)

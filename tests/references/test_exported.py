@@ -30,7 +30,8 @@ for out in sys.argv[1:]:
 EXPORTED = (
     "glm4-moe", "glm4-moe-air", "glm4v-moe", "minimax-m2", "minimax-m2-fp8", "gpt-oss", "gpt-oss-mxfp4", "bloom",
     "bloom-eight-heads", "falcon-rw", "falcon-alibi-one-group", "falcon-biases", "gpt2", "gpt2-relu", "opt",
-    "opt-norms-behind", "opt-gelu", "ernie4_5", "ernie4_5-biases", "smollm3", "smollm3-apart",
+    "opt-norms-behind", "opt-gelu", "ernie4_5", "ernie4_5-biases", "smollm3", "smollm3-apart", "gemma4-dense",
+    "gemma4-experts", "gemma4-shared", "gemma4-shared-one-width",
 )  # fmt: skip
 
 

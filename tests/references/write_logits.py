@@ -55,6 +55,16 @@ GLM: dict[str, Any] = {
 LARGER: dict[str, Any] = {  # of several blocks of 128, the last of which are short
     **GROUPS, "head_dim": 32, "hidden_size": 192, "intermediate_size": 160,
 }  # fmt: skip
+_NEAR, _FAR = "sliding_attention", "full_attention"
+GEMMA4: dict[str, Any] = {  # heads of two sizes
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 12,
+    "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0, "pad_token_id": 0,
+}  # fmt: skip
+_K_EQ_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_GEMMA4_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 16,
+}  # fmt: skip
 _VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48}
 
 # directory -> class of transformers without "Config" and "ForCausalLM", its settings, and the length of the text
@@ -99,11 +109,44 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "smollm3-apart": (
         "SmolLM3", {**HEADS, "num_hidden_layers": 4, "no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False}, 60
     ),
+    # As 31B, 26B-A4B, E2B and E4B, with the parts for images beside.
+    "gemma4-dense": (
+        "Gemma4", {**GEMMA4, **_K_EQ_V, "num_hidden_layers": 6, "layer_types": [_NEAR, _NEAR, _FAR] * 2}, 90
+    ),
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **GEMMA4, **_K_EQ_V, "num_hidden_layers": 4, "layer_types": [_NEAR, _FAR] * 2, "enable_moe_block": True,
+            "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24,
+        },
+        90,
+    ),
+    "gemma4-shared": (
+        "Gemma4",
+        {
+            **GEMMA4, "num_key_value_heads": 1, "hidden_size_per_layer_input": 16, "num_hidden_layers": 8,
+            "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+            "layer_types": [_NEAR, _NEAR, _NEAR, _FAR, _NEAR, _FAR, _NEAR, _FAR],
+        },
+        90,
+    ),
+    "gemma4-shared-one-width": (
+        "Gemma4",
+        {
+            **GEMMA4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 7, "num_kv_shared_layers": 2,
+            "layer_types": [_NEAR, _FAR, _NEAR, _FAR, _NEAR, _NEAR, _FAR],
+        },
+        60,
+    ),
 }  # fmt: skip
 
 
 PUBLISHED = ("glm4-moe-fp8", "glm4v-moe", "minimax-m2-fp8")
-_CLASSES = {"GPT2": "GPT2LMHeadModel", "Glm4vMoe": "Glm4vMoeForConditionalGeneration"}
+_CLASSES = {
+    "GPT2": "GPT2LMHeadModel",
+    "Glm4vMoe": "Glm4vMoeForConditionalGeneration",
+    "Gemma4": "Gemma4ForConditionalGeneration",
+}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -204,13 +247,16 @@ def make(name: str) -> Any:
     settings: dict[str, Any] = {**sizes, **own}
     if kind == "Glm4vMoe":
         settings = {"text_config": settings, "vision_config": _VISION}
+    if kind == "Gemma4":
+        settings = {"text_config": settings, "vision_config": _GEMMA4_VISION, "audio_config": None}
     config = getattr(transformers, f"{kind}Config")(**settings, attn_implementation=attention)
     torch.manual_seed(list(CASES).index(name))
     model = getattr(transformers, _CLASSES.get(kind, f"{kind}ForCausalLM"))(config).float().eval()
     with torch.no_grad():
         for key, tensor in sorted(model.state_dict().items()):
             tensor.normal_(0, 0.3)
-            if tensor.dim() == 1 and ("norm" in key or "ln_" in key) and key.endswith("weight"):
+            is_norm = ("norm" in key or "ln_" in key) and key.endswith("weight")
+            if tensor.dim() == 1 and (is_norm or key.endswith(("scalar", "scale"))):
                 tensor += 1
     return model
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from cluster_keys import key_file
-from mdi.control import client as control_client
-from mdi.control.client import ControlClient, HttpAnswer, exchange
+from mdi.control import exchange as control_exchange
+from mdi.control.client import ControlClient
+from mdi.control.exchange import HttpAnswer, exchange, prepared
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.control.signing import (
@@ -101,7 +102,9 @@ def client_of(port: int, keys: KeyFile | None) -> ControlClient:
 
 
 def send(port: int, method: str, target: str, body: bytes = b"", headers: dict[str, str] | None = None) -> HttpAnswer:
-    return exchange(method, "127.0.0.1", port, target, body, DEADLINE_S, DEADLINE_S, headers)
+    request = prepared(method, "127.0.0.1", port, target, body)
+    request.headers.update(headers or {})
+    return exchange(request, "127.0.0.1", port, DEADLINE_S, DEADLINE_S)
 
 
 def signed(port: int, secret: bytes, body: bytes, method: str = "PUT", target: str = "/stop") -> dict[str, str]:
@@ -167,7 +170,7 @@ def test_a_request_is_good_once_and_as_it_was_signed(node: Noting, port: int, ke
     other = STOP.replace(b"0", b"1")
     longer = {**headers, BODY_HEADER: body_hash(other)}
     for body, target, changed in (
-        (other, "/stop", headers), (other, "/stop", longer), (STOP, "/stop?", headers), (STOP, "/init", headers)
+        (other, "/stop", headers), (other, "/stop", longer), (STOP, "/stop?run=x", headers), (STOP, "/init", headers)
     ):  # fmt: skip
         fresh = signed(port, keys.first, STOP) if changed is headers else changed
         assert send(port, "PUT", target, body, fresh).status == 401
@@ -245,7 +248,7 @@ def test_who_changes_the_next_nonce_of_an_answer_is_not_believed(
         assert SIGNATURE_HEADER in found.headers
         return replace(found, headers={**found.headers, NONCE_HEADER: other})
 
-    monkeypatch.setattr(control_client, "exchange", change)
+    monkeypatch.setattr(control_exchange, "exchange", change)
     with pytest.raises(ControlError) as caught:
         client.stop(RUN)
     assert (caught.value.code, caught.value.problem) == (AccessError.code, "key")

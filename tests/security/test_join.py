@@ -20,8 +20,8 @@ from cluster_keys import key_file
 from mdi.cli import key as cli_key
 from mdi.cli import main
 from mdi.cli.join import fetch
-from mdi.control.client import exchange
 from mdi.control.discovery import Guests
+from mdi.control.exchange import HttpAnswer, exchange, prepared
 from mdi.control.server import ControlServer, StatusOnly
 from mdi.errors import AccessError, ControlError, UsageError
 from mdi.net.invitation import VALID_S, Guest, GuestNode, Invitation, Invitations, code_bytes, new_code
@@ -128,11 +128,15 @@ def test_an_answer_to_another_guest_with_the_same_code_does_not_open() -> None:
         guest.open(answer_made_by_hand(other.request, code_bytes(code), CONTENT))
 
 
+def post_join(port: int, body: bytes) -> HttpAnswer:
+    return exchange(prepared("POST", "127.0.0.1", port, "/join", body), "127.0.0.1", port, DEADLINE_S, DEADLINE_S)
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b"null", b'{"public": 1, "proof": 2}', b'{"public": "00", "proof": ""}']
 )
 def test_what_is_no_request_is_refused(body: bytes, port: int, invitation: Invitation) -> None:
-    found = exchange("POST", "127.0.0.1", port, "/join", body, DEADLINE_S, DEADLINE_S)
+    found = post_join(port, body)
     assert found.status in (400, 401) and not invitation.used.is_set()
     assert "Traceback" not in json.loads(found.body)["error"]
 
@@ -162,7 +166,7 @@ def test_the_key_of_another_cluster_is_kept(port: int, invitation: Invitation, t
 def test_nobody_is_invited_by_a_node_of_a_run(keys: KeyFile) -> None:
     server = ControlServer(Inviting(), "127.0.0.1", 0, "secondary0", keys)
     try:
-        assert exchange("POST", "127.0.0.1", server.port, "/join", b"{}", DEADLINE_S, DEADLINE_S).status == 404
+        assert post_join(server.port, b"{}").status == 404
     finally:
         server.close()
 

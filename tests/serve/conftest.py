@@ -1,4 +1,4 @@
-"""One server for all tests here: the embedded model on two nodes of this machine, with two API keys."""
+"""One server for all tests here: the embedded model on two nodes of this machine, with three API keys."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from waiting import until
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "assets" / "nano-llama"
 KEYS = ("alpha-secret", "beta-secret")
+SMALL_KEY = "small-secret"  # may ask once
 DEADLINE_S = 240.0
 
 
@@ -112,7 +113,9 @@ class Server:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    (folder / "keys").write_text(f"# two of them\n{KEYS[0]} alpha\n{KEYS[1]} beta 5\n")
+    (folder / "keys").write_text(
+        f"# three of them\n{KEYS[0]} alpha\n{KEYS[1]} beta 5\n{SMALL_KEY} small minute_tokens=1\n"
+    )
     (folder / "keys").chmod(0o600)
     flags = ("--nodes", 2, "--api-key-file", folder / "keys", "--queue", 8, "--max-running", 16, "--ollama-port", 0)
     made = Server(folder, *flags, "--trace", folder / "trace.json")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_surfaces import asked
 
-from conftest import KEYS, ROOT, Server
+from conftest import KEYS, ROOT, SMALL_KEY, Server
 from mdi.serve.conversation import signature_of
 from mdi.serve.messages import MESSAGES, MessageFields
 from mdi.serve.ollama import CHATS, ChatFields, GenerateFields, Options
@@ -20,7 +20,7 @@ from mdi.serve.responses import RESPONSES, ResponseFields
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, USER, write_texts
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
-PROGRAM = Path(__file__).with_name("ask_as_clients.py")
+PROGRAM, FRAMEWORKS = (Path(__file__).with_name(name) for name in ("ask_as_clients.py", "ask_with_frameworks.py"))
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no clients: make clients")
 
 
@@ -49,7 +49,11 @@ def told(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "MDI_OLLAMA": f"http://127.0.0.1:{server.ollama_port}",
         "MDI_KEY": KEYS[0],
     }
-    done = subprocess.run([PYTHON, PROGRAM], capture_output=True, text=True, timeout=240, env=env, check=False)
+    return said_by(PROGRAM, env)
+
+
+def said_by(program: Path, env: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run([PYTHON, program], capture_output=True, text=True, timeout=240, env=env, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -118,3 +122,35 @@ def test_what_the_client_of_ollama_gets(told: dict[str, Any], server: Server) ->
     (facts,) = server.ask("GET", "/v1/models")[1]["data"]
     assert of["context"] == [facts["max_model_len"]] * 2 and of["size"] > 6_000_000
     assert of["errors"] == [401, 404, 400, 404, 501, 501, 501]
+
+
+@pytest.fixture(scope="module")
+def frameworks(server: Server) -> dict[str, Any]:
+    """What litellm, langchain and agents got."""
+    env = {"MDI_URL": f"http://127.0.0.1:{server.port}", "MDI_KEY": KEYS[0], "MDI_SMALL_KEY": SMALL_KEY}
+    return said_by(FRAMEWORKS, {**os.environ, **env})
+
+
+def test_frameworks_give_the_text_of_the_chat(frameworks: dict[str, Any], server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Speak, Romeo."}], "seed": 5, "max_tokens": 20}
+    text = server.ask("POST", "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+    for name in ("litellm", "langchain"):
+        found = frameworks[name]
+        assert found["text"] == found["pieces"] == found["responses"] == text, name
+    assert frameworks["litellm"]["messages"]
+
+
+def test_frameworks_call_tools_and_read_their_results(frameworks: dict[str, Any]) -> None:
+    for name in ("litellm", "langchain"):
+        assert all(
+            call == ["open_act", {"act": given["act"]}] and given["act"] in ("first", "second")
+            for call in frameworks[name]["calls"]
+            for given in [call[1]]
+        )
+    assert frameworks["langchain"]["after"] and frameworks["langchain"]["form"] in ("Montague", "Capulet")
+    for answer in frameworks["agents"].values():
+        assert answer in ("the first act is open", "the second act is open")
+
+
+def test_a_key_that_has_used_what_it_may_is_a_rate_limit(frameworks: dict[str, Any]) -> None:
+    assert "the key small has used its 1 tokens per minute: try again in" in frameworks["litellm"]["error"]

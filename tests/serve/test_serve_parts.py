@@ -48,7 +48,7 @@ from mdi.serve.tools import parse_tools
 from mdi.text.answers.events import End, Reasoning, Text
 from mdi.text.answers.forms import WORDS
 from mdi.text.answers.stream import AnswerStream
-from mdi.text.limited import schema_error
+from mdi.text.limited import grammar_error
 from mdi.text.templates import ChatTemplate
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer
@@ -448,7 +448,7 @@ def test_references_of_a_demanded_calls_schema_mean_the_tools_own_parts() -> Non
         tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
     for demanded in (tools, tools[:1], tools[1:]):
         grammar = parse_tools(demanded, "required").grammar
-        assert grammar is not None and schema_error(json.dumps(grammar["schema"])) == ""
+        assert grammar is not None and grammar_error(json.dumps(grammar["schema"]), True) == ""
         for number, tool in enumerate(demanded):
             kind = "string" if tool["function"]["name"] == "look" else "integer"
             call = grammar["schema"]["anyOf"][number] if len(demanded) == 2 else grammar["schema"]
@@ -509,7 +509,7 @@ def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(
 
     async def scenario() -> None:
         template = ChatTemplate(source, {})
-        model = SimpleNamespace(template=template, codec=SimpleNamespace(special_marks={}))
+        model = SimpleNamespace(template=template, form_of=lambda _: WORDS)
         with pytest.raises(ApiError) as caught:
             try:
                 await chat.opened(cast(LoadedModel, model))

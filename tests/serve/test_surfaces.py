@@ -18,6 +18,7 @@ from mdi.serve.conversation import Conversation, Turn
 from mdi.serve.endpoint import Answers, Endpoint, Exchange, Surface
 from mdi.serve.messages import MESSAGES, MessageRequest
 from mdi.serve.models import LoadedModel
+from mdi.serve.quotas import Quotas
 from mdi.serve.request import Opened, RequestFields, TextPiece, Usage, common_fields
 from mdi.serve.responses import RESPONSES, ResponseRequest
 from mdi.text.answers.events import End, Reasoning, Text
@@ -68,7 +69,8 @@ def asked(folder: Path, surface: Surface, body: Any, written: str, reason: str) 
     receiving: list[bool] = []
     engine = engine_that_says(written, reason)
     queue = SimpleNamespace(entered=lambda *given: using(""))
-    api = SimpleNamespace(engine=engine, observe=[], models=SimpleNamespace(using=using), queue=lambda name: queue)
+    models = SimpleNamespace(using=using)
+    api = SimpleNamespace(engine=engine, observe=[], models=models, queue=lambda name: queue, quotas=Quotas(()))
 
     async def scenario() -> None:
         try:

@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,9 @@ class CastSource(DerivedSource):
 
     def rows(self, name: str) -> Rows:
         return changed(self._source.rows(name), partial(self._cast, name))
+
+    def same_as(self, name: str) -> str:
+        return self._source.same_as(name)
 
     def _cast(self, name: str, stored: np.ndarray) -> np.ndarray:
         spec, code = self._source.specs[name], self.specs[name].dtype
@@ -118,7 +122,7 @@ class PackedSource(DerivedSource):
             self._owner.update(dict.fromkeys(stored, name))
         forms = {name: packing.format_of(name, spec.shape) for name, spec in source.specs.items()}
         others = ((name, source.same_as(name)) for name in source.specs)
-        self._shared = {of for name, of in others if name != of and forms[name] == forms[of] is not None}
+        self._shared = {of: name for name, of in others if name != of and forms[name] == forms[of] is not None}
         self._in_use: weakref.WeakValueDictionary[str, Matrix] = weakref.WeakValueDictionary()
 
     @property
@@ -138,17 +142,18 @@ class PackedSource(DerivedSource):
             return super().weights(part, packing)
         found: PartWeights = {}
         for name in dict.fromkeys(self._owner[key] for key in self.part_specs(part)):
-            found |= self._packed(name)
+            found |= self.tensor_weights(name)
         return found
 
-    def _packed(self, name: str) -> PartWeights:
-        """A tensor. Two that are the same have one memory, while one of them is in use."""
+    def tensor_weights(self, name: str) -> PartWeights:
+        """One tensor of the model, packed. Two that are the same have one memory, while one of them is in use."""
         same = self._source.same_as(name)
         if same not in self._shared:
             return self._source.packed(name, self.packing)
         weight = self._in_use.get(same)
         if weight is None:
-            found = self._source.packed(name, self.packing)[name]
+            last = self._shared[same]  # which has a norm before it, by which errors may be weighed
+            found = self._source.packed(last, self.packing)[last]
             assert isinstance(found, Matrix)
             self._in_use[same] = weight = found
         return {name: weight}
@@ -156,7 +161,7 @@ class PackedSource(DerivedSource):
     def begun(self, name: str) -> np.ndarray:
         if name == EMBEDDING_SCALE and self._scale is not None:
             return self._scale
-        weights = self._packed(self._owner[name])
+        weights = self.tensor_weights(self._owner[name])
         if EMBEDDING_SCALE in weights:
             # A file holds wide types first, so that scales are asked for long before or after their embedding.
             scale = weights[EMBEDDING_SCALE]
@@ -170,4 +175,10 @@ class PackedSource(DerivedSource):
 
 def packed_form(source: WeightSource, packing: Packing) -> str:
     """Name of the packed form of a source's parts, under which their hashes are kept."""
-    return f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+    form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+    if packing.means is None:
+        return form
+    digest = hashlib.sha256()
+    for name, means in sorted(packing.means.items()):
+        digest.update(name.encode() + means.tobytes())
+    return f"{form}-{digest.hexdigest()[:16]}"

@@ -47,7 +47,7 @@ def export_hf(
         raise CheckpointError(
             f"head and embedding of {source} differ, which a Hugging Face {family.model_type} model cannot have"
         )
-    _make(out)
+    made_folder(out)
     names = family.names(config)
     parts = source.part_names()
     weight_map: dict[str, str] = {}
@@ -105,7 +105,8 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
         file.write(json.dumps(data, indent=2).encode())
 
 
-def _make(out: Path) -> None:
+def made_folder(out: Path) -> None:
+    """An empty directory. Raises UsageError, CheckpointError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):

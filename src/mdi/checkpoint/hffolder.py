@@ -39,7 +39,9 @@ from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, HEAD
 
 # Parts of a model that also sees or hears, beside its language part.
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision)\.")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|visual|embed_vision|embed_audio)\."
+)
 # Modules that predict several tokens (MTP) have this name, or numbers of blocks behind the last one.
 _PREDICTING = re.compile(r"(model\.)?mtp\.")
 # Tables that follow from the settings, which older versions of transformers wrote as well.
@@ -134,6 +136,10 @@ class HfFolder(WeightSource):
     def read_bytes(self, name: str) -> int:
         return self.specs[name].n_bytes if any(file.stays_mapped for file in self._opened) else 0
 
+    def same_as(self, name: str) -> str:
+        is_tied = name == HEAD and self.tensor_pieces[HEAD] == self.tensor_pieces[EMBEDDING]
+        return EMBEDDING if is_tied else name
+
     def part_names(self) -> list[str]:
         return stage_parts(0, self.spec.n_layer, starter=True)
 
@@ -218,12 +224,18 @@ class HfFolder(WeightSource):
         predicting = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
         for name in self._files:
             is_other = self._prefix in LANGUAGE and _OTHER_PARTS.match(name) is not None
-            is_other = is_other or name.startswith(predicting) or _PREDICTING.match(name) is not None
+            is_other = (
+                is_other or self._is_unused(name) or name.startswith(predicting) or _PREDICTING.match(name) is not None
+            )
             if name not in used and not is_other and not _NOT_WEIGHTS.fullmatch(name):
                 raise CheckpointError(
                     f"{self.path} holds the tensor {re.sub(r'[.][0-9]+[.]', '.<i>.', name)}, which a "
                     f"{self.config.name} does not have{self._hint}"
                 )
+
+    def _is_unused(self, name: str) -> bool:
+        unused = self._names.unused
+        return unused is not None and unused.fullmatch(name.removeprefix(self._prefix)) is not None
 
     def _piece_spec(self, piece: Piece) -> TensorSpec:
         spec = self._files[piece.tensor].specs[piece.tensor]

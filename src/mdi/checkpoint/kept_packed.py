@@ -13,11 +13,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import mdi
 from mdi.cancel import Cancel
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.parts import Part, PartInfo
+from mdi.checkpoint.packing import Packing, PartWeights
+from mdi.checkpoint.part_users import note_user
+from mdi.checkpoint.parts import Part, PartInfo, part_of
 from mdi.checkpoint.records import read_kept, write_kept
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
@@ -119,6 +122,52 @@ class KeptPacked:
         kept = {k: entry for k, entry in read_packed(self._store.directory).items() if entry[0] in here}
         kept[key] = info.sha256, info.n_bytes
         write_kept(self._store.directory / FILE, kept)
+
+
+class MadeSource(PackedSource):
+    """Another source's weights in a format that takes long to make: each part is made once, and kept on disk.
+
+    Args:
+        folder: of the store that keeps parts.
+        directory: of the model, for who looks at the store.
+    """
+
+    def __init__(self, source: WeightSource, packing: Packing, folder: Path, directory: Path) -> None:
+        super().__init__(source, packing)
+        self._store, self._directory = BlockStore(folder), directory
+        self._kept, self._keep = KeptPacked(self._store), set[str]()
+        self._parts: dict[str, WeightSource | None] = {}  # None: it is not kept
+
+    @property
+    def shared_bytes(self) -> int:
+        """Files share no memory."""
+        return 0
+
+    def _part(self, name: str) -> WeightSource | None:
+        if name not in self._parts:
+            part, plain = self.source.info(name), self.source
+            found = self._kept.part(plain, part, self.packing, self._keep, Cancel()) if self.packing else plain
+            note_user(self._store, self._keep, self.model, self._directory)
+            self._parts[name] = None if found is plain else found
+        return self._parts[name]
+
+    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+        kept = self._part(part)
+        return super().weights(part, packing) if kept is None else kept.weights(part, packing)
+
+    def begun(self, name: str) -> np.ndarray:
+        kept = self._part(part_of(name))
+        return super().begun(name) if kept is None else kept.array(name)
+
+    def extent(self, name: str) -> tuple[Path, int, int] | None:
+        kept = self._part(part_of(name))
+        return None if kept is None else kept.extent(name)
+
+    def release(self) -> None:
+        for kept in self._parts.values():
+            if kept is not None:
+                kept.release()
+        super().release()
 
 
 def read_packed(folder: Path) -> dict[str, tuple[str, int]]:

@@ -38,7 +38,7 @@ from mdi.kernels.layout import (
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
 from mdi.kernels.weight_formats import PACKED_ROWS, is_packed_form, packed_form_of, table_is_int8
-from mdi.model.spec import ModelSpec
+from mdi.model.spec import Experts, ModelSpec
 from mdi.model.tensors import EMBEDDING, FINAL_NORM
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
@@ -59,11 +59,13 @@ class Packing:
 
     Attributes:
         clips: whether weights that are too large for a format are clipped instead of refused.
+        means: of each linear layer, the mean squares of its inputs over a text, float32 (n_in); None: there is no text.
     """
 
     blocks: str
     head: str
     clips: bool = field(default=False, compare=False)
+    means: Mapping[str, np.ndarray] | None = field(default=None, compare=False, repr=False)
 
     def of_part(self, part: str) -> str:
         return format_map(self.blocks if part.startswith("block.") else self.head).of_part(part)
@@ -96,11 +98,12 @@ class Packing:
     def _table_is_int8(self) -> bool:
         return table_is_int8(self.head)
 
-    def pack(self, name: str, rows: Rows, spec: TensorSpec) -> PartWeights:
+    def pack(self, name: str, rows: Rows, spec: TensorSpec, importance: np.ndarray | None = None) -> PartWeights:
         """A plain tensor in the form that it takes here.
 
         Args:
             rows: as they are stored, see layout.TYPES; of what is packed, a few are asked for at a time, else all.
+            importance: of its inputs, see `input_importance`.
 
         Raises:
             CheckpointError: a number is not finite, or too large for the format. An embedding that stays as it is is not looked
@@ -108,7 +111,7 @@ class Packing:
         """
         values = _numbers(rows, spec)
         if form := self.format_of(name, spec.shape):
-            return {name: pack(form, values, name, self.clips)}
+            return {name: pack(form, values, name, self.clips, importance)}
         if name == EMBEDDING and self._table_is_int8:
             table, scale = int8_rows(values, name)
             return {name: table, EMBEDDING_SCALE: scale}
@@ -283,6 +286,25 @@ def folded(
     return rows(name), specs[name]
 
 
+def input_importance(
+    name: str, packing: Packing, model: ModelSpec, rows: Callable[[str], Rows], specs: Mapping[str, TensorSpec]
+) -> np.ndarray | None:  # fmt: skip
+    """How much the error of each input of a linear layer counts for a format that searches (kernels.block_search).
+
+    That is the mean square of what the input is multiplied with: of a text (`Packing.means`), or else in proportion to the
+    square of its gain in the norm before, which makes all channels equally large.
+
+    Args:
+        rows: gives those of tensors of the same part; specs are theirs.
+    """
+    if packing.means is not None and name in packing.means:
+        return packing.means[name]
+    norm = norm_before(name, model)
+    if norm is None or norm not in specs:
+        return None
+    return np.square(_floats(rows(norm)[:], specs[norm]) + gain_offset(norm, model))
+
+
 def norm_before(name: str, model: ModelSpec) -> str | None:
     """The norm before a linear layer; None if the layer has another input."""
     if name == "lm_head.weight":
@@ -294,7 +316,10 @@ def norm_before(name: str, model: ModelSpec) -> str | None:
     if _MIXERS.fullmatch(layer):
         return f"{block}norm_1.weight"
     if _MLP.fullmatch(layer):
-        is_shared = model.blocks[int(match[2])].norm_is_shared
+        of = model.blocks[int(match[2])]
+        if isinstance(of.mlp, Experts) and of.mlp.own_norm is not None and not layer.startswith("mlp.shared"):
+            return None  # a norm of their own, which stays as it is
+        is_shared = of.norm_is_shared
         return f"{block}norm_1.weight" if is_shared else f"{block}norm_2.weight"
     return None
 

@@ -53,7 +53,7 @@ def part_of(tensor_name: str) -> str:
     """
     if match := _BLOCK.match(tensor_name):
         return f"block.{match[1]}"
-    if tensor_name.startswith(("transformer.wte.", "transformer.wpe.", "transformer.wte_norm.")):  # tokens, positions
+    if tensor_name.startswith(("transformer.wte.", "transformer.wpe.", "transformer.wte_norm.", "transformer.inputs.")):
         return "embedding"
     if tensor_name.startswith(("transformer.ln_f.", "lm_head.")):
         return "head"

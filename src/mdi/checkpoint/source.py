@@ -82,6 +82,10 @@ class LitCheckpoint(WeightSource):
             return self.array(name)
         return LazyRows(shape, partial(self.file.array, stored))
 
+    def same_as(self, name: str) -> str:
+        is_tied = name == HEAD and self.file.is_same(self._stored[HEAD], self._stored[EMBEDDING])
+        return EMBEDDING if is_tied else name
+
     def read_bytes(self, name: str) -> int:
         return self.specs[name].n_bytes if self.file.stays_mapped else 0
 

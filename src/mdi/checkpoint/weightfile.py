@@ -87,6 +87,9 @@ class WeightFile(Protocol):
             rows: only these, along the first dimension; with bounds within it, and without a step.
         """
 
+    def is_same(self, name: str, other: str) -> bool:
+        """Whether two tensors are the same bytes of the file."""
+
     def release(self) -> None:
         """Unmap the file, so that its pages do not count as ours; `array` maps it again."""
 
@@ -136,6 +139,9 @@ class SafetensorsFile:
     def extent(self, name: str) -> tuple[int, int]:
         """The bytes [start, stop) of a tensor in the file."""
         return self._offsets[name]
+
+    def is_same(self, name: str, other: str) -> bool:
+        return self._offsets[name] == self._offsets[other]
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor, read in pieces of at most 4 MiB, so that none of them counts as memory of this process.
@@ -206,6 +212,9 @@ class PickledFile:
                 )
             self._checked.add(name)
         return as_array(tensor if rows is None else tensor[rows])
+
+    def is_same(self, name: str, other: str) -> bool:
+        return self._load()[name].data_ptr() == self._load()[other].data_ptr()
 
     def release(self) -> None:
         self._tensors = None

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, plain, plain_rows
+from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, folded, input_importance, plain, plain_rows
 from mdi.checkpoint.parts import PartInfo, part_of, serialize, sha256_of, spec_bytes
 from mdi.checkpoint.records import HashRecord
 from mdi.checkpoint.safetensors_layout import TensorSpec
 from mdi.checkpoint.shapes import part_shapes
 from mdi.errors import CheckpointError
+from mdi.kernels.format_maps import matrix_pieces
 from mdi.kernels.layout import Matrix
 from mdi.kernels.lazy_rows import Rows
-from mdi.kernels.weight_formats import OWN_FORMAT, ROUNDED
+from mdi.kernels.weight_formats import MADE, OWN_FORMAT, ROUNDED
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import ModelSpec
 from mdi.spec.model_id import Formats, ModelId
@@ -160,7 +161,11 @@ class WeightSource(ABC):
         """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
         form = packing.format_of(name, self.specs[name].shape)
         carried = None if form is None else self.carried_over(name, form)
-        return {name: carried} if carried is not None else packing.pack(name, *self.for_packing(name, packing))
+        if carried is not None:
+            return {name: carried}
+        searches = form is not None and {piece.word for piece in matrix_pieces(form)}.intersection(MADE)
+        importance = input_importance(name, packing, self.spec, self.rows, self.specs) if searches else None
+        return packing.pack(name, *self.for_packing(name, packing), importance)
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
         """A weight with the very numbers of the file, if it is stored in just that format; else None."""

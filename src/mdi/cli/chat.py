@@ -250,15 +250,17 @@ def answer(session: Run, chat: Chat, question: str, params: Any, stop: Sequence[
     Raises:
         Refused: the model cannot be given this question.
     """
-    from mdi.text.answers.think import THINK, content
+    from mdi.text.answers.think import MARKS, content
 
     codec = session.model.codec
     ids = _fit(session, chat, question, params.n_tokens)
-    begins_in_reasoning = codec.form.thinks and codec.decode(ids[-8:]).rstrip().endswith(THINK)
+    form = codec.form
+    begins_in_reasoning = form.thinks is not None and form.begins_in_reasoning(codec.decode(ids[-8:]))
     adapter = next(iter(session.adapters), "")
     try:
         session.model.check_prompt(ids)
-        begin = f"{THINK}\n" if begins_in_reasoning else "" if codec.prompt_style is not None else question
+        reasons = f"{form.thinks[0]}\n" if form.thinks and begins_in_reasoning else ""
+        begin = reasons or ("" if codec.prompt_style is not None else question)
         show(name + begin, end="")
         sample = session.submit(question, ids, params, stop, lambda text: show(text or "\n", end=""), adapter=adapter)
     except UsageError as e:  # also: the nodes' caches could never hold it
@@ -273,8 +275,8 @@ def answer(session: Run, chat: Chat, question: str, params: Any, stop: Sequence[
     except MdiError:
         print()
         raise
-    has_reasoning = codec.form.thinks or codec.form.special  # as InlineStream shows it
-    text = content(sample.text, begins_in_reasoning) if has_reasoning else sample.text
+    marks = MARKS if form.special else form.thinks  # as InlineStream shows it
+    text = content(sample.text, begins_in_reasoning, marks) if marks else sample.text
     return Reply(text, is_interrupted, _speed(sample.token_times_s))
 
 

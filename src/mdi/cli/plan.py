@@ -29,7 +29,7 @@ from mdi.errors import MdiError, PlacementError, UsageError
 from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import DTYPES
 from mdi.spec.combinations import MODEL, facts_of, refuse
-from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, packed_format
+from mdi.spec.options import ACCESS, COMMON, DEFAULT_PLACEMENT, Options, Requested, planned_format
 from mdi.spec.parser import Parser
 from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
 from mdi.terminal import show
@@ -59,7 +59,7 @@ def add_arguments(parser: Parser) -> None:
     parser.options(
         "model", "model", "ckpt", "ckpt_folder", "config", "hf_token", "revision", "quantize", "dtype", "kv_dtype",
         ckpt={"help": "the model as a flag: a folder, its name in the store, or a GGUF file"},
-        quantize={"help": "weight format: float32, bf16, fp16, int8, int4 or mxfp4", "read": packed_format},
+        quantize={"help": "weight format: float32, bf16, fp16, int8, q6_k, q4_k, int4 or mxfp4", "read": planned_format},
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
@@ -209,6 +209,7 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
         logger.info("the plan is for this machine alone; --key, --nodes-config or --profiles (see --example) give more")
 
     from mdi.checkpoint.manifest import config_hash
+    from mdi.checkpoint.mixtures import meant
     from mdi.host.threads import choose_threads, threads_of_others
     from mdi.placement.planning import measure_live
     from mdi.spec.model_id import ModelId
@@ -217,6 +218,7 @@ def _live(options: Options, cancel: Cancel) -> ClusterProfile:
     model = ModelId(config.name, config, config_hash(config), options.dtype or _stored_dtype(options.ckpt))
     choose_threads(cluster.starter.threads, cluster.starter.cores, threads_of_others(cluster.starter, cluster.nodes))
     form = options.quantize or _usual_format(options)
+    form = form and meant(form, config)
     asked = Requested(dtype=options.dtype, quantize=form, quantize_head=form)
     return measure_live(cluster, model, asked, default_cache_dir(), options.wait_s, options.fresh, cancel)
 

@@ -20,6 +20,8 @@ from mdi.spec.parser import Parser
 from mdi.units import size
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mdi.checkpoint.weights import WeightSource
 
 DESCRIPTION = """\
@@ -38,6 +40,7 @@ examples:
   prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
   prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
   prepare_model.py checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
+  prepare_model.py checkpoints/custom/mine --export gguf --quantize q4_k --out mine-gguf     for llama.cpp and others
   prepare_model.py ~/models/my-finetuned-llama --n-nodes 2                           its config.json says what it is
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
@@ -54,12 +57,13 @@ def add_arguments(parser: Parser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.options(None, "model", model={"nargs": None, "metavar": "MODEL"})
     parser.options(
-        "cut", "n_nodes", "layers", "dtype", "quantize", "quantize_head", "allow_clipping",
+        "cut", "n_nodes", "layers", "dtype", "quantize", "quantize_head", "calibrate", "allow_clipping",
         layers={"help": "blocks per node, starter first (default: even)"},
         dtype={"help": "number type to store the weights in (default: as they are)", "choices": DTYPES},
         quantize={
-            "help": "store the blocks in this weight format; int8 takes a quarter of float32's size, int4 an eighth (default: "
-            "the smallest without loss); own: a GGUF file at its own bits", "read": own_or_packed,
+            "help": "store the blocks in this weight format; int8 takes a quarter of float32's size, int4 an eighth, at a high "
+            "price in real models; q4_k and q6_k, mixtures of 4 to 8 bits, keep more (default: the smallest without loss); "
+            "own: a GGUF file at its own bits", "read": own_or_packed,
         },
         quantize_head={"read": own_or_packed},
     )  # fmt: skip
@@ -77,11 +81,15 @@ def run(options: Options, cancel: Cancel) -> int:
 
     from mdi.checkpoint.derived import CastSource, PackedSource
     from mdi.checkpoint.folder import GGUF_NOTE, TOKENIZERS
+    from mdi.checkpoint.mixtures import meant
     from mdi.checkpoint.packing import Packing
     from mdi.checkpoint.source import open_source
     from mdi.checkpoint.weights import own_packing, warn_of_rounding
-    from mdi.kernels.weight_formats import OWN
+    from mdi.kernels.weight_formats import MIXTURES, OWN, check_whole
 
+    check_whole(options.quantize, options.quantize_head)
+    if options.calibrate is not None and options.quantize not in MIXTURES:
+        raise UsageError(f"--calibrate is for --quantize {' and '.join(MIXTURES)}, whose errors it weighs")
     directory, results = _convert(directory, options)
     if not any((directory / name).is_file() for name in (*TOKENIZERS, GGUF_NOTE)):
         logger.warning(
@@ -92,13 +100,15 @@ def run(options: Options, cancel: Cancel) -> int:
         spec.is_floating and spec.name != options.dtype for spec in source.specs.values()
     ):
         source = CastSource(source, options.dtype, options.allow_clipping)
-    if options.n_nodes is not None:
+    if options.n_nodes is not None or options.export == "gguf":
         lossless = own_packing(source.dtype)
         blocks, head = (
             source.own_formats if form == OWN else form for form in (options.quantize, options.quantize_head)
         )
+        blocks, head = (form and meant(form, source.config) for form in (blocks, head))
         warn_of_rounding(source.model, source.native, blocks)
-        packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping)
+        means = None if options.calibrate is None else _means(source, directory, options, cancel)
+        packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping, means)
         source = PackedSource(source, packing)
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
@@ -120,7 +130,7 @@ def run(options: Options, cancel: Cancel) -> int:
 
 def _checked(options: Options) -> Options:
     """The options with the number of nodes that --layers says. Raises UsageError."""
-    refuse({**facts_of(options), CHUNKS: CHUNKS})
+    refuse({**facts_of(options), **({} if options.export == "gguf" else {CHUNKS: CHUNKS})})
     if options.n_nodes is None and options.layers is not None:
         options = replace(options, n_nodes=options.layers.count(",") + 1)
     if options.n_nodes is not None and options.n_nodes < 1:
@@ -218,10 +228,41 @@ def _convert(directory: Path, options: Options) -> tuple[Path, Path]:
     return checkpoint, results
 
 
+def _means(source: WeightSource, directory: Path, options: Options, cancel: Cancel) -> dict[str, np.ndarray]:
+    """What a text's rows are like before each linear layer. Raises UsageError."""
+    from mdi.host.device import load_torch
+
+    load_torch("--calibrate")
+    from mdi.stages.calibration import mean_squares, windows_of
+    from mdi.text.texts import TextCodec
+
+    assert options.calibrate is not None
+    try:
+        text = options.calibrate.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--calibrate {options.calibrate}: {e}: give a file of text in UTF-8") from None
+    codec = TextCodec.from_checkpoint(directory, "none")
+    try:
+        windows = windows_of(codec.encode(text), source.spec.max_length)
+    finally:
+        codec.close()
+    logger.info("calibrating with %d tokens of %s", sum(map(len, windows)), options.calibrate)
+    return mean_squares(source, windows, cancel)
+
+
 def _export(source: WeightSource, directory: Path, options: Options) -> None:
-    from mdi.checkpoint.export import export_hf
+    from mdi.checkpoint.derived import PackedSource
+    from mdi.checkpoint.export import export_hf, made_folder
+    from mdi.checkpoint.gguf_export import export_gguf
 
     assert options.out is not None
+    if isinstance(source, PackedSource):
+        made_folder(options.out)
+        path = options.out / f"{source.model}.gguf"
+        with progress_bar("exporting") as progress:
+            export_gguf(source, directory, path, progress)
+        print(f"written as a GGUF file: {path}")
+        return
     with progress_bar("exporting") as progress:
         export_hf(source, directory, options.out, progress)
     print(f"written as a Hugging Face model: {options.out}")

@@ -18,7 +18,7 @@ from mdi.cancel import Cancel
 from mdi.spec.options import Options
 from mdi.spec.parser import Parser
 
-PREPARING = ("n_nodes", "layers", "dtype", "quantize", "quantize_head", "export", "out", "model_name")
+PREPARING = ("n_nodes", "layers", "dtype", "quantize", "quantize_head", "calibrate", "export", "out", "model_name")
 
 logger = logging.getLogger("mdi")
 

@@ -93,12 +93,12 @@ def serve(
     from mdi.cli import ignore_interrupts
     from mdi.cli.access import open_keys, refuse_exposure
     from mdi.cli.discover import reachable
-    from mdi.cli.session import check_chunk
+    from mdi.cli.session import found_chunk
     from mdi.run.local import sweep
 
     keys = open_keys(options)
     refuse_exposure(options, keys, config)
-    check_chunk(options.chunk)
+    options = replace(options, chunk=found_chunk(options.chunk))
     node, weights = _made_node(options, config, family, nodes, keys)
     try:
         node.open()

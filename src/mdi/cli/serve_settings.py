@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdi.errors import UsageError
 from mdi.spec.options import Options
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MDI_API_KEY"
 PRIORITY_LIMIT = 1000
-LIMITS = ("beams", "beam_tokens")  # of a key; see ApiKey
+LIMITS = ("beams", "beam_tokens", "texts", "minute_tokens", "day_tokens")  # of a key; see ApiKey
 
 
 def serve_settings(options: Options) -> ServeSettings:
@@ -47,6 +47,7 @@ def serve_settings(options: Options) -> ServeSettings:
         max_waiting=options.queue,
         aliases=_aliases(options.alias),
         keep_alive_s=options.keep_alive,
+        tool_parser=options.tool_parser or "",
         ollama_host=options.host if keys or _is_loopback(options.host) else "127.0.0.1",
         ollama_port=options.ollama_port,
     )
@@ -108,8 +109,8 @@ def read_key(number: int, line: str) -> ApiKey:
     if abs(priority) > PRIORITY_LIMIT:
         raise UsageError(f"API key {number}: its priority must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     key = ApiKey(digest_of(parts[0]), name, priority, role)
-    beams, beam_tokens = (int(limits.get(name, getattr(key, name))) for name in LIMITS)
-    return replace(key, beams=beams, beam_tokens=beam_tokens)
+    own: dict[str, Any] = {name: int(value) for name, value in limits.items()}
+    return replace(key, **own)
 
 
 def _check_tls(cert: Path, key: Path) -> None:

@@ -19,6 +19,7 @@ from mdi.spec.options import Options
 from mdi.text.drawing import OWN
 
 if TYPE_CHECKING:
+    from mdi.checkpoint.model_store import ModelStore, StoredModel
     from mdi.cli.discover import Discovery
     from mdi.engine.cohort import Beams, EarlyStopping
     from mdi.engine.sequence import SamplingParams
@@ -50,7 +51,7 @@ def with_model(options: Options, cancel: Cancel, is_litgpt: bool = True) -> Opti
     """
     from mdi.checkpoint.folder import check_folder
 
-    check_chunk(options.chunk)
+    options = replace(options, chunk=found_chunk(options.chunk))
     if options.model:
         refuse({**facts_of(options), MODEL: options.model}, MODEL)
     if options.chunk is not None and options.ckpt is None and not options.model:
@@ -152,15 +153,29 @@ def found_ckpt(name: Path, home: Path | None = None) -> Path:
     if given.suffix == ".gguf" and not given.is_dir():
         return gguf_directory(given, store.folder)
     here = None if given.exists() else model_here(name.as_posix(), home)
+    if here is None and (model := _stored_for(given, store)) is not None:
+        logger.info("--ckpt %s is not there; taking %s, which is in %s", name, model.name, model.home)
+        return store.folder_of(model)
     return find_folder(name, store.folder) if here is None else here[0]
 
 
-def check_chunk(chunk: Path | None) -> None:
-    """Raises UsageError if --chunk names no file; the name that chunks had before, with .pth, will do."""
+def _stored_for(path: Path, store: ModelStore) -> StoredModel | None:
+    """The model that a path named when models were in checkpoints/ of a clone: by its last two parts."""
+    if path.exists() or len(path.parts) < 3 or path.parts[-3] != "checkpoints":
+        return None
+    return store.find("/".join(path.parts[-2:]))
+
+
+def found_chunk(chunk: Path | None) -> Path | None:
+    """The file that --chunk means; the name that chunks had before, with .pth, will do. Raises UsageError if there is none."""
+    from mdi.checkpoint.model_store import ModelStore
     from mdi.spec.cluster import nearest_existing
 
     if chunk is None or chunk.is_file() or chunk.with_suffix(".safetensors").is_file():
-        return
+        return chunk
+    if len(chunk.parts) > 3 and (model := _stored_for(chunk.parents[2], store := ModelStore())) is not None:
+        logger.info("--chunk %s is not there; taking that of %s, which is in %s", chunk, model.name, model.home)
+        return found_chunk(store.folder_of(model).joinpath(*chunk.parts[-3:]))
     if chunk.is_dir():
         raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
     raise UsageError(f"--chunk {chunk}: no such file (the nearest that exists is {nearest_existing(chunk)})")

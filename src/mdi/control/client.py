@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mdi.cancel import Cancel
 from mdi.control.messages import (
@@ -36,9 +34,14 @@ from mdi.control.signing import (
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmRequest, announcements_of
 from mdi.errors import AccessError, Code, ControlError
 from mdi.net.keys import KeyFile
-from mdi.net.message import ANSWER_LIMIT_BYTES, ExchangeError, Message, connect, problem_of
+from mdi.net.message import ExchangeError, Message
 from mdi.spec.cluster import NodeConfig
 from mdi.units import duration
+
+if TYPE_CHECKING:
+    from requests import PreparedRequest
+
+    from mdi.control.exchange import HttpAnswer
 
 CONNECT_S = 4.0
 ANSWER_S = 6.0
@@ -277,7 +280,7 @@ class ControlClient:
 
     def request(self, method: str, target: str, timeout_s: float, body: bytes = b"") -> dict[str, Any]:
         if self._keys is None:
-            found = self._exchange(method, target, timeout_s, body)
+            found = self._exchange(self._prepared(method, target, body), timeout_s)
             if NONCE_HEADER in found.headers:
                 raise self._no_entry("has a cluster key, and this command was started without")
         else:
@@ -286,12 +289,15 @@ class ControlClient:
 
     def _signed(self, secret: bytes, method: str, target: str, timeout_s: float, body: bytes) -> HttpAnswer:
         """Exchange a signed request for a signed answer. Raises ControlError."""
-        hashed = body_hash(body)
 
         def ask(nonce: str) -> tuple[str, HttpAnswer]:
-            signature = sign_request(secret, method, target, hashed, nonce)
-            headers = {NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed}
-            return signature, self._exchange(method, target, timeout_s, body, headers)
+            request = self._prepared(method, target, body)
+            sent = request.body or b""
+            assert isinstance(sent, bytes) and request.method is not None
+            hashed = body_hash(sent)
+            signature = sign_request(secret, request.method, request.path_url, hashed, nonce)
+            request.headers.update({NONCE_HEADER: nonce, SIGNATURE_HEADER: signature, BODY_HEADER: hashed})
+            return signature, self._exchange(request, timeout_s)
 
         signature, found = ask(self.nonces.take() or self._fetch_nonce(timeout_s))
         if self._is_stale(found):  # for example, the node was started again
@@ -304,7 +310,7 @@ class ControlClient:
 
     def _fetch_nonce(self, timeout_s: float) -> str:
         """Anybody may have one. Raises ControlError if the node gives none: it has no key."""
-        found = self._exchange("GET", "/", timeout_s, b"")
+        found = self._exchange(self._prepared("GET", "/", b""), timeout_s)
         nonce = found.headers.get(NONCE_HEADER)
         if nonce is None:
             self._content(found)  # is it a node at all?
@@ -314,12 +320,17 @@ class ControlClient:
     def _no_entry(self, why: str) -> ControlError:
         return ControlError(f"{self.where} {why}: start all nodes with the same --key FILE", 401, "key", code=Code.KEY)
 
-    def _exchange(
-        self, method: str, target: str, timeout_s: float, body: bytes, headers: dict[str, str] | None = None
-    ) -> HttpAnswer:
-        node, connect_s = self.node, min(CONNECT_S, timeout_s)
+    def _prepared(self, method: str, target: str, body: bytes) -> PreparedRequest:
+        from mdi.control.exchange import prepared
+
         with self._problems(self.where):
-            return exchange(method, node.addr, node.port, target, body, connect_s, timeout_s, headers)
+            return prepared(method, self.node.addr, self.node.port, target, body)
+
+    def _exchange(self, request: PreparedRequest, timeout_s: float) -> HttpAnswer:
+        from mdi.control.exchange import exchange
+
+        with self._problems(self.where):
+            return exchange(request, self.node.addr, self.node.port, min(CONNECT_S, timeout_s), timeout_s)
 
     @staticmethod
     def _is_stale(found: HttpAnswer) -> bool:
@@ -344,81 +355,13 @@ class ControlClient:
         return answer
 
 
-@dataclass(frozen=True)
-class HttpAnswer:
-    """`reason` is the text that the server gave beside its status; `body` at most ANSWER_LIMIT_BYTES."""
-
-    status: int
-    reason: str
-    body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-def exchange(
-    method: str, addr: str, port: int, target: str, body: bytes, connect_s: float, answer_s: float,
-    headers: Mapping[str, str] | None = None,
-) -> HttpAnswer:  # fmt: skip
-    """Send a request and read its answer.
-
-    Args:
-        target: path and query.
-        connect_s: for the connection.
-        answer_s: for the body to leave, and then for the whole answer.
-        headers: to send besides those of every exchange.
-
-    Raises:
-        ExchangeError
-    """
-    sock = connect(addr, port, connect_s)
-    try:
-        connection = http.client.HTTPConnection(addr, port)
-    except http.client.InvalidURL as e:
-        sock.close()
-        raise ExchangeError("name", str(e)) from None
-    connection.sock = sock
-    sock.settimeout(answer_s)
-    with contextlib.closing(connection), _explained():
-        # A server that refuses a body answers before it has read it, and its answer is worth more than the broken pipe.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ConnectionAbortedError):
-            own = {"Content-Length": str(len(body)), "Connection": "close"}
-            connection.request(method, target, body, {**own, **(headers or {})})
-        sock.read_within(answer_s)
-        with connection.getresponse() as response:
-            found = HttpAnswer(
-                response.status, response.reason, response.read(ANSWER_LIMIT_BYTES + 1), _titled(response)
-            )
-            is_whole = not response.length
-    if len(found.body) > ANSWER_LIMIT_BYTES:
-        raise ExchangeError("stranger", f"its answer is longer than {ANSWER_LIMIT_BYTES} bytes")
-    if not is_whole:
-        raise ExchangeError("closed", "it closed the connection in the middle of its answer")
-    return found
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turns what goes wrong on the way into an ExchangeError."""
-    try:
-        yield
-    except TimeoutError:
-        raise ExchangeError("silent", "no answer in time") from None
-    except OSError as e:
-        raise ExchangeError(problem_of(e), e.strerror or str(e)) from None
-    except (http.client.RemoteDisconnected, http.client.IncompleteRead):
-        raise ExchangeError("closed", "it closed the connection without an answer") from None
-    except (http.client.HTTPException, ValueError) as e:
-        raise ExchangeError("stranger", f"it does not speak HTTP: {str(e)[:100]!r}") from None
-
-
-def _titled(response: http.client.HTTPResponse) -> dict[str, str]:
-    return {name.title(): value for name, value in response.headers.items()}
-
-
 def ask_to_join(addr: str, port: int, request: dict[str, Any]) -> Any:
     """The answer of the node there; ControlError if there is none, or it says no."""
+    from mdi.control.exchange import exchange, prepared
+
     body, where = json.dumps(request).encode(), f"{addr}:{port}"
     try:
-        found = exchange("POST", addr, port, "/join", body, CONNECT_S, ANSWER_S)
+        found = exchange(prepared("POST", addr, port, "/join", body), addr, port, CONNECT_S, ANSWER_S)
         answer = json.loads(found.body)
     except ExchangeError as e:
         raise ControlError(

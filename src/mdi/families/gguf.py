@@ -12,9 +12,11 @@ import numpy as np
 
 from mdi.families.config_json import Json
 from mdi.families.names import Held, Names
+from mdi.model.plain import ModelConfig
 from mdi.spec.decode import shown
 
 LARGEST_SIZE = 1 << 27
+ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's scaling
 _SIGMOID = 2  # of llama.cpp's functions of routers
 
 
@@ -41,6 +43,11 @@ class Fields:
     ) -> None:
         self.values, self.shapes, self._numbers = values, shapes, numbers
         self.arch = values.get("general.architecture")
+
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """Of the same file, with other values of some fields."""
+        own = {f"{self.arch}.{name}": value for name, value in values.items()}
+        return Fields({**self.values, **own}, self.shapes, self._numbers)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(f"{self.arch}.{name}", default)
@@ -125,16 +132,18 @@ class Gguf:
             place of these. What the file does not say is as llama.cpp has it. Raises ValueError, TypeError, OverflowError.
         names: of their tensors.
         is_one: whether a file of the architecture is one of the family, where several have the same.
+        sized: the fields in which `sizes` finds those of the first block, where blocks differ.
     """
 
     architecture: str
     read: Callable[[Fields, Json], Json]
     names: Names = names()
     is_one: Callable[[Fields], bool] = lambda _: True
+    sized: Callable[[Fields], Fields] = lambda fields: fields
 
     def config_json(self, fields: Fields) -> Json:
         """What config.json would say, but for model_type. Raises as `read`."""
-        found = {**sizes(fields), **rope(fields)}
+        found = {**sizes(self.sized(fields)), **rope(fields)}
         return {**found, **self.read(fields, found)}
 
 
@@ -218,3 +227,36 @@ def partial_rotary(fields: Fields, hf: Json) -> Json:
     n_rotated, head_size = fields.size("rope.dimension_count", hf["head_dim"]), hf["head_dim"]
     share = n_rotated / head_size
     return {"partial_rotary_factor": share if int(share * head_size) == n_rotated else math.nextafter(share, 1.0)}
+
+
+def fields_of(config: ModelConfig) -> Json:
+    """What a file says of a model, without the architecture before each name. Not every family reads it as the same model."""
+    eps = "layer_norm_rms_epsilon" if config.norm_class_name == "RMSNorm" else "layer_norm_epsilon"
+    found: Json = {
+        "block_count": config.n_layer, "embedding_length": config.n_embd, "feed_forward_length": config.intermediate_size,
+        "context_length": config.block_size, "attention.head_count": config.n_head,
+        "attention.head_count_kv": config.n_query_groups, "attention.key_length": config.head_size,
+        "attention.value_length": config.head_size, f"attention.{eps}": float(config.norm_eps),
+        "rope.dimension_count": config.rope_n_elem, "rope.freq_base": float(config.rope_base),
+        "expert_count": config.n_expert, "expert_used_count": config.n_expert_per_token if config.n_expert else 0,
+        "expert_feed_forward_length": config.moe_intermediate_size, "attention.sliding_window": config.sliding_window_size,
+        "attn_logit_softcapping": config.attention_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping, "rope.freq_base_swa": config.rope_local_base_freq,
+    }  # fmt: skip
+    scaling = config.rope_adjustments or {}
+    factor = scaling.get("factor", 1) if set(scaling) == {"factor"} else config.rope_condense_ratio
+    if factor != 1:
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
+    return {name: value for name, value in found.items() if value}
+
+
+def rope_factors(config: ModelConfig) -> np.ndarray | None:
+    """What each frequency is divided by in Llama 3.1's scaling, float32 (head_size / 2), which files have as a tensor."""
+    scaling = config.rope_adjustments or {}
+    if "low_freq_factor" not in scaling:
+        return None
+    frequencies = config.rope_base ** (-np.arange(config.rope_n_elem // 2, dtype=np.float64) * 2 / config.rope_n_elem)
+    turns = scaling["original_max_seq_len"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)

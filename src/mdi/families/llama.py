@@ -8,7 +8,7 @@ import numpy as np
 
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
-from mdi.families.gguf import Fields, Gguf, experts, names, rms_eps
+from mdi.families.gguf import ROPE_FACTORS, Fields, Gguf, experts, names, rms_eps
 from mdi.families.names import ATTENTION, LLAMA, LLAMA_ENDS, MIXTRAL_EXPERTS, NORMS_BEFORE, Held, Names
 from mdi.model.plain import ModelConfig
 
@@ -40,18 +40,17 @@ _EXPERTS = {"num_experts_per_tok": "n_expert_per_token", "num_local_experts": "n
 _MIXTRAL = Names({**NORMS_BEFORE, **ATTENTION, **MIXTRAL_EXPERTS}, LLAMA_ENDS)
 
 # Mistral's files are Llama's as well: the format has no field for its window.
-_ROPE_FACTORS = "rope_freqs.weight"
 # llama.cpp rotates neighbours. A file whose queries and keys are in one matrix is not one of its converter's.
 _GGUF_NAMES = names({"attn.qkv": Held(("attn_q", "attn_k", "attn_v"), is_paired=True)})
 
 
 def _read_gguf(fields: Fields, hf: Json) -> Json:
     own = {**rms_eps(fields, hf), "hidden_act": "silu"}
-    if _ROPE_FACTORS not in fields.shapes:
+    if ROPE_FACTORS not in fields.shapes:
         return own
-    factors = fields.numbers(_ROPE_FACTORS)
+    factors = fields.numbers(ROPE_FACTORS)
     if len(factors) != hf["head_dim"] // 2:
-        raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} numbers for heads of {hf['head_dim']}")
+        raise ValueError(f"{ROPE_FACTORS} has {len(factors)} numbers for heads of {hf['head_dim']}")
     return {**own, "rope_scaling": llama3_scaling(factors, hf["rope_theta"])}
 
 
@@ -91,7 +90,7 @@ def llama3_scaling(factors: np.ndarray, theta: float) -> Json | None:
         original = 2 * math.pi * math.sqrt(low * high / max(float(bounds), 1e-18))
     smooth = np.clip((round(original) * frequencies / (2 * math.pi) - low) / max(high - low, 1e-9), 0, 1)
     if factor <= 1 or not np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=2e-3):
-        raise ValueError(f"{_ROPE_FACTORS} scales in a way that is not supported")
+        raise ValueError(f"{ROPE_FACTORS} scales in a way that is not supported")
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": round(original),

@@ -109,8 +109,8 @@ def row_counts(config: ModelConfig, block: int) -> tuple[int, int, int]:
 
 
 def _row_counts(of: Attention) -> tuple[int, int, int]:
-    n_keys = of.n_groups * of.head_size
-    return of.n_head * of.head_size, n_keys, n_keys
+    n_q, n_k, n_v = (n * of.head_size for n in of.made)
+    return n_q, n_k, n_v
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Names:
         head: the head's, without a prefix.
         prefixes: what is before all names but the head's; the first one is written.
         blocks: what is between prefix and number of a block.
+        unused: what files may hold besides, behind the prefix, of which nothing is computed; None: nothing.
     """
 
     block: Mapping[str, Where]
@@ -130,6 +131,7 @@ class Names:
     head: str = _HEAD
     prefixes: tuple[str, ...] = _MODEL
     blocks: str = "layers"
+    unused: re.Pattern[str] | None = None
 
     def prefix(self, tensors: Collection[str]) -> str:
         """The one that these tensors have."""
@@ -182,6 +184,7 @@ class Names:
             yield tuple(
                 _piece(of, tensor, (n_rows, *shape[1:]), expert, config.n_expert, n_heads * of.is_paired)
                 for tensor, n_rows, n_heads in zip(tensors, counts, heads, strict=True)
+                if n_rows or of_three is None
             )
             of = of.otherwise
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mdi.errors import CheckpointError
 from mdi.families.config_json import Json
 from mdi.families.family import Family
-from mdi.families.gguf import Fields, Gguf
-from mdi.families.names import Held, held
+from mdi.families.gguf import ROPE_FACTORS, Fields, Gguf, fields_of, rope_factors
+from mdi.families.names import Held, Piece, held
 from mdi.model.plain import ModelConfig
+from mdi.model.tensors import Shape
 
 from . import (
     bloom,
     ernie,
     falcon,
     gemma,
+    gemma4,
     glm,
     gpt2,
     gpt_oss,
@@ -33,7 +37,8 @@ from . import (
 )
 
 _FILES = (
-    llama, qwen, qwen_next, phi, glm, minimax, gpt_oss, gemma, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie, smollm,
+    llama, qwen, qwen_next, phi, glm, minimax, gpt_oss, gemma, gemma4, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie,
+    smollm,
 )  # fmt: skip
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
@@ -107,6 +112,75 @@ def _all_written(config: ModelConfig) -> Iterator[_Written]:
             yield _Written(
                 family, hf, again, [key for key in ours if key not in _NOT_COMPARED and theirs[key] != ours[key]]
             )
+
+
+def written_in_gguf(config: ModelConfig, shapes: Mapping[str, Shape]) -> GgufWritten:
+    """The architecture, fields and names with which a file is read back as the same model.
+
+    Args:
+        shapes: of all its tensors, by our names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    least: list[str] | None = None
+    for family in FAMILIES.values():
+        if family.gguf is None:
+            continue
+        found = _in_gguf(family, family.gguf, config, shapes)
+        if isinstance(found, GgufWritten):
+            return found
+        least = found if least is None or len(found) < len(least) else least
+    told = f": {least[0]} would be another" if least and least[0] else ""
+    raise CheckpointError(f"a GGUF file has no such settings as those of {config.name or 'this model'}{told}")
+
+
+class GgufWritten(NamedTuple):
+    """A model as a file has it.
+
+    Attributes:
+        fields: its metadata, with general.architecture.
+        pieces: the tensors of the file that hold each of ours.
+        more: tensors that none of ours is, by their names there.
+    """
+
+    fields: Json
+    pieces: dict[str, tuple[Piece, ...]]
+    more: dict[str, np.ndarray]
+
+
+def _in_gguf(family: Family, of: Gguf, config: ModelConfig, shapes: Mapping[str, Shape]) -> GgufWritten | list[str]:
+    """Which settings would be others, if it is not the same model; "" where there is no telling."""
+    values: Json = {"general.architecture": of.architecture}
+    values |= {f"{of.architecture}.{name}": _as_read(value) for name, value in fields_of(config).items()}
+    factors = rope_factors(config)
+    more = {} if factors is None else {ROPE_FACTORS: factors}
+    try:
+        pieces = {name: of.names.places(name, shape, config)[0] for name, shape in shapes.items()}
+        held = {piece.tensor: piece.shape for some in pieces.values() for piece in some}
+        fields = Fields(values, held | {name: array.shape for name, array in more.items()}, more.__getitem__)
+        if not of.is_one(fields):
+            return [""] * len(vars(config))
+        hf = {"model_type": family.model_type, **of.config_json(fields)}
+        read = ModelConfig.of({**family.settings(hf), "name": config.name})
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError):
+        return [""] * len(vars(config))
+    again, theirs = vars(read), rope_factors(read)
+    differing = [
+        key
+        for key, value in vars(config).items()
+        if key not in _NOT_COMPARED and _as_read(value) != _as_read(again[key])
+    ]
+    if factors is not None and theirs is not None and np.allclose(factors, theirs, rtol=1e-3):
+        differing = [
+            key for key in differing if key != "rope_adjustments"
+        ]  # files have the factors that follow from them
+    return differing or GgufWritten(values, pieces, more)
+
+
+def _as_read(value: Any) -> Any:
+    """Numbers that are not whole have single precision in files."""
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def places_of(config: ModelConfig, layer: str) -> list[Held]:

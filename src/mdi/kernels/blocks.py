@@ -24,11 +24,11 @@ from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
-from mdi.kernels.slices import Slices, SliceTable
+from mdi.kernels.slices import Slices, SliceTable, only_logits
 from mdi.kernels.weight_formats import check_packed, layout_of
 from mdi.model.caches import Paged, stage_places
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Mlp, ModelSpec, Norm, Rotary
+from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Gated, Mlp, ModelSpec, Norm, Rotary
 from mdi.model.tensors import FINAL_NORM, HEAD
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
@@ -85,13 +85,16 @@ class MdiMlp(ctypes.Structure):
 
 class MdiAttention(ctypes.Structure):
     _fields_ = [
-        *((n, MdiNorm) for n in ("norm_q", "norm_k")),
+        *((n, MdiNorm) for n in ("norm_q", "norm_k", "norm_v")),
         *((n, MdiMatrix) for n in ("qkv", "proj")),
         *((n, c_void_p) for n in ("sinks", "cos", "sin", "score_bias")),
         ("score_bias_floats", c_int64),
         *(
             (n, c_int32)
-            for n in ("n_head", "n_groups", "head_size", "queries_per_group", "first_head", "norms_over_all")
+            for n in (
+                *("n_head", "n_groups", "head_size", "n_keys", "n_values"),
+                *("queries_per_group", "first_head", "norms_over_all"),
+            )
         ),
         *(
             (n, c_int32)
@@ -104,11 +107,20 @@ class MdiAttention(ctypes.Structure):
 class MdiExperts(ctypes.Structure):
     _fields_ = [
         ("router", MdiMatrix),
-        ("correction", c_void_p),
+        *((n, MdiNorm) for n in ("norm_router", "norm", "norm_behind", "norm_behind_shared")),
+        *((n, c_void_p) for n in ("correction", "scales")),
         ("experts", POINTER(MdiMlp)),
         *((n, c_int32) for n in ("n", "n_used")),
         ("scale", c_float),
         ("reserved", c_int32),
+    ]
+
+
+class MdiGated(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiMatrix) for n in ("gate", "proj")),
+        ("norm", MdiNorm),
+        *((n, c_int32) for n in ("activation", "at")),
     ]
 
 
@@ -118,6 +130,8 @@ class MdiBlock(ctypes.Structure):
         ("attention", MdiAttention),
         ("mlp", MdiMlp),
         ("experts", MdiExperts),
+        ("gated", MdiGated),
+        ("scalar", c_void_p),
         *((n, c_int32) for n in ("residual", "norm_is_shared")),
     ]
 
@@ -148,6 +162,8 @@ class MdiFrame(ctypes.Structure):
         ("page_bytes", c_void_p),
         ("n_slices", c_int32),
         ("n_rows", c_int32),
+        ("columns", c_void_p),
+        ("n_columns", c_int64),
     ]
 
 
@@ -188,16 +204,20 @@ class BlockReader:
     def mixer(self, of: Attention, width: int) -> MdiAttention:
         """Without positions and the places of its cache."""
         size, q, k = of.head_size, of.n_head * of.head_size, of.n_groups * of.head_size
+        _, n_keys, n_values = of.made
         rotary = of.positions if isinstance(of.positions, Rotary) else None
         return MdiAttention(
             norm_q=self.norm("attn.norm_q", q if of.qk_norm_over_all else size, of.qk_norm),
-            norm_k=self.norm("attn.norm_k", k if of.qk_norm_over_all else size, of.qk_norm),
-            qkv=self.matrix("attn.qkv", q + 2 * k, width),
+            norm_k=self.norm("attn.norm_k", k if of.qk_norm_over_all else size, of.qk_norm if n_keys else None),
+            norm_v=norm_of(of.v_norm, None, None, size, self._kept),
+            qkv=self.matrix("attn.qkv", sum(of.made) * size, width),
             proj=self.matrix("attn.proj", width, q),
             sinks=int(self._array("attn.sinks", of.n_head).ctypes.data) if of.has_sinks else None,
             n_head=of.n_head,
             n_groups=of.n_groups,
             head_size=size,
+            n_keys=n_keys,
+            n_values=n_values,
             queries_per_group=of.queries_per_group,
             first_head=of.share[1] if of.share else 0,
             norms_over_all=of.qk_norm_over_all,
@@ -225,10 +245,26 @@ class BlockReader:
         found = MdiExperts(self.matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=of.router.scale)
         if of.router.has_correction:
             found.correction = self._array(f"{name}.e_score_correction_bias", of.n).ctypes.data
+        if of.router.has_expert_scales:
+            found.scales = self._array(f"{name}.expert_scales", of.n).ctypes.data
+        if of.own_norm is not None:
+            weight = self._array("mlp.norm_gate.weight", width) / np.sqrt(np.float32(width))
+            found.norm_router = norm_of(of.own_norm, weight, None, width, self._kept)
+            found.norm = self.norm("mlp.norm_experts", width, of.own_norm)
+            found.norm_behind = self.norm("mlp.norm_post_experts", width, of.own_norm)
+            found.norm_behind_shared = self.norm("mlp.norm_post_shared", width, of.own_norm)
         experts = (MdiMlp * of.n)(*(self.mlp(f"mlp.experts.{e}", width, of.expert) for e in range(of.n)))
         self._kept.append(experts)
         found.experts = experts
         return found
+
+    def gated(self, of: Gated, width: int) -> MdiGated:
+        """Without the place of its column."""
+        gate, proj = self.matrix("gated.fc", of.width, width), self.matrix("gated.proj", width, of.width)
+        return MdiGated(gate, proj, self.norm("gated.norm", width, of.norm), ACTIVATIONS[of.activation])
+
+    def scalar(self) -> int:
+        return int(self._array("scalar", 1).ctypes.data)
 
     def _array(self, name: str, size: int) -> np.ndarray:
         array = self._tensors.get(name)
@@ -472,6 +508,15 @@ def check_low_rank(part: LowRank, layer: MdiMatrix, has_experts: bool) -> None:
         )
 
 
+class _Short(NamedTuple):
+    """Some rows of a frame: their structure and its memory, the rows themselves, and their places in the frame."""
+
+    frame: MdiFrame
+    kept: object
+    rows: np.ndarray
+    places: np.ndarray
+
+
 class Blocks:
     """Blocks [start, stop) of a model.
 
@@ -500,7 +545,7 @@ class Blocks:
     ) -> None:  # fmt: skip
         self.spec, self.start, self.stop = spec, start, stop
         self.context = context
-        self.n_embd = spec.width
+        self.n_embd, self.row_in = spec.width, spec.row_at(start)
         counts, self._places = stage_places(spec, start, stop)
         self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}  # states are refused
         self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
@@ -571,30 +616,58 @@ class Blocks:
         self._low_rank_of_block = np.ascontiguousarray(ends, dtype=np.int32)
 
     def forward(
-        self, rows: np.ndarray, slices: Slices, taps: Sequence[int] = (), take: Callable[[], None] = lambda: None
-    ) -> None:
+        self, rows: np.ndarray, slices: Slices, taps: Sequence[int] = (), take: Callable[[], None] = lambda: None,
+        columns: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Run the blocks, in place.
 
         Args:
             rows: float32 (N, n_embd), contiguous: the rows of all slices.
             taps: numbers of some blocks in the model, rising: `take` is called after each of them, when `rows` are its outputs.
+            columns: float32 (N, those of `row_in` behind hidden), contiguous; None: there are none.
 
         Raises:
             EngineError: a slice that fits neither the run's length nor its sequence's cache, or memory that has run out.
         """
-        frame, kept = self._frame(rows, slices)
+        frame, kept = self._frame(rows, slices, columns)
         self.context.poll_neighbours()
-        begin = self.start
-        for end in (*(tap + 1 for tap in taps), self.stop):
-            stage = self._stage if not taps else self._piece_of_stage(begin, end)
-            if begin < end and self.context.library.mdi_forward(
+        begin, skipped = self.start, self._skipped_from(slices)
+        for end in sorted({*(tap + 1 for tap in taps), skipped, self.stop}):
+            if begin >= end:
+                continue
+            if begin == skipped < self.stop:
+                short = self._of_logits(rows, slices, columns)
+                frame = short.frame
+            stage = self._stage if end - begin == len(self._blocks) else self._piece_of_stage(begin, end)
+            if frame.n_rows and self.context.library.mdi_forward(
                 self.context.handle, ctypes.byref(stage), ctypes.byref(frame)
             ):
                 raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
-            if end - 1 in taps and begin < end:
+            if begin >= skipped:
+                rows[short.places] = short.rows
+            if end - 1 in taps:
                 take()
             begin = end
         del kept
+
+    def _skipped_from(self, slices: Slices) -> int:
+        """The block of the stage from which on only rows that give logits are computed; `stop` if all are."""
+        table = SliceTable.of(slices)
+        is_any_skipped = table.n_logits < table.n_rows
+        return (
+            max(self.start, self.spec.skipped_from)
+            if is_any_skipped and self.spec.skipped_from < self.stop
+            else self.stop
+        )
+
+    def _of_logits(self, rows: np.ndarray, slices: Slices, columns: np.ndarray | None) -> _Short:
+        """The rows of a frame that give logits, once `_frame` has made room for all."""
+        ends = np.cumsum([one[2] for one in slices])
+        own = [np.arange(end - one[3], end) for one, end in zip(slices, ends, strict=True)]
+        places = np.concatenate(own)
+        chosen = np.ascontiguousarray(rows[places])
+        beside = None if columns is None else np.ascontiguousarray(columns[places])
+        return _Short(*self._frame(chosen, only_logits(slices), beside, has_room=True), chosen, places)
 
     def _piece_of_stage(self, begin: int, end: int) -> MdiStage:
         """The structure of the blocks [begin, end) alone."""
@@ -604,11 +677,13 @@ class Blocks:
         stage.low_rank_of_block = self._low_rank_of_block[begin - self.start :].ctypes.data
         return stage
 
-    def forward_last(self, rows: np.ndarray, slices: Slices, linear: Linear) -> np.ndarray:
+    def forward_last(
+        self, rows: np.ndarray, slices: Slices, linear: Linear, columns: np.ndarray | None = None
+    ) -> np.ndarray:
         """Run the blocks, in place, and a linear layer over the last row, in one call.
 
         Args:
-            rows: as of `forward`.
+            rows, columns: as of `forward`.
 
         Returns:
             float32 (1, n_out), the same bits as `linear` gives.
@@ -616,7 +691,7 @@ class Blocks:
         Raises:
             EngineError: as `forward`.
         """
-        frame, kept = self._frame(rows, slices)
+        frame, kept = self._frame(rows, slices, columns)
         y = np.empty((1, linear.n_out), dtype=np.float32)
         self.context.poll_neighbours()
         if self.context.library.mdi_last(
@@ -630,28 +705,36 @@ class Blocks:
     def forward_in_halves(
         self, rows: np.ndarray, slices: Slices,
         ready: Callable[[int, int], contextlib.AbstractContextManager[None]],
-        taps: Sequence[int] = (), take: Callable[[], None] = lambda: None,
+        taps: Sequence[int] = (), take: Callable[[], None] = lambda: None, columns: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Run the blocks half by half, to the same bits as `forward`.
 
         Args:
             ready: called with a block's number in the model and 0 for attention or 1 for the MLP: within what it gives, the
                 weights of that half are in memory.
-            taps, take: as of `forward`.
+            taps, take, columns: as of `forward`.
 
         Raises:
             EngineError: as `forward`; or whatever `ready` raises.
         """
-        frame, kept = self._frame(rows, slices)
+        frame, kept = self._frame(rows, slices, columns)
         self.context.poll_neighbours()
         library, handle = self.context.library, self.context.handle
+        skipped = self._skipped_from(slices)
         for block in range(len(self._blocks)):
+            if self.start + block == skipped:
+                short = self._of_logits(rows, slices, columns)
+                frame = short.frame
             for half in (0, 1):
                 with ready(self.start + block, half):
-                    done = library.mdi_step(handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame))
+                    done = frame.n_rows and library.mdi_step(
+                        handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame)
+                    )
                 if done:
                     raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             self._n_finished += 1
+            if self.start + block >= skipped:
+                rows[short.places] = short.rows
             if self.start + block in taps:
                 take()
         del kept
@@ -677,8 +760,14 @@ class Blocks:
         if done:
             raise EngineError(f"no memory is left to compute a frame of {frame.n_rows} rows", Code.MEMORY)
 
-    def _frame(self, rows: np.ndarray, slices: Slices) -> tuple[MdiFrame, object]:
-        """The structure of a frame, and the memory that it refers to."""
+    def _frame(
+        self, rows: np.ndarray, slices: Slices, columns: np.ndarray | None = None, has_room: bool = False
+    ) -> tuple[MdiFrame, object]:
+        """The structure of a frame, and the memory that it refers to.
+
+        Args:
+            has_room: whether the caches have room for its rows.
+        """
         pages, first = array("Q"), array("i")  # of each slice and class
         n_rows = 0
         for seq_id, start, n, *_ in slices:
@@ -688,7 +777,7 @@ class Blocks:
                 raise EngineError(
                     f"position {start + n} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
-            for table in self.caches.extend(seq_id, start, n):
+            for table in self.caches.entries(seq_id) if has_room else self.caches.extend(seq_id, start, n):
                 pages.append(table.address)
                 first.append(table.first)
             n_rows += n
@@ -696,11 +785,15 @@ class Blocks:
             raise EngineError(
                 f"rows of shape {rows.shape}, but the slices of this frame have {n_rows} of {self.n_embd}"
             )
+        shape = n_rows, self.row_in.width - self.n_embd
+        if (np.empty((n_rows, 0), np.float32) if columns is None else columns).shape != shape:
+            raise EngineError(f"rows without the {shape[1]} numbers that blocks read beside hidden")
         frame = MdiFrame(
             rows.ctypes.data, SliceTable.of(slices).records, pages.buffer_info()[0], first.buffer_info()[0],
             self._pool_address, self._page_bytes_address, len(slices), n_rows,
+            None if columns is None else columns.ctypes.data, shape[1],
         )  # fmt: skip
-        return frame, (pages, first)
+        return frame, (pages, first, columns)
 
     def _block(self, index: int, tensors: Tensors) -> MdiBlock:
         spec, width = self.spec.blocks[index], self.n_embd
@@ -719,6 +812,11 @@ class Blocks:
         )
         block.attention.cache_type = CACHE_TYPES[self._cache_type]
         block.attention.cache_class, block.attention.cache_layer = self._places[index - self.start]
+        if spec.gated is not None:
+            block.gated = reader.gated(spec.gated, width)
+            block.gated.at = self.row_in.place(spec.gated.column).start - width
+        if spec.has_scalar:
+            block.scalar = reader.scalar()
         if isinstance(spec.mlp, Dense):
             block.mlp = reader.mlp("mlp", width, spec.mlp)
             return block

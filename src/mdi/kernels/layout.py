@@ -43,10 +43,11 @@ from mdi.control_groups import n_cores
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
 from mdi.kernels.block_rows import chosen_rows, numbers_of, pack_rows, unpack_rows
+from mdi.kernels.block_search import quantize_rows
 from mdi.kernels.format_maps import is_word, matrix_pieces, rows_form, runs_of_rows
 from mdi.kernels.lazy_rows import LazyRows, Rows, part_of_rows, stacked
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, PACKED_ROWS, PANEL, Layout, layout_of
+from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, MADE, PACKED_ROWS, PANEL, Layout, layout_of
 
 _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
 
@@ -54,6 +55,7 @@ _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # 
 MOST = {
     "float32": _FLOAT, "bf16": _BF16, "fp16": _HALF, "int8": 127 * _HALF, "int4": 8 * _HALF, "mxfp4": 6.0 * 2.0**125,
     "bfloat16": _BF16, "float16": _HALF,
+    "q8_0": 127 * _HALF, "q5_0": 15 * _HALF, "q4_k": 15 * 63 * _HALF, "q6_k": 31 * 127 * _HALF,
 }  # fmt: skip
 
 
@@ -213,13 +215,16 @@ def empty(form: str, n_out: int, n_in: int) -> Matrix:
     return Matrix(form, n_out, n_in, aligned_bytes(matrix_bytes(form, n_out, n_in)))
 
 
-def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -> Matrix:
+def pack(
+    form: str, weight: Rows, name: str = "a weight", clips: bool = False, importance: Floats | None = None
+) -> Matrix:
     """A weight (n_out, n_in) in a format, `PACKED_ROWS` at a time, so that temporary memory stays small.
 
     Args:
         weight: float32, float16, or uint16 that holds the bits of bfloat16.
         name: of the tensor, for errors.
         clips: whether numbers that are too large for the format become the largest that it holds.
+        importance: how much the error of each input counts, see `block_search.quantize_rows`; other formats do not ask.
 
     Raises:
         CheckpointError: a number is not finite, or too large for the format.
@@ -228,11 +233,11 @@ def pack(form: str, weight: Rows, name: str = "a weight", clips: bool = False) -
     whole = empty(form, n_out, n_in)
     first = 0
     for piece in whole.pieces:
-        if piece.format not in LAYOUTS:
-            raise UsageError(
-                f"{name}: {piece.format} holds what a GGUF file has in it, other numbers are not brought into it"
-            )
-        pack_into(piece, part_of_rows(weight, first, piece.n_out), name, clips)
+        rows = part_of_rows(weight, first, piece.n_out)
+        if piece.format in BLOCK_TYPES:
+            _search_into(piece, rows, name, clips, importance)
+        else:
+            pack_into(piece, rows, name, clips)
         first += piece.n_out
     return whole
 
@@ -253,6 +258,25 @@ def pack_into(into: Matrix, weight: Rows, name: str, clips: bool = False) -> Non
             most = max(largest_of(weight[i : i + PACKED_ROWS]) for i in range(0, n_out, PACKED_ROWS))
             block = _clipped(form, block, most, name, clips)
         panels[first // PANEL : (first + n_rows) // PANEL] = _PACKERS[form](block).reshape(n_rows // PANEL, -1)
+
+
+def _search_into(into: Matrix, weight: Rows, name: str, clips: bool, importance: Floats | None) -> None:
+    """A weight into the memory of a matrix in a block type. Raises CheckpointError as `pack`; UsageError."""
+    form = into.format
+    if form not in MADE:
+        raise UsageError(f"{name}: {form} holds what a GGUF file has in it, other numbers are not brought into it")
+    if into.n_in % BLOCK_TYPES[form].inputs:
+        raise UsageError(
+            f"{name}: its rows of {into.n_in} are no multiple of the {BLOCK_TYPES[form].inputs} of a block in {form}"
+        )
+
+    def read(at: slice) -> np.ndarray:
+        block = weight[at]
+        if not (most := largest_of(block)) <= MOST[form]:
+            block = _clipped(form, block, most, name, clips)
+        return quantize_rows(form, floats(block), importance)
+
+    pack_blocks(into, read, name)
 
 
 def _clipped(form: str, block: np.ndarray, most: float, name: str, clips: bool) -> np.ndarray:

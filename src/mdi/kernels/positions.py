@@ -92,6 +92,9 @@ def _scaled(rotary: Rotary, max_length: int) -> tuple[Floats, np.float32]:
         return _yarn(n, base, adjustments, is_litgpts=False)
     if kind == "longrope":
         return _longrope(n, base, adjustments, max_length)
+    if kind == "proportional":  # frequencies of a whole head, of which the lower ones turn nothing
+        theta[int(adjustments["partial_rotary_factor"] * n // 2) :] = 0
+        return theta, one
     if kind == "dynamic":
         return _dynamic(n, base, adjustments, max_length), one
     if "beta_fast" in adjustments or "beta_slow" in adjustments:

@@ -74,4 +74,9 @@ class SliceTable(tuple[Slice, ...]):
         return cls(map(Slice._make, RECORD.iter_unpack(records)), records)
 
 
+def only_logits(slices: Slices) -> list[Slice]:
+    """Slices of the rows that need logits alone."""
+    return [Slice(one[0], one[1] + one[2] - one[3], one[3], one[3]) for one in slices if one[3]]
+
+
 NO_SLICES = SliceTable()

@@ -85,6 +85,13 @@ BLOCK_TYPES = {
     "iq4_nl": BlockType(13, 20, 32, 18, 1, 0, 4),
     "iq4_xs": BlockType(14, 23, 256, 136, 1, 6, 32),
 }
+MADE = (
+    "q8_0",
+    "q5_0",
+    "q4_k",
+    "q6_k",
+)  # that numbers are brought into (kernels.block_search); files alone have the others
+MIXTURES = ("q4_k", "q6_k")  # whose names, asked for, stand for a map of formats (checkpoint.mixtures)
 
 # What weights can be packed in, the most precise first.
 LAYOUTS = {
@@ -187,11 +194,26 @@ def check_packed(name: str | None) -> None:
 def check_made(name: str) -> None:
     """Raises UsageError if a format is none that numbers can be brought into."""
     check_packed(name)
-    held = format_map(name).words.intersection(BLOCK_TYPES)
+    held = format_map(name).words.intersection(BLOCK_TYPES).difference(MADE)
     if held:
         raise UsageError(
-            f"{min(held)} is a type of GGUF files, which run in it with --quantize own: other weights are not brought into it"
+            f"{min(held)} is a type of GGUF files, which run in it with --quantize own: other weights are not brought into it "
+            f"(only into {', '.join(MIXTURES)})"
         )
+
+
+def check_whole(blocks: str | None, head: str | None) -> None:
+    """Raises UsageError if a word of MIXTURES is asked for a part of a model only."""
+    for word in MIXTURES:
+        if word in (blocks, head) and (blocks != word or head not in (None, word)):
+            raise UsageError(
+                f"{word} is a mixture for a whole model: give --quantize {word}, and no other --quantize-head"
+            )
+
+
+def is_made(name: str) -> bool:
+    """Whether a map has a format whose scales are searched: it is packed once, by the starter."""
+    return not format_map(name).words.isdisjoint(MADE)
 
 
 def is_packed_form(name: str) -> bool:

@@ -13,19 +13,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 from mdi.errors import MdiError
+from mdi.model.rows import Column
 from mdi.model.spec import (
     Activation,
     Alibi,
     Attention,
+    BlockInputs,
     BlockSpec,
     DeltaNet,
     Dense,
     Ends,
     Experts,
+    Gated,
     LatentAttention,
     Mixer,
     Mlp,
@@ -76,6 +79,15 @@ class ModelConfig:
         shared_expert_gate: what the shared expert gives is multiplied by the sigmoid of a product with the row.
         rotary_indices: the blocks with a 1 rotate queries and keys, the others know no positions; None: all rotate.
         norm_unit_offset: one is added to the weights of RMSNorms. None, as in litgpt's Config: if the name has "Gemma" in it.
+        v_norm: values are normed, per head and without weights.
+        far_head_size, far_query_groups: of blocks without a window, beside others that have one; None: as in these.
+        far_k_eq_v: there, keys as they are before norms and positions are also the values.
+        n_shared_kv: so many blocks at the end read the keys and values of the last block before them of their own kind, with a
+            window or without.
+        shared_kv_mlp: how many times as wide the MLPs of these blocks are.
+        block_scalars: the outputs of each block are multiplied by a number of its own.
+        block_inputs: width of a column that the embedding gives to each block, which adds a gated form of it; 0: none.
+        experts_beside_mlp: each block has an MLP and experts, each with norms of their own, as Gemma 4 has them.
         norm_has_weight: norms have weights. None, as in litgpt's Config: all but LayerNorms of a name with "OLMo" in it.
 
     Lists become tuples, and dicts such that cannot be changed.
@@ -148,6 +160,15 @@ class ModelConfig:
     delta_net: Mapping[str, Any] | None = None
     attention_gate: bool = False
     shared_expert_gate: bool = False
+    v_norm: bool = False
+    far_head_size: int | None = None
+    far_query_groups: int | None = None
+    far_k_eq_v: bool = False
+    n_shared_kv: int = 0
+    shared_kv_mlp: int = 1
+    block_scalars: bool = False
+    block_inputs: int = 0
+    experts_beside_mlp: bool = False
     norm_unit_offset: bool = None  # type: ignore[assignment]
     norm_has_weight: bool = None  # type: ignore[assignment]
 
@@ -192,6 +213,7 @@ class ModelConfig:
         self._check_latent()
         self._check_delta_net()
         self._check_experts()
+        self._check_far()
         self._check_positions()
 
     @property
@@ -286,6 +308,22 @@ class ModelConfig:
         if self.latent_attention is not None:
             raise ValueError("delta_net beside latent attention")
 
+    def _check_far(self) -> None:
+        has_own = self.far_head_size is not None or self.far_query_groups is not None or self.far_k_eq_v
+        windows = self.sliding_window_indices if self.sliding_window_size is not None else None
+        if has_own and (windows is None or self.latent_attention is not None or self.norm_qk_type != "default"):
+            raise ValueError("blocks without a window have heads of their own, and no block has a window")
+        if self.n_head % (self.far_query_groups or 1) or 0 in (self.far_head_size, self.far_query_groups):
+            raise ValueError(f"n_head {self.n_head} is no multiple of far_query_groups {self.far_query_groups}")
+        if self.n_shared_kv and (windows is None or not set(windows) <= set(windows[: -self.n_shared_kv])):
+            raise ValueError(f"the last {self.n_shared_kv} blocks read keys and values of blocks that are not there")
+        if self.n_shared_kv and self.n_layer < self.n_shared_kv or self.shared_kv_mlp < 1:
+            raise ValueError(
+                f"{self.n_shared_kv} of {self.n_layer} blocks, whose MLPs are {self.shared_kv_mlp} times as wide"
+            )
+        if (self.block_inputs or self.block_scalars) and (self.parallel_residual or self.norm_after_residual):
+            raise ValueError("inputs and scalars of blocks are for attention and MLP one after the other")
+
     def _check_positions(self) -> None:
         is_rotary = not (self.alibi or self.learned_positions)
         if self.alibi not in (None, "bloom", "falcon"):
@@ -320,6 +358,10 @@ class ModelConfig:
             0 < self.glu_limit < math.inf and self.mlp_class_name in ("LLaMAMLP", "LLaMAMoE")
         ):
             raise ValueError(f"MLPs of the class {self.mlp_class_name} clamped at {self.glu_limit}")
+        if self.experts_beside_mlp and (
+            self.mlp_class_name != "GemmaMLP" or self.norm_class_name != "RMSNorm" or not self.moe_intermediate_size
+        ):
+            raise ValueError("experts beside an MLP are for gated MLPs with GELU, and RMSNorms")
         if self.n_expert_groups is None:
             return
         if self.n_expert_groups < 2 or self.n_expert % self.n_expert_groups or self.n_topk_groups is None:
@@ -347,6 +389,15 @@ OWN_FIELDS = {
     "delta_net": "gated delta nets",
     "attention_gate": "gates of attention",
     "shared_expert_gate": "a gate of the shared expert",
+    "v_norm": "norms of values",
+    "far_head_size": "heads of two sizes",
+    "far_query_groups": "two numbers of query groups",
+    "far_k_eq_v": "keys that are also the values",
+    "n_shared_kv": "keys and values that several blocks read",
+    "shared_kv_mlp": "MLPs of two widths",
+    "block_scalars": "scalars of blocks",
+    "block_inputs": "inputs of blocks",
+    "experts_beside_mlp": "experts beside an MLP",
 }
 _DELTA_SIZES = ("n_head", "n_groups", "k_size", "v_size", "n_taps")  # as DeltaNet has them
 _LARGEST = 1e9  # of a number in `rope_adjustments`
@@ -354,6 +405,7 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("factor", "original_max_position_embeddings"),
     "dynamic": ("factor", "max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
 }
 
 
@@ -494,7 +546,7 @@ def spec_of(config: ModelConfig) -> ModelSpec:
     """
     blocks: dict[BlockSpec, BlockSpec] = {}
     made = [_block(config, i) for i in range(config.n_layer)]
-    norm = _norm(config)
+    norm, n_inputs = _norm(config), config.block_inputs
     return ModelSpec(
         name=config.name,
         width=config.n_embd,
@@ -508,6 +560,8 @@ def spec_of(config: ModelConfig) -> ModelSpec:
             final_norm=None if config.norm_after_residual else norm,
             head_bias=config.lm_head_bias,
             softcap=config.final_logit_softcapping,
+            gives=tuple(Column(BlockInputs.column(i), n_inputs) for i in range(config.n_layer) if n_inputs),
+            inputs=BlockInputs(n_inputs, norm) if n_inputs else None,
         ),
         blocks=tuple(blocks.setdefault(one, one) for one in made),
     )
@@ -517,6 +571,9 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
     if config.shared_attention_norm and not config.parallel_residual:
         raise ValueError("a norm that attention and MLP share, without parallel residuals")
     norm, is_shared = _norm(config), config.shared_attention_norm
+    column, gated = BlockInputs.column(index), None
+    if config.block_inputs:
+        gated = Gated(column, config.block_inputs, "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu", norm)
     return BlockSpec(
         mixer=_mixer(config, index),
         mlp=_mlp(config, index),
@@ -526,7 +583,21 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
         post_attention_norm=norm if config.post_attention_norm else None,
         post_mlp_norm=norm if config.post_mlp_norm else None,
         norm_is_shared=is_shared,
+        gated=gated,
+        has_scalar=config.block_scalars,
+        cache_of=_cache_of(config, index),
+        reads=(column,) if gated else (),
     )
+
+
+def _is_far(config: ModelConfig, index: int) -> bool:
+    """Whether a block has no window, in a model where others have one."""
+    return config.sliding_window_size is not None and not (config.sliding_window_indices or ())[index]
+
+
+def _cache_of(config: ModelConfig, index: int) -> int | None:
+    first, is_far = config.n_layer - config.n_shared_kv, _is_far(config, index)
+    return None if index < first else next(i for i in reversed(range(first)) if _is_far(config, i) == is_far)
 
 
 def _norm(config: ModelConfig) -> Norm:
@@ -539,9 +610,10 @@ def _norm(config: ModelConfig) -> Norm:
 
 
 def _mixer(config: ModelConfig, index: int) -> Mixer:
-    window = config.sliding_window_size
-    if window is not None and config.sliding_window_indices is not None and not config.sliding_window_indices[index]:
-        window = None
+    is_far = _is_far(config, index)
+    window, size, n_groups = config.sliding_window_size, config.head_size, config.n_query_groups
+    if is_far:
+        window, size, n_groups = None, config.far_head_size or size, config.far_query_groups or n_groups
     softcap, norm = config.attention_logit_softcapping, _norm(config)
     if (net := config.delta_net) is not None and net["blocks"][index]:
         sizes = {key: net[key] for key in _DELTA_SIZES}
@@ -569,9 +641,9 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
         positions = _rotary(config, index)
     return Attention(
         n_head=config.n_head,
-        n_groups=config.n_query_groups,
-        head_size=config.head_size,
-        scale=_scale(config, config.head_size),
+        n_groups=n_groups,
+        head_size=size,
+        scale=_scale(config, size),
         window=window,
         positions=positions,
         softcap=softcap,
@@ -579,6 +651,14 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
         bias=config.bias,
         qk_norm=norm if config.norm_qk else None,
         qk_norm_over_all=config.norm_qk and config.norm_qk_type == "olmo2",
+        v_norm=replace(norm, has_weight=False, has_bias=False) if config.v_norm else None,
+        makes=(
+            "nothing"
+            if _cache_of(config, index) is not None
+            else "keys"
+            if is_far and config.far_k_eq_v
+            else "keys and values"
+        ),
         has_sinks=config.attention_sinks,
         has_gate=config.attention_gate,
     )
@@ -590,7 +670,10 @@ def _rotary(config: ModelConfig, index: int) -> Rotary:
     base = config.rope_local_base_freq if near else config.rope_base
     assert base is not None
     scaling = None if near else config.rope_adjustments
-    return Rotary(config.rope_n_elem, base, config.rope_condense_ratio, config.rope_interleave, scaling or None)
+    n_elem = config.rope_n_elem
+    if config.far_head_size and _is_far(config, index):
+        n_elem = int(config.rotary_percentage * config.far_head_size)
+    return Rotary(n_elem, base, config.rope_condense_ratio, config.rope_interleave, scaling or None)
 
 
 def _scale(config: ModelConfig, size: int) -> float:
@@ -609,8 +692,14 @@ def _mlp(config: ModelConfig, index: int) -> Mlp:
     kind = config.mlp_class_name
     if kind not in (*_GATED, *_PLAIN):
         raise ValueError(f"MLPs of the class {kind!r}")
+    if config.experts_beside_mlp:
+        assert config.moe_intermediate_size is not None
+        expert, norm = _dense(config, config.moe_intermediate_size), _norm(config)
+        mlp, router = _dense(config, config.intermediate_size), replace(_router(config), has_expert_scales=True)
+        return Experts(config.n_expert, config.n_expert_per_token, expert, router, mlp, norm)
     if kind != "LLaMAMoE" or index < (config.first_k_dense_replace or 0):
-        return _dense(config, config.intermediate_size)
+        is_wide = _cache_of(config, index) is not None
+        return _dense(config, config.intermediate_size * (config.shared_kv_mlp if is_wide else 1))
     width, shared = config.moe_intermediate_size, None
     if config.n_shared_expert:
         if width is None:

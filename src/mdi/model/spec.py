@@ -75,6 +75,9 @@ class Attention:
         softcap: of scores: softcap * tanh(score / softcap); None is none.
         qkv_bias, bias: biases of query, key and value, and of the layer behind the heads.
         qk_norm: of queries and keys, of each head or (`qk_norm_over_all`) of all heads together; None is none.
+        v_norm: of values, of each head, without weights; None is none.
+        makes: "keys and values" of its rows; "keys", of which values are made as well, before norms and positions; or "nothing"
+            but queries: keys and values are those of another block (`BlockSpec.cache_of`).
         has_sinks: each head has a score that its softmax counts beside those of the keys, and that has no value.
         has_gate: what heads give is multiplied by the sigmoid of a further layer of the block's input.
         share: of a node's part in a group: heads of queries of a whole group of keys and values, and the place of the node's
@@ -92,6 +95,8 @@ class Attention:
     bias: bool = False
     qk_norm: Norm | None = None
     qk_norm_over_all: bool = False
+    v_norm: Norm | None = None
+    makes: Literal["keys and values", "keys", "nothing"] = "keys and values"
     has_sinks: bool = False
     has_gate: bool = False
     share: tuple[int, int] | None = None
@@ -100,6 +105,11 @@ class Attention:
     def queries_per_group(self) -> int:
         """Heads of queries that share keys and values, on all nodes together."""
         return self.n_head // self.n_groups if self.share is None else self.share[0]
+
+    @property
+    def made(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values that the layer in front of them makes."""
+        return self.n_head, self.n_groups * (self.makes != "nothing"), self.n_groups * (self.makes == "keys and values")
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,7 @@ class Router:
         is_normed: the weights of "sigmoid" are divided by their sum.
         scale: the factor of the weights.
         has_bias: of the layer that scores.
+        has_expert_scales: each expert has a factor of its weights.
         n_groups, n_used_groups, n_scores_per_group: experts are in groups, of which those with the largest sums of so many of
             their scores are used; one group is none.
     """
@@ -204,6 +215,7 @@ class Router:
     is_normed: bool
     scale: float = 1.0
     has_bias: bool = False
+    has_expert_scales: bool = False
     n_groups: int = 1
     n_used_groups: int = 1
     n_scores_per_group: int = 0
@@ -219,6 +231,9 @@ class Experts:
 
     Attributes:
         has_shared_gate: what the shared one gives is multiplied by the sigmoid of a product with the row.
+        own_norm: experts and router read the rows in front of `norm_2`, each through a norm of this kind of their own (the
+            router's weights are divided by the root of the width), and one each follows experts and `shared`, before their
+            sum. None: all read what `norm_2` gives.
     """
 
     n: int
@@ -227,9 +242,24 @@ class Experts:
     router: Router
     shared: Dense | None = None
     has_shared_gate: bool = False
+    own_norm: Norm | None = None
 
 
 Mlp = Dense | Experts
+
+
+@dataclass(frozen=True)
+class Gated:
+    """What a block adds behind its MLP, of the rows x there and of a column: norm(proj(activation(fc x) * column)).
+
+    Attributes:
+        column: that it reads, of `width` numbers.
+    """
+
+    column: str
+    width: int
+    activation: Activation
+    norm: Norm
 
 
 @dataclass(frozen=True)
@@ -241,6 +271,8 @@ class BlockSpec:
             `norm_is_shared`) the same norm of it. "behind": sequential, and each sum goes through the norm behind it.
         norm_1, norm_2: before attention and MLP. post_attention_norm, post_mlp_norm: behind them, before the sum or, with
             "behind", after it. None: not there.
+        gated: what it adds behind the MLP; None is nothing.
+        has_scalar: its outputs are multiplied by a number of its own.
         cache_of: the block, by its number, whose keys and values this one reads; None: its own.
         gives, reads: columns besides hidden that it makes for blocks behind it, and names of those that it reads. A block that
             reads a column for caches makes its keys and values of that, and not of hidden.
@@ -254,6 +286,8 @@ class BlockSpec:
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
     norm_is_shared: bool = False
+    gated: Gated | None = None
+    has_scalar: bool = False
     cache_of: int | None = None
     gives: tuple[Column, ...] = ()
     reads: tuple[str, ...] = ()
@@ -276,6 +310,24 @@ class BlockSpec:
 
 
 @dataclass(frozen=True)
+class BlockInputs:
+    """A column for each block, which the embedding gives: of a token's row of a table, times the root of `width`, and of a
+    projection of the embedding's hidden row over the root of its width, through a norm; their sum over the root of two.
+
+    Attributes:
+        width: numbers of one block's column.
+        norm: of these.
+    """
+
+    width: int
+    norm: Norm
+
+    @staticmethod
+    def column(block: int) -> str:
+        return f"input.{block}"
+
+
+@dataclass(frozen=True)
 class Ends:
     """What is before the first block and behind the last one.
 
@@ -286,6 +338,7 @@ class Ends:
         head_bias: of the head.
         softcap: of logits: softcap * tanh(logit / softcap); None is none.
         gives: columns besides hidden that the embedding makes for blocks.
+        inputs: how it makes them; None: it makes none.
     """
 
     embedding_factor: float | None = None
@@ -295,6 +348,7 @@ class Ends:
     head_bias: bool = False
     softcap: float | None = None
     gives: tuple[Column, ...] = ()
+    inputs: BlockInputs | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, LatentAttention, Mixer, ModelSpec, Norm
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mixer,
+    ModelSpec,
+    Norm,
+)
 
 BLOCKS = "transformer.h."
 EMBEDDING = "transformer.wte.weight"
@@ -12,6 +23,9 @@ HEAD = "lm_head.weight"
 FINAL_NORM = "transformer.ln_f.weight"
 POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
+INPUTS = "transformer.inputs."  # columns that the embedding gives to blocks
+INPUT_TABLE = f"{INPUTS}table.weight"
+TABLES = (EMBEDDING, INPUT_TABLE)  # of which single rows are read
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -25,7 +39,20 @@ def end_tensors(spec: ModelSpec) -> Shapes:
         EMBEDDING: (spec.n_rows, width),
         **({POSITIONS: (ends.n_positions, width)} if ends.n_positions else {}),
         **_norm(ends.embedding_norm, EMBEDDING_NORM, width),
+        **_inputs(spec),
         **_norm(ends.final_norm, FINAL_NORM.removesuffix(".weight"), width),
+    }
+
+
+def _inputs(spec: ModelSpec) -> Shapes:
+    inputs = spec.ends.inputs
+    if inputs is None:
+        return {}
+    n = spec.n_layer * inputs.width
+    return {
+        INPUT_TABLE: (spec.n_rows, n),
+        **_linear(f"{INPUTS}proj", spec.width, n, False),
+        **_norm(inputs.norm, f"{INPUTS}norm", inputs.width),
     }
 
 
@@ -34,7 +61,15 @@ def block_tensors(block: BlockSpec, width: int) -> Shapes:
     found: Shapes = {}
     for name, norm in block.norms.items():
         found |= _norm(norm, name, width)
-    return {**found, **_mixer(block.mixer, width), **dict(_mlp(block.mlp, width))}
+    found |= {**_mixer(block.mixer, width), **dict(_mlp(block.mlp, width)), **_gated(block.gated, width)}
+    return {**found, "scalar": (1,)} if block.has_scalar else found
+
+
+def _gated(of: Gated | None, width: int) -> Shapes:
+    if of is None:
+        return {}
+    gate, proj = _linear("gated.fc", width, of.width, False), _linear("gated.proj", of.width, width, False)
+    return {**gate, **proj, **_norm(of.norm, "gated.norm", width)}
 
 
 def _mixer(mixer: Mixer, width: int) -> Shapes:
@@ -46,12 +81,12 @@ def _mixer(mixer: Mixer, width: int) -> Shapes:
 def _attention(of: Attention, width: int) -> Shapes:
     size, per_norm = of.head_size, (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
     return {
-        **_linear("attn.qkv", width, (of.n_head + 2 * of.n_groups) * size, of.qkv_bias),
+        **_linear("attn.qkv", width, sum(of.made) * size, of.qkv_bias),
         **(_linear("attn.out_gate", width, of.n_head * size, False) if of.has_gate else {}),
         **_linear("attn.proj", of.n_head * size, width, of.bias),
         **({"attn.sinks": (of.n_head,)} if of.has_sinks else {}),
         **_norm(of.qk_norm, "attn.norm_q", size * per_norm[0]),
-        **_norm(of.qk_norm, "attn.norm_k", size * per_norm[1]),
+        **_norm(of.qk_norm if of.makes != "nothing" else None, "attn.norm_k", size * per_norm[1]),
     }
 
 
@@ -88,6 +123,10 @@ def _mlp(of: Dense | Experts, width: int) -> Iterator[tuple[str, Shape]]:
     yield from _linear("mlp.gate", width, of.n, of.router.has_bias).items()
     if of.router.has_correction:
         yield "mlp.gate.e_score_correction_bias", (of.n,)
+    if of.router.has_expert_scales:
+        yield "mlp.gate.expert_scales", (of.n,)
+    for name in ("gate", "experts", "post_experts", "post_shared"):
+        yield from _norm(of.own_norm, f"mlp.norm_{name}", width).items()
     for i in range(of.n):
         yield from _dense(of.expert, f"mlp.experts.{i}", width).items()
     if of.shared is not None:

@@ -79,7 +79,7 @@ class KernelBench(Bench):
         return Head(self._spec, self._weights("head"), self._spec.n_rows, Context(n_threads()))
 
     def rows(self, n: int) -> np.ndarray:
-        return self._random.standard_normal((n, self._spec.width), dtype=np.float32)
+        return self._random.standard_normal((n, self._row_width), dtype=np.float32)
 
     def synchronize(self) -> None:
         """Calls of the kernels end when they are done."""

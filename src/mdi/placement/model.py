@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mdi.checkpoint.manifest import config_hash
+from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.parts import part_of
 from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
@@ -181,6 +182,7 @@ def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> Mod
         CheckpointError: litgpt cannot build such a model.
         UsageError: the format is unknown.
     """
+    format = meant(format, config)
     weight_format(format)
     return cached_shape(config, format, kv_dtype)
 
@@ -222,7 +224,7 @@ def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) ->
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
         macs=round(sum(math.prod(shape) * _used(block.mlp, name) for name, shape in own.items() if len(shape) == 2)),
-        cache=kind_of(block).of_blocks(1, kv_dtype, unit=1),
+        cache=kind_of(block).of_blocks(int(block.cache_of is None), kv_dtype, unit=1),
     )
 
 

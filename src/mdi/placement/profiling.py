@@ -126,7 +126,7 @@ class Bench(ABC):
         self._shapes = model_shapes(subject.config, "the model to be measured")
         self._spec = spec_of(subject.config)
         self._span_s = span_s
-        self._n_blocks = 1
+        self._n_blocks, self._row_width = 1, self._spec.width
         self.progress = progress
         self._cancel = cancel or Cancel()
 
@@ -169,7 +169,7 @@ class Bench(ABC):
 
     @abstractmethod
     def rows(self, n: int) -> Any:
-        """(n, n_embd) of the numbers that the stage takes"""
+        """(n, width) of the numbers that the stage takes"""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -190,8 +190,8 @@ class Bench(ABC):
         per_block = self._all_bytes(f"transformer.h.{n_layer // 2}.")
         n_blocks = max(1, min(N_BLOCKS_LIMIT, n_layer, int(WORKING_SET_BYTES // max(per_block, 1))))
         self._check_capacity(n_blocks * per_block, "one block" if n_blocks == 1 else f"{n_blocks} blocks")
-        start = min(n_layer // 2, n_layer - n_blocks)
-        self._n_blocks = n_blocks
+        start = max(cut for cut in self._spec.allowed_cuts() if cut <= min(n_layer // 2, n_layer - n_blocks))
+        self._n_blocks, self._row_width = n_blocks, self._spec.row_at(start).width
         return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)))
 
     def _block_s(self, stage: Any, rows: int) -> float:
@@ -199,11 +199,12 @@ class Bench(ABC):
         length = stage.max_length
         context = min(CONTEXT, length // 2)
         if rows == max(ROWS):
-            slices = [Slice(0, 0, min(rows, length))]
+            n = min(rows, length)
+            slices = [Slice(0, 0, n, n)]  # all give logits, so that no block skips some
         else:
-            slices = [Slice(seq_id, context, 1) for seq_id in range(rows)]
+            slices = [Slice(seq_id, context, 1, 1) for seq_id in range(rows)]
             for seq_id in range(rows):
-                stage(self.rows(context), [Slice(seq_id, 0, context)])
+                stage(self.rows(context), [Slice(seq_id, 0, context, context)])
         n_rows = sum(one.n_rows for one in slices)
         x = self.rows(n_rows)
         seconds = self._mean_s(lambda: stage(x, slices)) * rows / n_rows  # a tiny context has no room for all rows

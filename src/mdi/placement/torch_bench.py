@@ -52,7 +52,7 @@ class TorchBench(Bench):
         return stage.head
 
     def rows(self, n: int) -> torch.Tensor:
-        x = torch.randn(n, self._spec.width, generator=self._generator)
+        x = torch.randn(n, self._row_width, generator=self._generator)
         return x.to(device=self._device, dtype=self._dtype)
 
     def bytes_of(self, name: str) -> float:

@@ -11,18 +11,31 @@ from pathlib import Path
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import adapter_names
 from mdi.checkpoint.chunks import find_chunk
+from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
 from mdi.control.swarm import weights_id
 from mdi.errors import Code, NodeLostError, PlacementError, UsageError
+from mdi.files import default_cache_dir
 from mdi.host.computing import Computing, choose_computing
 from mdi.host.device import check_format, choose_device, choose_dtype, load_torch
 from mdi.host.resources import device_free_bytes, memory_bytes
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.format_maps import shown
-from mdi.kernels.weight_formats import AUTO, LAYOUTS, NUMBER_BYTES, OWN, OWN_FORMAT, SMALLER, held_bytes, weight_format
+from mdi.kernels.weight_formats import (
+    AUTO,
+    LAYOUTS,
+    MIXTURES,
+    NUMBER_BYTES,
+    OWN,
+    OWN_FORMAT,
+    SMALLER,
+    check_whole,
+    held_bytes,
+    weight_format,
+)
 from mdi.model.plain import ModelConfig
 from mdi.model.spec import ModelSpec
 from mdi.placement.cost import CostModel
@@ -93,6 +106,7 @@ class Choice:
         self._is_auto = options.quantize == AUTO
         if self._is_auto:
             options = with_format(options, None)
+        check_whole(options.quantize, options.quantize_head)
         for form in (options.quantize, options.quantize_head):
             check_format(None if form == OWN else form, device)
         self.options = options
@@ -189,7 +203,10 @@ class Choice:
             own = self.weights.own_formats  # None: of a file with one format, which is what no choice gives
             form = own if form == OWN else form
             self.options = replace(self.options, quantize=form, quantize_head=own if head in (OWN, None) else head)
-        self.weights.take_format(form)
+        if form in MIXTURES:
+            form = meant(form, self.weights.config)
+            self.options = replace(self.options, quantize=form, quantize_head=form)
+        self.weights.take_format(form, self.options.cache_dir or default_cache_dir())
         if self._is_auto:
             self.options = with_format(self.options, form)
         self.computing = starter_computing(self.family, self.weights, self._asked.over(self.options))

@@ -48,7 +48,7 @@ def _opened(family: ModelFamily, folder: Path, asked: StarterOptions) -> tuple[S
     is_word = asked.quantize in (None, *PACKED)
     weights = family.open_weights(folder, None, 1, None, asked.quantize if is_word else None, False)
     if not is_word:
-        weights.take_format(weights.own_formats)
+        weights.take_format(weights.own_formats, asked.cache_dir or default_cache_dir())
         asked = replace(asked, quantize=weights.quantize, quantize_head=weights.quantize_head)
     return weights, asked
 

@@ -12,6 +12,7 @@ from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.models import Models
 from mdi.serve.process import ServeSettings
+from mdi.serve.quotas import Quotas
 from mdi.serve.schemas import MOST_CHECKS, SchemaChecks
 
 
@@ -20,8 +21,8 @@ class RequestObserver(Protocol):
 
     def began(self, owner: str, model: str, n_prompt: int) -> None: ...
     def first_token(self, wait_s: float) -> None: ...
-    def tokens(self, n: int, since_s: float) -> None:
-        """`n` new ones of a text, so long after those before; 0 for the first."""
+    def tokens(self, owner: str, n: int, since_s: float) -> None:
+        """`n` new ones of a text of this key, so long after those before; 0 for the first."""
 
     def ended(self, reason: str) -> None: ...
 
@@ -38,11 +39,12 @@ class ApiState:
         self.settings = settings
         self.engine = engine
         self.catalog = catalog
-        self.models = Models(engine, catalog, self._refuse)
+        self.models = Models(engine, catalog, self._refuse, settings.tool_parser)
         self.queues: dict[str, Admission] = {}
         engine.on_memory = self._admit
         self.schemas = SchemaChecks(Admission(MOST_CHECKS, settings.max_waiting, what="schemas"))
-        self.observe: list[RequestObserver] = []
+        self.quotas = Quotas(settings.keys)
+        self.observe: list[RequestObserver] = [self.quotas]
         self.closing: list[Callable[[], None]] = []
         self.begin = time.time()
         self.is_draining = False

@@ -142,7 +142,8 @@ class ChatChoices(Choices):
 
 
 def _call(call: Call) -> dict[str, Any]:
-    return {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id or new_call_id(), "type": "function", "function": function}
 
 
 def _chunk(

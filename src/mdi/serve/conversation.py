@@ -17,9 +17,8 @@ from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields, Opened, check_prompt, checked_text, encoded
 from mdi.serve.tools import ToolUse
 from mdi.text.answers.calls import written_call
-from mdi.text.answers.forms import WORDS, Form, form_of
+from mdi.text.answers.forms import WORDS, Form
 from mdi.text.answers.stream import AnswerStream
-from mdi.text.answers.think import END_OF_THINK, THINK
 from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 
 MOST_MESSAGES = 4096
@@ -75,21 +74,22 @@ class Conversation:
         """Raises ApiError: the template refuses it, or the model cannot continue it."""
         tools = self.tools.tools
         template = model.template.for_chat(has_tools=bool(tools))
-        form = form_of(template.source, model.codec.special_marks.values())
+        form = model.form_of(template)
         has_grammar = fields.grammar is not None  # the form of such an answer holds from its first token on
+        lark = form.demanded(self.tools.demanded, model.codec.special_ids) if self.tools.forced else None
         text = await self._text(template, form, has_grammar)
-        begins_in_reasoning = form.thinks and text.rstrip().endswith(THINK)
+        begins_in_reasoning = form.begins_in_reasoning(text)
         if has_grammar:
-            text += END_OF_THINK if begins_in_reasoning else form.quiet
+            text += form.thinks[1] if form.thinks is not None and begins_in_reasoning else "" if lark else form.quiet
         encode = model.codec.encode if form.is_plain else model.tokenizer.encode_rendered
         prompt = await encoded(model, text, encode, self.param)
         check_prompt(model, prompt, self.param)
         stop = (*fields.stop, *(PLAIN_STOPS if form.is_plain and not has_grammar else ()))
         answer = partial(
-            AnswerStream, model.codec, WORDS if has_grammar else form, stop, tools, begins_in_reasoning,
-            bool(self.tools.forced),
+            AnswerStream, model.codec, WORDS if has_grammar and not lark else form, stop, tools,
+            begins_in_reasoning and not has_grammar, bool(self.tools.forced),
         )  # fmt: skip
-        return Opened([prompt], answer, stop)
+        return Opened([prompt], answer, stop, grammar=None if lark is None else {"type": "lark", "lark": lark})
 
     async def _text(self, template: ChatTemplate, form: Form, has_grammar: bool) -> str:
         messages, in_words = self.messages, None
@@ -158,6 +158,21 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
     return turns
 
 
+# Parts of contents for which models have parts of their own, which nothing here computes.
+SEEN = (
+    "image_url",
+    "image",
+    "input_image",
+    "input_audio",
+    "audio",
+    "video_url",
+    "video",
+    "file",
+    "input_file",
+    "document",
+)
+
+
 def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
     """A text, or parts that are texts; "" for none. Raises ApiError.
 
@@ -176,7 +191,10 @@ def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "")
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
         if not isinstance(text, str):
-            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only")
+            why = "; of a model that sees or hears as well, it computes the language part alone"
+            raise invalid(
+                where, f"this server reads parts of type {' and '.join(kinds)} only{why if kind in SEEN else ''}"
+            )
         parts.append(checked_text(where, text))
     return between.join(parts)
 
@@ -189,7 +207,7 @@ def word_of(where: str, item: Mapping[str, Any], key: str) -> str:
 
 
 def new_call_id() -> str:
-    """Of a call of a tool; one that Mistral's templates take back, too: nine letters and digits."""
+    """Of a call that the model gives none; one that Mistral's templates take back, too: nine letters and digits."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 

@@ -246,8 +246,15 @@ class Surface(NamedTuple):
     async def answer(self, asked: Asked, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         """Have the texts generated, and write them."""
         opened = await asked.opened(model)
+        if opened.grammar is not None:
+            await api.schemas.check(opened.grammar["lark"], *whose(exchange.key))
         check_beams(asked.fields, exchange.key, model.context)
         await self.write(asked, Answers(api, model, exchange.key, opened, asked), exchange)
+
+
+def whose(key: ApiKey | None) -> tuple[str, int]:
+    """In queues: the owner of a request, and its priority."""
+    return ("", 0) if key is None else (key.name, key.priority)
 
 
 class Endpoint:
@@ -287,14 +294,16 @@ class Endpoint:
 
     async def _run(self, asked: Asked, exchange: Exchange) -> None:
         api, key, fields = self._api, exchange.key, asked.fields
-        owner, priority = ("", 0) if key is None else (key.name, key.priority)
-        if (grammar := fields.grammar) is not None:
-            await api.schemas.check(grammar["schema"], owner, priority)
-        async with (
-            api.models.using(fields.model) as model,
-            api.queue(model.name).entered(owner, priority, asked.n_texts // fields.n * fields.n_running),
-        ):
-            await self._surface.answer(asked, api, model, exchange)
+        owner, priority = whose(key)
+        n_texts = asked.n_texts // fields.n * fields.n_running
+        with api.quotas.begun(owner, n_texts):
+            if (grammar := fields.grammar) is not None:
+                await api.schemas.check(grammar["schema"], owner, priority)
+            async with (
+                api.models.using(fields.model) as model,
+                api.queue(model.name).entered(owner, priority, n_texts),
+            ):
+                await self._surface.answer(asked, api, model, exchange)
 
 
 async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mdi.errors import EngineError, UsageError
+from mdi.text.limited import llguidance_form
 
 USUAL_S = 0.002  # of a question: this much is not counted
 REQUEST_S = 0.2  # for all texts of a request together
@@ -126,14 +127,15 @@ class GrammarSource:
             of_request = self._requests.setdefault(request, RequestGrammar(self._of_all, self._clock))
         with of_request.compiling:
             if of_request.compiled is None:
-                of_request.compiled = self._compile(json.dumps(wanted["schema"]), of_request)
+                of_request.compiled = self._compile(wanted, of_request)
             return Grammar(of_request.compiled.deep_copy(), self._eos_ids, self._n_vocabulary, of_request)
 
-    def _compile(self, schema: str, of_request: RequestGrammar) -> Any:
+    def _compile(self, wanted: Mapping[str, Any], of_request: RequestGrammar) -> Any:
         """llguidance's matcher, which knows already what a text may begin with: all texts of the request need that."""
         matcher = self._llguidance.LLMatcher
         try:
-            form = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+            is_schema = "schema" in wanted
+            form = llguidance_form(matcher, json.dumps(wanted["schema"]) if is_schema else wanted["lark"], is_schema)
         except ValueError as e:
             raise UsageError(f"the JSON schema cannot be used: {' '.join(str(e).split())[:200]}") from None
         limits = self._llguidance.LLParserLimits(step_lexer_fuel=STEP_FUEL, max_lexer_states=LEXER_STATES)

@@ -191,7 +191,7 @@ class _Message(Growing):
     def called(self, call: Call) -> Iterator[Sent]:
         found = parsed_arguments(call.arguments)
         given = found if isinstance(found, dict) else {"arguments": found}  # the client will say what is wrong
-        block = {"type": "tool_use", "id": new_call_id(), "name": call.name, "input": given}
+        block = {"type": "tool_use", "id": call.id or new_call_id(), "name": call.name, "input": given}
         yield self._sent("start", content_block={**block, "input": {}})
         yield self._sent("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(given)})
         yield self._stopped(block)

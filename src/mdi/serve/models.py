@@ -18,6 +18,7 @@ from mdi.errors import Code, MdiError
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
+from mdi.text.answers.forms import Form, form_of
 from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer, panics_as_errors
@@ -35,6 +36,7 @@ class LoadedModel:
     n_vocabulary: ids that the model knows.
     n_virtual: tokens that adapters take before those of a text, by their names.
     adapter: name of the one that its texts are computed with; "": none.
+    tool_parser: see mdi.text.answers.forms.form_of.
     most_characters: a text with more has too many tokens, whatever it says.
     """
 
@@ -47,6 +49,11 @@ class LoadedModel:
     most_characters: int
     n_virtual: dict[str, int]
     adapter: str = ""
+    tool_parser: str = ""
+
+    def form_of(self, template: ChatTemplate) -> Form:
+        """Of its answers to chats in this template."""
+        return form_of(template.source, self.codec.special_marks.values(), self.tool_parser)
 
     @property
     def asked_name(self) -> str:
@@ -87,10 +94,13 @@ class Models:
         refuse: raises ApiError when the server is ending.
     """
 
-    def __init__(self, engine: EngineClient, catalog: Catalog, refuse: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: EngineClient, catalog: Catalog, refuse: Callable[[], None], tool_parser: str = ""
+    ) -> None:
         self._engine = engine
         self._catalog = catalog
         self._refuse = refuse
+        self._tool_parser = tool_parser
         self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
@@ -180,7 +190,7 @@ class Models:
         if name not in self._read or self._read[name][0] is not facts:
             self._forget(name)
             try:
-                self._read[name] = facts, LoadedModel.of(facts)
+                self._read[name] = facts, replace(LoadedModel.of(facts), tool_parser=self._tool_parser)
             except MdiError as e:
                 raise ApiError(500, f"{name} cannot be used: {e}", e.code) from e
         return self._read[name][1]

@@ -163,7 +163,9 @@ def _turns(given: Any) -> list[Turn]:
         if role not in ROLES:
             raise invalid(where, f"expected an object with one of the roles {', '.join(ROLES)}")
         if message.get("images"):
-            raise invalid(where, "this server reads no images")
+            raise invalid(
+                where, "this server reads no images: of a model that sees, it computes the language part alone"
+            )
         calls, others, said = message.get("tool_calls") or [], dict[str, Any](), message.get("content")
         if not isinstance(calls, list):
             raise invalid(where, "tool_calls must be a list")

@@ -101,8 +101,10 @@ class _Models:
             template = await asyncio.to_thread(read_template, catalog.folders()[model])
         except CheckpointError as e:
             raise ApiError(500, str(e)) from e
-        form = form_of(template.source, harmony.MARKS)  # only the tokenizer of a model that is loaded has been read
-        can = ["completion", "tools", *(["thinking"] if form.thinks or form.first is not None else [])]
+        form = form_of(
+            template.source, harmony.MARKS, self._api.settings.tool_parser
+        )  # only the tokenizer of a model that is loaded has been read
+        can = ["completion", "tools", *(["thinking"] if form.thinks is not None or form.first is not None else [])]
         info: dict[str, Any] = {"general.architecture": KIND, "general.basename": name}
         if state.is_serving(model):
             facts = state.models[model]

@@ -34,6 +34,8 @@ class ApiKey:
     priority: larger goes first.
     role: one of ROLES. An operator may also load, unload and pull models, and invite machines.
     beams: of one prompt, at most; beam_tokens: new tokens of all beams of a request together, at most.
+    texts: at the same time, at most; minute_tokens, day_tokens: of prompts and texts in a minute and in a day, see
+        `mdi.serve.quotas`; 0: any number.
     """
 
     digest: str
@@ -42,6 +44,9 @@ class ApiKey:
     role: str = "user"
     beams: int = 8
     beam_tokens: int = 16384
+    texts: int = 0
+    minute_tokens: int = 0
+    day_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class ServeSettings:
         max_waiting: texts that wait at most; more are refused.
         aliases: names of models for patterns of names that requests may have.
         keep_alive_s: a model that was not used for so long is unloaded; None: never.
+        tool_parser: how models write calls of tools; "": as their templates say.
     ollama_host, ollama_port: where Ollama's API is served; no port: nowhere.
     """
 
@@ -70,6 +76,7 @@ class ServeSettings:
     max_waiting: int = 512
     aliases: Mapping[str, str] = field(default_factory=dict)
     keep_alive_s: float | None = None
+    tool_parser: str = ""
     ollama_host: str = "127.0.0.1"
     ollama_port: int | None = None
 

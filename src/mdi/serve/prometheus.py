@@ -85,7 +85,7 @@ class ApiMetrics:
     def first_token(self, wait_s: float) -> None:
         self._first.observe(max(0.0, wait_s))
 
-    def tokens(self, n: int, since_s: float) -> None:
+    def tokens(self, owner: str, n: int, since_s: float) -> None:
         self._generated.inc(n)
         if since_s > 0:
             for _ in range(n):
@@ -115,8 +115,22 @@ class _Ring(Collector):
         is_serving = api.engine.status.get("state") == "serving"
         yield GaugeMetricFamily("mdi_serving", "1 if a model is loaded and serves", float(is_serving))
         loads = api.engine.status.get("load", 0)
+        yield from key_metrics(api.quotas.uses)
         yield CounterMetricFamily("mdi_model_loads", "Times that a model was loaded; again after each lost ring", loads)
         yield from ring_metrics(api.rings)
+
+
+def key_metrics(uses: Mapping[str, Any]) -> Iterator[Metric]:
+    """What each API key has used, by their names; see `mdi.serve.quotas`."""
+    tokens = CounterMetricFamily("mdi_key_tokens", "Tokens of a key's prompts and texts", labels=["key", "of"])
+    refused = CounterMetricFamily("mdi_key_refused", "Requests beyond a key's limits", labels=["key"])
+    texts = GaugeMetricFamily("mdi_key_texts", "Texts of a key that run or wait", labels=["key"])
+    for name, use in uses.items():
+        for what in ("prompt", "generated"):
+            tokens.add_metric([name, what], use.tokens[what])
+        refused.add_metric([name], use.n_refused)
+        texts.add_metric([name], use.n_texts)
+    yield from (tokens, refused, texts)
 
 
 def ring_metrics(rings: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

@@ -366,12 +366,14 @@ class Opened:
         open_answer: makes what reads the ids of one text.
         stop: strings that end a text.
         is_prompt_alone: whether no token is wanted.
+        grammar: in the place of the request's, for this model.
     """
 
     prompts: Sequence[Sequence[int]]
     open_answer: Callable[[], AnswerStream]
     stop: Sequence[str] = ()
     is_prompt_alone: bool = False
+    grammar: Mapping[str, Any] | None = None
 
 
 async def write_texts(
@@ -396,10 +398,12 @@ async def write_texts(
         return
     if fields.beams is None:
         each = [prompt for prompt in prompts for _ in range(fields.n)]
-        more = {"is_guessed": fields.is_guessed, "prediction": predicted}
+        more: dict[str, Any] = {"is_guessed": fields.is_guessed, "prediction": predicted}
     else:  # one request finds the best texts of a prompt
         each = list(prompts)
         more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
+    if opened.grammar is not None:
+        more["grammar"] = opened.grammar
     requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
     answers = [opened.open_answer() for _ in range(n_texts)]
     withheld = [_Withheld() for _ in range(n_texts)]
@@ -416,7 +420,7 @@ async def write_texts(
                     continue  # tokens beyond a stop string
                 now = time.monotonic()
                 if event.tokens:
-                    _count(api, len(event.tokens), begin, last[index], now)
+                    _count(api, owner, len(event.tokens), begin, last[index], now)
                 last[index] = now
                 n_before = None
                 if event.n_kept is not None:
@@ -440,13 +444,13 @@ async def write_texts(
                 observer.ended("cancelled")
 
 
-def _count(api: ApiState, n_tokens: int, begin: float, last: float, now: float) -> None:
+def _count(api: ApiState, owner: str, n_tokens: int, begin: float, last: float, now: float) -> None:
     """Tell the observers of new tokens of a text, whose last ones came at `last`."""
     is_first = last == begin
     for observer in api.observe:
         if is_first:
             observer.first_token(now - begin)
-        observer.tokens(n_tokens, 0.0 if is_first else now - last)
+        observer.tokens(owner, n_tokens, 0.0 if is_first else now - last)
 
 
 def _request(model: LoadedModel, owner: str, prompt: Sequence[int], fields: CommonFields, index: int) -> dict[str, Any]:

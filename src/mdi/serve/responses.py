@@ -184,7 +184,7 @@ class _Response(Growing):
         yield self._done({**self._open, "status": "incomplete" if is_cut else "completed", "content": [part], **seal})
 
     def called(self, call: Call) -> Iterator[Sent]:
-        self._open = {"id": _id("fc"), "type": "function_call", "call_id": new_call_id(), "name": call.name}
+        self._open = {"id": _id("fc"), "type": "function_call", "call_id": call.id or new_call_id(), "name": call.name}
         yield self._added({**self._open, "status": "in_progress", "arguments": ""})
         yield self._of_open("function_call_arguments.delta", delta=call.arguments)
         yield self._of_open("function_call_arguments.done", name=call.name, arguments=call.arguments)

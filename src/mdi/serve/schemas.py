@@ -25,14 +25,18 @@ class SchemaChecks:
         self._idle: list[LimitedProcess] = []
 
     async def check(self, schema: Any, owner: str, priority: int) -> None:
-        """Raises ApiError."""
-        written = json.dumps(schema)
+        """Raises ApiError.
+
+        Args:
+            schema: of JSON; a text is a grammar of llguidance's own.
+        """
+        kind, written = ("lark", schema) if isinstance(schema, str) else ("schema", json.dumps(schema))
         if len(written) > SCHEMA_LIMIT:
             raise _refused(f"has more than {SCHEMA_LIMIT} characters")
         async with self._turns.entered(owner, priority, 1):
             process = self._idle.pop() if self._idle else await LimitedProcess.start()
             try:
-                answer = await process.ask({"schema": written})
+                answer = await process.ask({kind: written})
             except LimitedError:
                 process.kill()
                 raise _refused("is too large: it takes too long to compile, or too much memory") from None

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mdi.serve.api_errors import invalid, tell_ignored
+from mdi.text.answers.written import JOINED
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-# Beside these words, a schema's `properties` are not all that an object may have.
-_JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 _OF_NAMES = ("properties", "$defs", "definitions")  # words whose values hold schemas by name
 _VALUES = ("const", "enum", "default", "examples")  # words whose values are no schemas
 
@@ -36,16 +35,21 @@ class ToolUse:
     forced: tuple[str, ...] = ()
 
     @property
+    def demanded(self) -> list[tuple[str, dict[str, Any]]]:
+        """The names of those that must be called, and the schemas of their arguments."""
+        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
+        empty = {"type": "object", "properties": {}}
+        return [(one["name"], _closed({**empty, **(one.get("parameters") or {})})) for one in functions]
+
+    @property
     def grammar(self) -> dict[str, Any] | None:
-        """The form of an answer that is a call."""
+        """The form of an answer that is a call: as JSON alone, for models whose form has no grammar."""
         if not self.forced:
             return None
-        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced]
-        calls = []
-        for number, function in enumerate(functions):
+        functions, calls = self.demanded, []
+        for number, (name, arguments) in enumerate(functions):
             place = "#/properties/arguments" if len(functions) == 1 else f"#/anyOf/{number}/properties/arguments"
-            arguments = _closed({"type": "object", "properties": {}, **(function.get("parameters") or {})})
-            properties = {"name": {"const": function["name"]}, "arguments": _moved(arguments, place)}
+            properties = {"name": {"const": name}, "arguments": _moved(arguments, place)}
             required = ["name", "arguments"]
             calls.append(
                 {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -136,7 +140,7 @@ def _closed(schema: Any) -> Any:
         else value
         for word, value in schema.items()
     }
-    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in _JOINED):
+    if isinstance(closed.get("properties"), dict) and not any(word in closed for word in JOINED):
         closed.setdefault("additionalProperties", False)
     return closed
 

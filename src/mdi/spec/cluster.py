@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
+import logging
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 from mdi.errors import UsageError
 from mdi.net.keys import KeyFile
@@ -23,6 +25,8 @@ from mdi.spec.settings_file import TEXT_LIMIT_BYTES, read_limited
 
 N_NODES_LIMIT = 1024
 DTYPES = ("float32", "float16", "bfloat16")  # that a node can compute in
+
+logger = logging.getLogger("mdi")
 
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "32": "float32"}
 
@@ -168,7 +172,10 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     Raises:
         UsageError: the file is missing, no JSON, or a field is missing or wrong; the message names file and field.
     """
-    network = decode(_NodesFile, read_json(path), f"{path}:", UsageError).nodes
+    path = _as_it_is_called(Path(path))
+    data = read_json(path)
+    _name_misspelt(_NodesFile, data, f"{path}:")
+    network = decode(_NodesFile, data, f"{path}:", UsageError).nodes
     where = f"{path}: nodes"
     starter = network.starter.config("starter", f"{where}.starter")
     if starter.is_spare:
@@ -187,8 +194,10 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
     Raises:
         UsageError: as `load_cluster`; also an index out of range, or missing where the file holds several secondaries.
     """
+    path = _as_it_is_called(Path(path))
     data = read_json(path)
     if "nodes" not in data:
+        _name_misspelt(_Entry, data, f"{path}:")
         return node_of(data, f"secondary{index or 0}", str(path))
     cluster = load_cluster(path)
     secondaries = sorted((*cluster.secondaries, *cluster.spares), key=lambda node: _number(node.name))
@@ -206,10 +215,45 @@ def load_secondary(path: str | Path, index: int | None) -> NodeConfig:
 
 def load_nodes(path: str | Path) -> tuple[NodeConfig, ...]:
     """All nodes that a nodes file lists; none where it describes one secondary alone. Raises UsageError."""
+    path = _as_it_is_called(Path(path))
     if "nodes" not in read_json(path):
         return ()
     cluster = load_cluster(path)
     return (*cluster.nodes, *cluster.spares)
+
+
+def _as_it_is_called(path: Path) -> Path:
+    """The file, also as the README of the first version calls it: settings-distr/config.json."""
+    if path.exists() or path.parent.name != "settings-distr":
+        return path
+    name = "configuration.json" if path.name == "config.json" else path.name
+    real = path.parent.with_name("settings_distr") / name
+    if not real.is_file():
+        return path
+    _say_once(f"{path} is not there; reading {real}")
+    return real
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.info("%s", line)
+
+
+def _name_misspelt(cls: Any, data: Any, where: str) -> None:
+    """Raises UsageError for a field that is almost one of these; others are accepted, and belong to other programs."""
+    if isinstance(data, list):
+        for i, one in enumerate(data[:N_NODES_LIMIT]):
+            _name_misspelt(cls, one, f"{where}[{i}]")
+    if not isinstance(data, dict):
+        return
+    dot = " " if where.endswith(":") else "."
+    hints = get_type_hints(cls)
+    for name, value in data.items():
+        if name not in hints and (near := difflib.get_close_matches(name, hints.keys() - data.keys(), 1, 0.75)):
+            raise UsageError(f"{where}{dot}{name}: there is no such field: is {near[0]} meant?")
+        kind = next((k for k in (hints.get(name), *get_args(hints.get(name))) if is_dataclass(k)), None)
+        if kind is not None:
+            _name_misspelt(kind, value, f"{where}{dot}{name}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

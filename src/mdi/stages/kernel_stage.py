@@ -18,20 +18,21 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.engine.rows import ArrayRows
 from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, Context, Head, LowRank, Weights, array_of
+from mdi.kernels.blocks import Blocks, Context, Head, Linear, LowRank, Weights, array_of
 from mdi.kernels.layout import Matrix, PackedRows, floats
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import PageClass, cache_classes
 from mdi.model.spec import ModelSpec, Norm
-from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, POSITIONS
+from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, INPUT_TABLE, INPUTS, POSITIONS
 from mdi.spec.extent import Extent
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
 
 HeadFunction = Callable[[np.ndarray], np.ndarray]  # float32 (M, n_embd) -> (M, tokens)
 Take = Callable[[], None]  # see Blocks.forward
+Forward = Callable[[np.ndarray, Slices, Sequence[int], Take, np.ndarray | None], None]  # as Blocks.forward
 
 
 class EmbeddingTable(Protocol):
@@ -67,8 +68,8 @@ class StageWeights(Protocol):
     def __contains__(self, part: str, /) -> bool: ...
     def __getitem__(self, part: str, /) -> Weights: ...
 
-    def table(self) -> EmbeddingTable | None:
-        """The embedding."""
+    def table(self, name: str = EMBEDDING, /) -> EmbeddingTable | None:
+        """The embedding, or another one of the tables beside it."""
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         """The head for so many tokens. Raises KernelError if it is for others."""
@@ -117,9 +118,9 @@ class Resident:
     def use(self) -> WeightUse:
         return WeightUse(self.n_bytes, self.n_bytes, 0.0)
 
-    def table(self) -> EmbeddingTable | None:
-        found = self._parts["embedding"].get(EMBEDDING)
-        return PackedRows(found) if isinstance(found, Matrix) else array_of(self._parts["embedding"], EMBEDDING)
+    def table(self, name: str = EMBEDDING) -> EmbeddingTable | None:
+        found = self._parts["embedding"].get(name)
+        return PackedRows(found) if isinstance(found, Matrix) else array_of(self._parts["embedding"], name)
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         return Head(spec, self._parts["head"], n_tokens, context)
@@ -162,6 +163,36 @@ class EmbeddingNorm:
         return normed
 
 
+class Inputs:
+    """Columns that the embedding gives to blocks, see `mdi.model.spec.BlockInputs`."""
+
+    def __init__(self, spec: ModelSpec, weights: StageWeights, context: Context) -> None:
+        of, n, own, table = spec.ends.inputs, spec.n_layer, weights["embedding"], weights.table(INPUT_TABLE)
+        assert of is not None
+        self._of, self._width = of, spec.width
+        proj = own.get(f"{INPUTS}proj.weight")
+        if table is None or table.shape != (spec.n_rows, n * of.width):
+            raise KernelError(f"the inputs of blocks of this model are {spec.n_rows} x {n * of.width}")
+        if not isinstance(proj, Matrix) or (proj.n_out, proj.n_in) != (n * of.width, spec.width):
+            raise KernelError(
+                f"the projection to inputs of blocks is no packed weight of {n * of.width} x {spec.width}"
+            )
+        self._table = table
+        self._proj = Linear(context, proj)
+        self._norm = array_of(own, f"{INPUTS}norm.weight").astype(np.float32)
+
+    def __call__(self, ids: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Token ids (N,) and their hidden rows (N, n_embd) -> float32 (N, blocks * width)"""
+        of, rows = self._of, self._table[ids]
+        own = floats(rows) if rows.dtype == np.uint16 else rows.astype(np.float32)
+        found = (self._proj(np.ascontiguousarray(x)) * np.float32(self._width**-0.5)).reshape(-1, of.width)
+        square = np.square(found.astype(np.float64)).mean(axis=1, keepdims=True) + of.norm.eps
+        found = (found / np.sqrt(square)).astype(np.float32) * self._norm
+        both = found.reshape(len(ids), -1) + own * np.float32(of.width**0.5)
+        columns: np.ndarray = both * np.float32(2**-0.5)
+        return columns
+
+
 class Ends:
     """The embedding, and the final norm and head for what comes back. Alone, it is a stage without blocks.
 
@@ -173,9 +204,10 @@ class Ends:
         KernelError: the embedding is of another shape.
     """
 
-    def __init__(self, spec: ModelSpec, weights: StageWeights, head: HeadFunction) -> None:
+    def __init__(self, spec: ModelSpec, weights: StageWeights, head: HeadFunction, context: Context) -> None:
         self.n_embd = self.returned_width = spec.width
         self.row_in = self.row_out = spec.row_at(0)
+        self._inputs = None if spec.ends.inputs is None else Inputs(spec, weights, context)
         ends, n_tokens, table = spec.ends, spec.n_rows, weights.table()
         if table is None or table.shape != (n_tokens, self.n_embd):
             raise KernelError(f"the embedding of this model is {n_tokens} x {self.n_embd}")
@@ -194,7 +226,7 @@ class Ends:
         self.caches = NoCaches()
 
     def embed(self, ids: np.ndarray, slices: Slices = NO_SLICES) -> np.ndarray:
-        """(N,) token ids -> float32 (N, n_embd)
+        """(N,) token ids -> float32 (N, row_in.width)
 
         Args:
             slices: of the rows; for learned positions.
@@ -213,7 +245,9 @@ class Ends:
             x = x * self._factor
         if self._positions is not None:
             x = x + self._positions[self._checked_positions(slices, len(ids))]
-        return x if self._norm is None else self._norm(x)
+        if self._norm is not None:
+            x = self._norm(x)
+        return x if self._inputs is None else np.concatenate([x, self._inputs(ids, x)], axis=1)
 
     def _checked_positions(self, slices: Slices, n_rows: int) -> np.ndarray:
         assert self._positions is not None
@@ -248,6 +282,7 @@ class KernelStage:
     """
 
     rows = ArrayRows()
+    _forward: Forward
     embed: Callable[..., np.ndarray]  # see Ends.embed
     head: HeadFunction
 
@@ -278,7 +313,7 @@ class KernelStage:
         self._own_logits: HeadFunction | None = None  # of a node of a group that only has rows of the head
         if "embedding" in weights:
             assert head is not None
-            self.ends = Ends(spec, weights, head)
+            self.ends = Ends(spec, weights, head, self._context)
             self.embed, self.head, self.is_head_shared = self.ends.embed, self.ends.head, self.ends.is_head_shared
         else:
             self._own_logits = head
@@ -370,26 +405,35 @@ class KernelStage:
         """Run the blocks.
 
         Args:
-            x: float32 (N, n_embd), the rows of all slices; they stay as they are.
+            x: float32 (N, row_in.width), the rows of all slices; they stay as they are.
             taps: numbers of blocks of this stage in the model, rising.
 
         Returns:
-            float32 (N, n_embd), memory of its own; below them, for each tap, its block's outputs of the rows that need logits.
+            float32 (N, row_out.width), memory of its own; below them, for each tap, its block's outputs of the rows that need
+            logits.
 
         Raises:
             EngineError: a slice that fits neither the run's length nor its sequence's cache.
             RingError: a node of the group is lost.
         """
-        rows = np.array(x, dtype=np.float32, order="C", copy=True)
+        rows = np.array(x[:, : self.n_embd], dtype=np.float32, order="C", copy=True)
+        columns = np.ascontiguousarray(x[:, self.n_embd :], np.float32) if self.row_in.width > self.n_embd else None
         seen: list[np.ndarray] = []
 
         def take() -> None:
             seen.append(self.rows.wanting_logits(rows, slices).copy())
 
         if self.n_blocks and self._learned.are_in(slices):
-            self._learned.forward(self._forward, self.caches, rows, slices, taps, take)
+            assert columns is None  # see virtual_rows.why_no_rows
+            self._learned.forward(
+                lambda x, of, at, tap: self._forward(x, of, at, tap, None), self.caches, rows, slices, taps, take
+            )
         elif self.n_blocks:
-            self._forward(rows, slices, taps, take)
+            self._forward(rows, slices, taps, take, columns)
+        if self.row_out.width > self.n_embd:  # the columns that are read behind these blocks
+            rows = np.concatenate(
+                [rows, *(x[:, self.row_in.place(one.name)] for one in self.row_out.columns[1:])], axis=1
+            )
         return np.concatenate([rows, *seen]) if seen else rows
 
     def last_logits(self, ids: np.ndarray, slices: Slices) -> np.ndarray:
@@ -405,16 +449,23 @@ class KernelStage:
             EngineError: as a call.
         """
         assert self.ends is not None and isinstance(self.head, Head)
-        return self._blocks.forward_last(np.ascontiguousarray(self.embed(ids, slices)), slices, self.head.linear)
+        x = self.embed(ids, slices)
+        columns = np.ascontiguousarray(x[:, self.n_embd :]) if self.row_in.width > self.n_embd else None
+        rows = np.ascontiguousarray(x[:, : self.n_embd])
+        return self._blocks.forward_last(rows, slices, self.head.linear, columns)
 
-    def _forward_in_halves(self, rows: np.ndarray, slices: Slices, taps: Sequence[int], take: Take) -> None:
+    def _forward_in_halves(
+        self, rows: np.ndarray, slices: Slices, taps: Sequence[int], take: Take, columns: np.ndarray | None
+    ) -> None:
         assert self.weights.ready is not None
-        self._blocks.forward_in_halves(rows, slices, self.weights.ready, taps, take)
+        self._blocks.forward_in_halves(rows, slices, self.weights.ready, taps, take, columns)
         self.weights.check()
 
-    def _forward_shared(self, rows: np.ndarray, slices: Slices, taps: Sequence[int], take: Take) -> None:
+    def _forward_shared(
+        self, rows: np.ndarray, slices: Slices, taps: Sequence[int], take: Take, columns: np.ndarray | None
+    ) -> None:
         """Together with the other nodes of the group: all of them compute the same rows at the same time."""
-        assert self.group is not None and not taps
+        assert self.group is not None and not taps and columns is None
         self._shares.forward_shared(rows, slices, self.group.joined, self.weights.ready)
         self.weights.check()
 

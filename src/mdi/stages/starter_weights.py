@@ -5,6 +5,7 @@ Weights come from chunks, or from the checkpoint itself. The starter gives parts
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import secrets
@@ -18,6 +19,8 @@ from mdi.checkpoint.adapters import Adapter, AdapterName, AdapterSource, weights
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.folder import all_weight_files
+from mdi.checkpoint.kept_packed import MadeSource
+from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.records import BELIEVED_S, HashRecord
@@ -27,7 +30,7 @@ from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels.format_maps import shown
-from mdi.kernels.weight_formats import OWN, OWN_FORMAT
+from mdi.kernels.weight_formats import MIXTURES, OWN, OWN_FORMAT, is_made
 from mdi.model.plain import ModelConfig
 from mdi.spec.model_id import ModelId
 from mdi.tensor.group import Group
@@ -132,7 +135,7 @@ class StarterWeights:
         self._take(self.sources[0])
         first = self.sources[0]
         self.native, self.own_formats = first.native, first.own_formats
-        if self._wanted not in (None, OWN) and self.quantize not in (None, self._wanted):
+        if self._wanted not in (None, OWN) and self.quantize not in (None, meant(self._wanted, self.config)):
             raise UsageError(
                 f"--quantize {self._wanted}: the weights in {first} are stored in {shown(self.quantize)} already"
             )
@@ -146,16 +149,30 @@ class StarterWeights:
             None if form in lossless else form for form in (packing.blocks, packing.head)
         )
 
-    def take_format(self, form: str | None) -> None:
-        """Give parts at the file's own bits from now on if that is the format, else in plain numbers as before."""
+    def take_format(self, form: str | None, folder: Path) -> None:
+        """Give parts at the file's own bits from now on if that is the format, or packed here if it is one whose scales are
+        searched; else in plain numbers as before.
+
+        Args:
+            folder: for what is packed here.
+        """
         first = self.sources[0]
-        is_own = isinstance(first, PackedSource)
-        if self.own_formats is None or (form == self.own_formats) == is_own:
+        is_packed_here = isinstance(first, PackedSource)
+        now = first.packing.blocks if is_packed_here and first.packing else None
+        is_plain = is_packed_here or first.packing is None
+        is_own = form is not None and form == self.own_formats
+        wanted = form if is_plain and form is not None and (is_own or is_made(form)) else None
+        if wanted == now:
             return
-        if isinstance(first, PackedSource):
-            self.sources[0] = first.source
-        else:
-            self.sources[0] = PackedSource(first, Packing(self.own_formats, self.own_formats))
+
+        def changed(source: WeightSource) -> WeightSource:
+            plain = source.source if isinstance(source, PackedSource) else source
+            if wanted is None or isinstance(plain, AdapterSource):
+                return plain
+            packing = Packing(wanted, wanted)
+            return PackedSource(plain, packing) if is_own else MadeSource(plain, packing, folder, self.directory)
+
+        self.sources = [changed(source) for source in self.sources]
         self.id, self._shards = secrets.token_hex(8), {}
         self._take(self.sources[0])
 
@@ -216,7 +233,11 @@ class StarterWeights:
 
     def _try_chunks(self, ckpt: Path, n_nodes: int) -> None:
         """Use the chunks of a checkpoint if they are complete and not older than it."""
-        path = find_chunk(ckpt, n_nodes, "starter", self._wanted)
+        wanted = self._wanted
+        if wanted in MIXTURES and (ckpt / "chunks").is_dir():  # folders have the names of maps
+            with contextlib.closing(open_source(ckpt)) as source:
+                wanted = meant(wanted, source.config)
+        path = find_chunk(ckpt, n_nodes, "starter", wanted)
         if not path.is_file():
             path = find_chunk(ckpt, n_nodes, "starter")
         if not path.is_file():

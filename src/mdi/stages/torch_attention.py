@@ -128,18 +128,22 @@ class Batch:
 
     Args:
         caches, positions: the stage's.
+        has_room: whether the caches have room for the rows already.
 
     Raises:
         EngineError: a slice that does not fit its sequence's cache, or memory that has run out.
     """
 
-    def __init__(self, slices: Slices, caches: TorchCaches, positions: Positions) -> None:
+    def __init__(
+        self, slices: Slices, caches: TorchCaches, positions: Positions, has_room: bool = False
+    ) -> None:  # fmt: skip
         self.caches, self._positions = caches, positions
         self.memory = Memory(caches.device)
         self.rows: list[Span] = []
         n = 0
         for seq_id, start, n_rows, *_ in slices:
-            self.rows.append(Span(n, n_rows, start, caches.extend(seq_id, start, n_rows)))
+            tables = caches.entries(seq_id) if has_room else caches.extend(seq_id, start, n_rows)
+            self.rows.append(Span(n, n_rows, start, tables))
             n += n_rows
         ranges = [np.arange(rows.start, rows.end) for rows in self.rows]
         self._numbers = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
@@ -161,12 +165,13 @@ class Batch:
         return self._tables[of]
 
     def attend(
-        self, of: Heads, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        self, of: Heads, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `torch_block.Rows`; keys and values go to the caches."""
         cache = self.caches.paged(layer)
-        cache.write(self.places(cache.cache_class), *((k,) if v is None else (k, v)))
+        if k is not None:
+            cache.write(self.places(cache.cache_class), *((k,) if v is None else (k, v)))
         together, alone = self.parts(cache.cache_class)
         if not alone and len(together) == 1 and together[0].index is None:
             return self._attend(together[0], of, layer, q, sinks)
@@ -290,10 +295,11 @@ class Texts:
         return cos, sin
 
     def attend(
-        self, of: Heads, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        self, of: Heads, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `torch_block.Rows`."""
+        assert k is not None, "blocks that read the cache of another one have no gradients"
         n_groups, n_keys = k.size(1), self._n_before + len(self._numbers)
         keys, *values = (self._with_prefix(i, rows) for i, rows in enumerate((k,) if v is None else (k, v)))
         mask = mask_of(

@@ -14,7 +14,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, LatentAttention, Mixer, Norm, Rotary
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mixer,
+    Norm,
+    Rotary,
+)
 
 # One row costs little more in a tile of eight, and 64 rows of a prompt read the weights eight times, not sixteen.
 TILE = 8
@@ -35,14 +46,16 @@ class Rows(Protocol):
         """Cosines and sines of the rows' positions, as `rotate_` needs them."""
 
     def attend(
-        self, of: Attention | LatentAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None,
+        self, of: Attention | LatentAttention, layer: int, q: torch.Tensor, k: torch.Tensor | None,
+        v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of all rows.
 
         Args:
             layer: place of the block in its stage.
-            q: (N, n_head, k_size). k: (N, G, k_size). v: (N, G, v_size); None: the first numbers of the keys are the values.
+            q: (N, n_head, k_size). k: (N, G, k_size); None: keys and values are in the cache. v: (N, G, v_size); None, with
+                keys: their first numbers are the values.
             sinks: (n_head)
 
         Returns:
@@ -80,9 +93,17 @@ class Block(nn.Module):
         self.norm_2 = norm_of(of.norm_2, width)
         self.mlp = Chosen(of.mlp, width) if isinstance(of.mlp, Experts) else Mlp(of.mlp, width)
         self.post_mlp_norm = norm_of(of.post_mlp_norm, width)
+        if of.gated is not None:
+            self.gated = Addition(of.gated, width)
+        if of.has_scalar:
+            self.scalar = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """(N, width) -> (N, width)"""
+    def forward(self, x: torch.Tensor, rows: Rows, column: torch.Tensor | None = None) -> torch.Tensor:
+        """(N, width) -> (N, width)
+
+        Args:
+            column: (N, numbers of `Gated.column`)
+        """
         normed = self.norm_1(x)
         attended = self.get_submodule(self._mixer)(normed, rows)
         if self.of.residual == "behind":
@@ -92,7 +113,26 @@ class Block(nn.Module):
         before, x = x, self.post_attention_norm(attended) + x
         if not self.of.norm_is_shared:
             normed = self.norm_2(before if self.of.residual == "parallel" else x)
-        found: torch.Tensor = self.post_mlp_norm(self.mlp(normed)) + x
+        added = self.mlp(normed, x) if isinstance(self.mlp, Chosen) else self.mlp(normed)  # x: what norm_2 reads
+        found: torch.Tensor = self.post_mlp_norm(added) + x
+        if self.of.gated is not None:
+            found = found + self.gated(found, column)
+        return found * self.scalar if self.of.has_scalar else found
+
+
+class Addition(nn.Module):
+    """See `mdi.model.spec.Gated`."""
+
+    def __init__(self, of: Gated, width: int) -> None:
+        super().__init__()
+        self._function = _FUNCTIONS[of.activation]
+        self.fc = nn.Linear(width, of.width, bias=False)
+        self.proj = nn.Linear(of.width, width, bias=False)
+        self.norm = norm_of(of.norm, width)
+
+    def forward(self, x: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """(N, width) and (N, numbers of the column) -> (N, width)"""
+        found: torch.Tensor = self.norm(self.proj(self._function(self.fc(x)) * column))
         return found
 
 
@@ -120,7 +160,7 @@ def norm_of(norm: Norm | None, size: int) -> nn.Module:
         return nn.Identity()
     if norm.kind == "layer":
         return nn.LayerNorm(size, norm.eps, elementwise_affine=norm.has_weight, bias=norm.has_bias)
-    return UnitRms(size, norm.eps) if norm.unit_offset else nn.RMSNorm(size, norm.eps)
+    return UnitRms(size, norm.eps) if norm.unit_offset else nn.RMSNorm(size, norm.eps, norm.has_weight)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
@@ -147,42 +187,52 @@ class Heads(nn.Module):
     def __init__(self, of: Attention, width: int, layer: int) -> None:
         super().__init__()
         self.of, self.layer = of, layer
-        self.qkv = nn.Linear(width, (of.n_head + 2 * of.n_groups) * of.head_size, bias=of.qkv_bias)
+        self.qkv = nn.Linear(width, sum(of.made) * of.head_size, bias=of.qkv_bias)
         self.proj = nn.Linear(of.n_head * of.head_size, width, bias=of.bias)
         if of.has_gate:
             self.out_gate = nn.Linear(width, of.n_head * of.head_size, bias=False)
         if of.qk_norm is not None:
-            heads = (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
-            self.norm_q, self.norm_k = (norm_of(of.qk_norm, n * of.head_size) for n in heads)
+            n_q, n_k = (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
+            self.norm_q = norm_of(of.qk_norm, n_q * of.head_size)
+            if of.makes != "nothing":
+                self.norm_k = norm_of(of.qk_norm, n_k * of.head_size)
+        self.norm_v = norm_of(of.v_norm, of.head_size)
         self.sinks = nn.Parameter(torch.empty(of.n_head)) if of.has_sinks else None
 
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """(N, width) -> (N, width)"""
         of = self.of
         heads = self.qkv(x).view(len(x), -1, of.head_size)
+        if of.makes == "keys":
+            heads = torch.cat((heads, heads[:, of.n_head :]), dim=1)
+        n_kept = 0 if of.makes == "nothing" else of.n_groups
         if of.qk_norm is not None:
-            heads = self._normed(heads)
+            heads = self._normed(heads, n_kept)
         if isinstance(of.positions, Rotary) and of.positions.n_elem:
-            turned = heads[:, : -of.n_groups]  # queries and keys are adjacent, and are rotated together
+            turned = heads[:, : of.n_head + n_kept]  # queries and keys are adjacent, and are rotated together
             if of.positions.n_elem != of.head_size:
                 turned = turned[..., : of.positions.n_elem]
             rotate_(turned, *rows.tables(of.positions), of.positions.interleaved)
-        q, k, v = heads.split([of.n_head, of.n_groups, of.n_groups], dim=1)
-        attended = rows.attend(of, self.layer, q, k, v, self.sinks).flatten(1)
+        q, k, v = heads.split([of.n_head, n_kept, n_kept], dim=1)
+        own = (k, v) if n_kept else (None, None)
+        attended = rows.attend(of, self.layer, q, own[0], own[1], self.sinks).flatten(1)
         if of.has_gate:
             attended = attended * torch.sigmoid(self.out_gate(x))
         found: torch.Tensor = self.proj(attended)
         return found
 
-    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
-        """(N, n_head + 2 * G, head_size), with the norms of queries and keys."""
+    def _normed(self, heads: torch.Tensor, n_kept: int) -> torch.Tensor:
+        """(N, n_head + 2 * n_kept, head_size), with the norms of queries, keys and values."""
         of = self.of
-        q, k, v = heads.split([of.n_head, of.n_groups, of.n_groups], dim=1)
+        q, k, v = heads.split([of.n_head, n_kept, n_kept], dim=1)
+        if not n_kept:
+            normed: torch.Tensor = self.norm_q(q)
+            return normed
         if of.qk_norm_over_all:
             q, k = self.norm_q(q.flatten(1)).view_as(q), self.norm_k(k.flatten(1)).view_as(k)
         else:
             q, k = self.norm_q(q), self.norm_k(k)
-        return torch.cat((q, k, v), dim=1)
+        return torch.cat((q, k, self.norm_v(v)), dim=1)
 
 
 class Latents(nn.Module):
@@ -310,6 +360,8 @@ class Gate(nn.Linear):
     def __init__(self, of: Experts, width: int) -> None:
         super().__init__(width, of.n, bias=of.router.has_bias)
         self.of, self.is_tiled = of, False
+        if of.router.has_expert_scales:
+            self.expert_scales = nn.Parameter(torch.ones(of.n))
         if of.router.has_correction:
             self.register_buffer("e_score_correction_bias", torch.zeros(of.n))
 
@@ -332,6 +384,8 @@ class Gate(nn.Linear):
             factors = scores.gather(1, experts)
             if router.is_normed:
                 factors = factors / (factors.sum(dim=-1, keepdim=True) + 1e-20)
+        if router.has_expert_scales:
+            factors = factors * self.expert_scales[experts]
         return (factors if router.scale == 1 else factors * router.scale), experts
 
     def _corrected(self, scores: torch.Tensor) -> torch.Tensor:
@@ -351,24 +405,34 @@ class Chosen(nn.Module):
 
     def __init__(self, of: Experts, width: int) -> None:
         super().__init__()
+        self.of = of
         self.gate = Gate(of, width)
         self.experts = nn.ModuleList(Mlp(of.expert, width) for _ in range(of.n))
         if of.shared is not None:
             self.shared_experts = Mlp(of.shared, width)
             if of.has_shared_gate:
                 self.shared_experts.gate = nn.Linear(width, 1, bias=False)
-        self.of = of
+        self.norm_gate, self.norm_experts, self.norm_post_experts, self.norm_post_shared = (
+            norm_of(of.own_norm, width) for _ in range(4)
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, width) -> (N, width)"""
-        factors, chosen = self.gate(x)
-        y = torch.zeros_like(x)
+    def forward(self, x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        """(N, width) -> (N, width)
+
+        Args:
+            before: (N, width), of which the norm in front made x; None: what experts read, too.
+        """
+        own = x if before is None or self.of.own_norm is None else before
+        scored = self.norm_gate(own)
+        factors, chosen = self.gate(scored if self.of.own_norm is None else scored * x.size(1) ** -0.5)
+        own, y = self.norm_experts(own), torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             rows, places = torch.where(chosen == expert)
-            y[rows] += factors[rows, places, None] * self.experts[expert](x[rows])
+            y[rows] += factors[rows, places, None] * self.experts[expert](own[rows])
+        y = self.norm_post_experts(y)
         if self.of.shared is None:
             return y
-        shared = self.shared_experts(x)
+        shared = self.norm_post_shared(self.shared_experts(x))
         return y + (torch.sigmoid(self.shared_experts.gate(x)) * shared if self.of.has_shared_gate else shared)
 
 

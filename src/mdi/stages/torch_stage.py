@@ -19,9 +19,10 @@ from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
 from mdi.kernels.positions import table_bytes
-from mdi.kernels.slices import NO_SLICES, Slices
+from mdi.kernels.slices import NO_SLICES, Slices, only_logits
 from mdi.model.caches import cache_classes
-from mdi.model.spec import Experts, ModelSpec
+from mdi.model.rows import HIDDEN
+from mdi.model.spec import BlockInputs, Experts, ModelSpec
 from mdi.stages.torch_attention import Batch, Positions
 from mdi.stages.torch_block import Block, keep_rows_apart, norm_of
 from mdi.stages.torch_cache import CACHE_TYPE_OF, TORCH_TYPES, TorchCaches
@@ -137,11 +138,11 @@ class Stage(nn.Module):
         """Run the blocks.
 
         Args:
-            x: (N, n_embd), the rows of all slices.
+            x: (N, row_in.width), the rows of all slices.
             taps: numbers of blocks of this stage in the model, rising.
 
         Returns:
-            (N, n_embd); below them, for each tap, its block's outputs of the rows that need logits.
+            (N, row_out.width); below them, for each tap, its block's outputs of the rows that need logits.
 
         Raises:
             EngineError: a slice that fits neither the run's length nor its sequence's cache.
@@ -153,11 +154,28 @@ class Stage(nn.Module):
                 )
         batch = Batch(slices, self.caches, self._positions)
         seen: list[torch.Tensor] = []
+        columns = given = {one.name: x[:, self.row_in.place(one.name)] for one in self.row_in.columns}
+        whole = x = columns[HIDDEN]
+        wanted = logit_rows(slices) if self.spec.skipped_from < self.stop else None
         for i, block in enumerate(self.blocks, self.start):
-            x = block(x, batch)
+            if wanted is not None and i == max(self.start, self.spec.skipped_from):
+                whole, x = x, x[wanted]  # only rows that give logits are computed from here on
+                columns = {name: column[wanted] for name, column in columns.items()}
+                batch = Batch(only_logits(slices), self.caches, self._positions, has_room=True)
+            if not len(x) and len(whole):
+                self.n_finished += self.stop - i
+                break
+            gated = block.of.gated
+            x = block(x, batch) if gated is None else block(x, batch, columns[gated.column])
             self.n_finished += 1
-            if i in taps:
+            if i in taps:  # which models whose rows skip blocks do not have
                 seen.append(x if (wanted := logit_rows(slices)) is None else x[wanted])
+        if wanted is not None:
+            whole = whole.clone()
+            whole[wanted] = x
+            x = whole
+        if self.row_out.width > self.n_embd:
+            x = torch.cat([x, *(given[one.name] for one in self.row_out.columns[1:])], dim=1)
         return torch.cat([x, *seen]) if seen else x
 
     @torch.inference_mode()
@@ -194,6 +212,23 @@ def module_bytes(spec: ModelSpec, start: int, stop: int) -> int:
     return (stop - start) * (BLOCK_BYTES + n_experts * EXPERT_BYTES)
 
 
+class Inputs(nn.Module):
+    """Columns that the embedding gives to blocks, see `mdi.model.spec.BlockInputs`."""
+
+    def __init__(self, of: BlockInputs, spec: ModelSpec) -> None:
+        super().__init__()
+        self._width, self._n_embd = of.width, spec.width
+        self.table = nn.Embedding(spec.n_rows, spec.n_layer * of.width)
+        self.proj = nn.Linear(spec.width, spec.n_layer * of.width, bias=False)
+        self.norm = norm_of(of.norm, of.width)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Token ids (N,) and their hidden rows (N, n_embd) -> (N, blocks * width)"""
+        of_hidden = self.norm((self.proj(x) * self._n_embd**-0.5).unflatten(1, (-1, self._width))).flatten(1)
+        found: torch.Tensor = (of_hidden + self.table(ids) * self._width**0.5) * 2**-0.5
+        return found
+
+
 class StarterStage(Stage):
     """The starter's stage: token embedding, blocks [0, stop), and final norm and head for what comes back."""
 
@@ -207,6 +242,8 @@ class StarterStage(Stage):
             if ends.n_positions:
                 self.transformer["wpe"] = nn.Embedding(ends.n_positions, spec.width)
             self.transformer["wte_norm"] = norm_of(ends.embedding_norm, spec.width)
+            if ends.inputs is not None:
+                self.transformer["inputs"] = Inputs(ends.inputs, spec)
             self.transformer["ln_f"] = norm_of(ends.final_norm, spec.width)
             self.lm_head = nn.Linear(spec.width, spec.n_rows, bias=ends.head_bias)
         self.eval().requires_grad_(False)
@@ -218,7 +255,7 @@ class StarterStage(Stage):
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor, slices: Slices = NO_SLICES) -> torch.Tensor:
-        """(N,) token ids -> (N, n_embd), with the positions of the slices where the model has learned some."""
+        """(N,) token ids -> (N, row_in.width), with the positions of the slices where the model has learned some."""
         x: torch.Tensor = self.transformer["wte"](ids)
         if (factor := self.spec.ends.embedding_factor) is not None:
             x = x * torch.tensor(factor, dtype=x.dtype)
@@ -228,6 +265,8 @@ class StarterStage(Stage):
                 raise EngineError(f"{len(ids)} rows at positions that the model does not have")
             x = x + self.transformer["wpe"](torch.tensor(positions, device=ids.device))
         found: torch.Tensor = self.transformer["wte_norm"](x)
+        if self.spec.ends.inputs is not None:
+            found = torch.cat([found, self.transformer["inputs"](ids, found)], dim=1)
         return found
 
     @torch.inference_mode()

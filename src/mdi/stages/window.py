@@ -32,7 +32,7 @@ from mdi.kernels.blocks import Context, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import weight_format
 from mdi.model.spec import ModelSpec
-from mdi.model.tensors import EMBEDDING
+from mdi.model.tensors import EMBEDDING, TABLES
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
@@ -245,17 +245,17 @@ class StoredPart:
     Attributes:
         matrices: packed weights, by name, on the disk.
         arrays: all small tensors, in memory.
-        table: the embedding, on the disk.
+        tables: of the embedding, on the disk.
     """
 
     matrices: dict[str, StoredMatrix] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    table: RowTable | PanelTable | None = None
+    tables: dict[str, RowTable | PanelTable] = field(default_factory=dict)
 
     def add(self, stored: StoredMatrix) -> None:
-        """Of an embedding single rows are read, of others all."""
-        if stored.name == EMBEDDING:
-            self.table = PanelTable(stored)
+        """Of tables single rows are read, of others all."""
+        if stored.name in TABLES:
+            self.tables[stored.name] = PanelTable(stored)
         else:
             self.matrices[stored.name] = stored
 
@@ -309,7 +309,7 @@ class StoredParts:
                 continue
             dtype = TYPES[specs[name].dtype].numpy
             if name == EMBEDDING:
-                found.table = RowTable(file, start, (shape[0], shape[1]), dtype)
+                found.tables[name] = RowTable(file, start, (shape[0], shape[1]), dtype)
             else:
                 n_bytes = math.prod(shape) * dtype.itemsize
                 found.arrays[name] = file.read(start, n_bytes).view(dtype).reshape(shape)
@@ -351,7 +351,8 @@ class StoredParts:
                 start = spill.add(weight.data)
                 found.add(StoredMatrix(name, weight.format, weight.n_out, weight.n_in, spill.file, start, weight.skip))
             elif name == EMBEDDING:
-                found.table = RowTable(spill.file, spill.add(weight), (weight.shape[0], weight.shape[1]), weight.dtype)
+                shape = weight.shape[0], weight.shape[1]
+                found.tables[name] = RowTable(spill.file, spill.add(weight), shape, weight.dtype)
             else:
                 found.arrays[name] = weight.copy()
         self.packed_bytes = spill.n_bytes
@@ -538,8 +539,9 @@ class Windowed:
         return part in self._stored
 
     def __getitem__(self, part: str) -> Weights:
-        units = self.window.matrices(part) if part != HEAD else []
-        return {**self._stored[part].arrays, **{name: matrix for unit in units for name, matrix in unit.items()}}
+        units, stored = self.window.matrices(part) if part != HEAD else [], self._stored[part]
+        beside = {one.name: one.whole() for one in stored.matrices.values()} if part == "embedding" else {}
+        return {**stored.arrays, **beside, **{name: matrix for unit in units for name, matrix in unit.items()}}
 
     def ready(self, block: int, half: int) -> contextlib.AbstractContextManager[None]:
         return self.window.unit(f"block.{block}", half)
@@ -553,9 +555,9 @@ class Windowed:
         use = self.window.use
         return WeightUse(use.resident_bytes + self._small_bytes, use.read_bytes, use.wait_s)
 
-    def table(self) -> EmbeddingTable | None:
+    def table(self, name: str = EMBEDDING) -> EmbeddingTable | None:
         """Rows of the embedding are read as tokens ask for them."""
-        return self._stored["embedding"].table
+        return self._stored["embedding"].tables.get(name)
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         return PiecedHead(spec, self._stored[HEAD].arrays, self.window, n_tokens, context)

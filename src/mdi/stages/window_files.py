@@ -169,6 +169,9 @@ class StoredMatrix:
         before = matrix_bytes(self._form(0, first), first, self.n_in) if first else 0
         return replace(self, format=self._form(first, first + n), n_out=n, start=self.start + before)
 
+    def whole(self) -> Matrix:
+        return Matrix(self.format, self.n_out, self.n_in, self.file.read(self.start, self.n_bytes), self.skip)
+
     def _form(self, first: int, last: int) -> str:
         return rows_form(self.format, self.n_out, [(first, last)])
 

@@ -182,7 +182,12 @@ def why_not_shared_out(config: ModelConfig) -> str | None:
     """The part of a model that cannot be shared; None if all of it can."""
     if (reason := why_not_in_kernels(config)) is not None:
         return reason
-    mixers = [block.mixer for block in spec_of(config).kinds]
+    spec = spec_of(config)
+    if spec.widest_row > spec.width:
+        return "rows with columns besides hidden"
+    if any(isinstance(block.mlp, Experts) and block.mlp.own_norm is not None for block in spec.kinds):
+        return "experts with norms of their own"
+    mixers = [block.mixer for block in spec.kinds]
     if any(isinstance(m, Attention) and m.qk_norm_over_all and m.qk_norm and m.qk_norm.kind != "rms" for m in mixers):
         return "norms over all heads that subtract a mean"
     return None
@@ -277,8 +282,9 @@ def _of_attention(layer: str, what: str, own: BlockShare) -> Piece | None:
     mixer, size = own.mixer, own.mixer.head_size
     heads, groups = _times(own.heads, size), _times(own.groups, size)
     if layer == "attn.qkv":
-        keys, values = mixer.n_head * size, (mixer.n_head + mixer.n_groups) * size
-        return Piece(rows=(heads, _plus(groups, keys), _plus(groups, values)))
+        n_q, n_k, n_v = (n * size for n in mixer.made)
+        rows = (_plus(groups, n_q) if n_k else None, _plus(groups, n_q + n_k) if n_v else None)
+        return Piece(rows=(heads, *filter(None, rows)))
     if layer == "attn.proj":
         return Piece(columns=heads) if what == "weight" else (WHOLE if own.share.adds_attention_bias else None)
     if mixer.qk_norm_over_all:

@@ -5,7 +5,7 @@ llguidance minutes, or end the process that compiles them. So a process of its o
 `python -m mdi.text.limited`, which `mdi.text.templates` starts and replaces.
 
 Both directions carry JSON behind its length. The process is asked {"template", "specials"} once and then {"values"} of each
-chat, or {"schema"}; the answers are {"text"} or {"error", "code"}. It ends with its input.
+chat, or {"schema"} or {"lark"}; the answers are {"text"} or {"error", "code"}. It ends with its input.
 """
 
 from __future__ import annotations
@@ -101,17 +101,25 @@ def packed(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def schema_error(schema: str) -> str:
-    """Why llguidance cannot use a JSON schema; "" if it can, or is not installed: then the engine says so."""
+def grammar_error(written: str, is_schema: bool) -> str:
+    """Why llguidance cannot use a JSON schema, or a grammar of its own; "" if it can, or is not installed: then the engine says
+    so.
+    """
     with contextlib.suppress(ModuleNotFoundError):
         from llguidance import LLMatcher
 
         try:
-            form = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-            return LLMatcher.validate_grammar(form)
+            return LLMatcher.validate_grammar(llguidance_form(LLMatcher, written, is_schema))
         except ValueError as e:
             return reason_of(e)
     return ""
+
+
+def llguidance_form(matcher: Any, written: str, is_schema: bool) -> str:
+    """Raises ValueError."""
+    if is_schema:
+        return str(matcher.grammar_from_json_schema(written, overrides={"whitespace_flexible": False}))
+    return str(matcher.grammar_from_lark(written))
 
 
 class Worker:
@@ -121,8 +129,9 @@ class Worker:
         self._renderer: Renderer | None = None
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if "schema" in message:
-            error = schema_error(message["schema"])
+        kind = next((kind for kind in ("schema", "lark") if kind in message), "")
+        if kind:
+            error = grammar_error(message[kind], kind == "schema")
             return {"error": error.partition("\n")[0][:200], "code": REFUSED} if error else {"text": ""}
         if "template" in message:
             try:

@@ -49,6 +49,7 @@ class TextCodec:
         vocab_size: one more than the tokenizer's largest id (the model's own vocabulary may be padded beyond).
         eos_ids: every id that ends a text, by the tokenizer or by generation_config.json.
         stop_sequences: runs of ids that end an answer in the prompt style, other than `eos_ids`.
+        special_ids: special tokens by their names, with which a text of the same letters is none.
         special_marks: special tokens that are marks of answers (mdi.text.answers.forms), by their ids.
         prompt_style: how prompts are written, by a style that is known or by the model's own template; None for the raw text.
         drawing: how tokens are drawn where nobody says it, see `mdi.text.drawing`.
@@ -64,6 +65,7 @@ class TextCodec:
         self.vocab_size, self._silent_ids, self.byte_ids = _special_ids(tokenizer)
         own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.special_marks = _special_marks(tokenizer)
+        self.special_ids = _special_ids_by_name(tokenizer)
         ends = (i for i, mark in self.special_marks.items() if mark in ENDS)
         self.eos_ids = frozenset(own) | frozenset(eos_ids) | frozenset(ends)
         self.prompt_style = prompt_style
@@ -332,6 +334,13 @@ def _special_ids(tokenizer: Any) -> tuple[int, frozenset[int], frozenset[int]]:
     ids = range(processor.vocab_size())
     silent = {i for i in ids if processor.is_control(i)}
     return len(ids), frozenset(silent), frozenset(i for i in ids if processor.is_byte(i))
+
+
+def _special_ids_by_name(tokenizer: Any) -> dict[str, int]:
+    if tokenizer.backend != "huggingface":
+        return {}
+    added = tokenizer.processor.get_added_tokens_decoder().items()
+    return {token.content: i for i, token in added if token.special}
 
 
 def _special_marks(tokenizer: Any) -> dict[int, str]:

@@ -46,13 +46,14 @@ struct MdiMlp {
 
 // Heads of queries in groups, each of which shares keys and values.
 struct MdiAttention {
-  MdiNorm norm_q, norm_k;
+  MdiNorm norm_q, norm_k, norm_v;
   MdiMatrix qkv, proj;
   const float* sinks;         // n_head scores of a key without a value, which a softmax over keys also counts; or null
   const float *cos, *sin;     // (max_length, rope_n_elem)
   const float* score_bias;    // (n_head, score_bias_floats): added to the scores of the keys at each position (ALiBi); or null
   int64_t score_bias_floats;  // of one head: whole pages of positions
   int32_t n_head, n_groups, head_size;
+  int32_t n_keys, n_values;   // heads that qkv makes: n_groups each; no values: they are made of the keys; no keys: they are there
   int32_t queries_per_group;  // that share keys and values, on all nodes together
   int32_t first_head;         // place of the first head in its group, of which another node may have some
   int32_t norms_over_all;     // norms of queries and keys go over all heads together (OLMo 2)
@@ -66,11 +67,21 @@ struct MdiAttention {
 
 struct MdiExperts {
   MdiMatrix router;         // float32; null without experts
+  MdiNorm norm_router, norm, norm_behind, norm_behind_shared;  // with these, experts and router read rows without norm_2
   const float* correction;  // n floats: the router is one of sigmoids; null: of a softmax
+  const float* scales;      // n factors of the experts' weights, or null
   const MdiMlp* experts;    // n of them
   int32_t n, n_used;
   float scale;
   int32_t reserved;
+};
+
+// What a block adds behind its MLP: norm(proj(act(gate x) * column)).
+struct MdiGated {
+  MdiMatrix gate, proj;  // null: nothing
+  MdiNorm norm;
+  int32_t activation;
+  int32_t at;  // of the column, in a row of the frame's columns
 };
 
 enum MdiResidual { kSequential = 0, kParallel = 1, kBehind = 2 };  // kBehind: norms follow the sums of both with what they read
@@ -80,6 +91,8 @@ struct MdiBlock {
   MdiAttention attention;
   MdiMlp mlp;  // also the shared expert, where there are experts
   MdiExperts experts;
+  MdiGated gated;
+  const float* scalar;  // that its outputs are multiplied with, or null
   int32_t residual, norm_is_shared;  // norm_is_shared: the MLP reads what norm_1 gives, too
 };
 
@@ -118,4 +131,6 @@ struct MdiFrame {
   uint8_t* const* pool;         // base of the pages, per class
   const int64_t* page_bytes;    // per class
   int32_t n_slices, n_rows;
+  const float* columns;  // (n_rows, n_columns), besides rows; or null
+  int64_t n_columns;
 };

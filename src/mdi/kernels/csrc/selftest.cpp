@@ -259,12 +259,13 @@ static void try_extreme_blocks(const char* set) {
 
 // ---- blocks
 
-constexpr int kLength = 70, kPage = 32, kBadRow = 37;
+constexpr int kLength = 70, kPage = 32, kBadRow = 37, kColumns = 25;
 
 struct Shape {
   const char* name;
   int format, cache_type;
   bool layer_norm, parallel, interleaved, experts, window;
+  bool gated;  // and values made of keys, norms of experts, and a scalar
 };
 
 // One block of attention and MLP or experts, with everything that the shape asks for.
@@ -281,6 +282,7 @@ struct Stage {
   explicit Stage(const Shape& s) {
     MdiAttention& attention = block.attention;
     attention.n_head = 4, attention.n_groups = 2, attention.head_size = 20, attention.queries_per_group = 2;
+    attention.n_keys = 2, attention.n_values = s.gated ? 0 : 2;
     attention.rope_n_elem = s.interleaved ? 12 : 20, attention.rope_interleaved = s.interleaved;
     attention.cache_type = s.cache_type, attention.scale = 0.22f, attention.softcap = s.window ? 20.0f : 0.0f;
     block.residual = s.parallel ? kParallel : kSequential, block.norm_is_shared = s.parallel;
@@ -288,13 +290,24 @@ struct Stage {
     block.norm_1 = norm(72, s.layer_norm), block.norm_2 = norm(72, s.layer_norm);
     if (s.window) block.post_attention_norm = norm(72, false), block.post_mlp_norm = norm(72, false);
     if (s.interleaved) attention.norm_q = norm(20, false), attention.norm_k = norm(20, false);
-    attention.qkv = matrix(s, (4 + 2 * 2) * 20, 72), attention.proj = matrix(s, 72, 80);
+    attention.qkv = matrix(s, (4 + 2 + attention.n_values) * 20, 72), attention.proj = matrix(s, 72, 80);
     block.mlp = mlp(s);
     attention.window = s.window ? 21 : 0;
     if (s.experts) {
       for (int e = 0; e < 5; e++) experts.push_back(mlp(s));
       weights.push_back(new Weight(random, kFloat32, 5, 72));
-      block.experts = {weights.back()->matrix, nullptr, experts.data(), 5, 2, 1.0f, 0};
+      block.experts.router = weights.back()->matrix, block.experts.experts = experts.data();
+      block.experts.n = 5, block.experts.n_used = 2, block.experts.scale = 1.0f;
+    }
+    if (s.gated) {
+      attention.norm_v = norm(20, false);
+      block.gated = {matrix(s, 21, 72), matrix(s, 72, 21), norm(72, false), kGeluTanh, 3};
+      block.scalar = norm(1, false).weight;
+    }
+    if (s.gated && s.experts) {
+      MdiExperts& of = block.experts;
+      for (MdiNorm* one : {&of.norm_router, &of.norm, &of.norm_behind, &of.norm_behind_shared}) *one = norm(72, false);
+      of.scales = norm(5, false).weight;
     }
     for (int i = 0; i < kLength * attention.rope_n_elem; i++) {
       float a = random.number();
@@ -346,7 +359,9 @@ struct Stage {
       Floats rows(2 * n_floats);
       for (int s = 0; s < 2; s++) std::memcpy(&rows[s * n_floats], &x[from[s]], n_floats * sizeof(float));
       MdiSlice slices[] = {{{0, 0}, at, n, 0}, {{1, 0}, at, n, 0}};
-      MdiFrame frame{rows.data(), slices, tables, first, &pool, &page_bytes, 2, 2 * n};
+      Floats columns((size_t)2 * n * kColumns);
+      for (size_t i = 0; i < columns.size(); i++) columns[i] = 0.01f * (float)(at + (int)(i / kColumns) % n + (int)(i % kColumns));
+      MdiFrame frame{rows.data(), slices, tables, first, &pool, &page_bytes, 2, 2 * n, columns.data(), kColumns};
       require(!mdi_forward(context.handle, &stage, &frame), "memory");
       for (int s = 0; s < 2; s++) std::memcpy(&x[from[s]], &rows[s * n_floats], n_floats * sizeof(float));
       at += n;
@@ -375,15 +390,17 @@ static void try_block(const char* set, const Shape& shape) {
 
 int main(int argc, char** argv) {
   const Shape shapes[] = {
-      {"float32", kFloat32, kCacheFloat32, false, false, false, false, false},
-      {"bf16-parallel", kBf16, kCacheBf16, true, true, false, false, false},
-      {"fp16-window", kFp16, kCacheFp16, false, false, false, false, true},
-      {"int8-interleaved", kInt8, kCacheInt8, false, false, true, false, false},
-      {"int4-experts", kInt4, kCacheFloat32, false, false, false, true, false},
-      {"mxfp4-experts", kMxfp4, kCacheBf16, false, false, false, true, true},
-      {"int8-window", kInt8, kCacheInt8, false, false, false, false, true},
-      {"q4_k-experts", kQ4_k, kCacheBf16, false, false, false, true, false},
-      {"q6_k-window", kQ6_k, kCacheInt8, false, false, false, false, true},
+      {"float32", kFloat32, kCacheFloat32, false, false, false, false, false, false},
+      {"bf16-parallel", kBf16, kCacheBf16, true, true, false, false, false, false},
+      {"fp16-window", kFp16, kCacheFp16, false, false, false, false, true, false},
+      {"int8-interleaved", kInt8, kCacheInt8, false, false, true, false, false, false},
+      {"int4-experts", kInt4, kCacheFloat32, false, false, false, true, false, false},
+      {"mxfp4-experts", kMxfp4, kCacheBf16, false, false, false, true, true, false},
+      {"int8-window", kInt8, kCacheInt8, false, false, false, false, true, false},
+      {"q4_k-experts", kQ4_k, kCacheBf16, false, false, false, true, false, false},
+      {"q6_k-window", kQ6_k, kCacheInt8, false, false, false, false, true, false},
+      {"float32-gated", kFloat32, kCacheFloat32, false, false, false, false, false, true},
+      {"int4-experts-gated", kInt4, kCacheInt8, false, false, false, true, false, true},
   };
   std::istringstream sets(mdi_instruction_sets());
   int left = argc > 1 ? std::atoi(argv[1]) : 100;

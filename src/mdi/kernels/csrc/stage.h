@@ -15,7 +15,7 @@ constexpr int kMostThreads = 256;
 // Memory of a stage that every frame uses again. Grows with the largest frame.
 struct Scratch {
   struct PerThread {
-    Buffer<float> q, weights, most, total, result;
+    Buffer<float> q, weights, most, total, result, value;
     Buffer<const float*> bias;
     Buffer<int32_t> position;
   };
@@ -55,6 +55,29 @@ class Runner {
     mlp_half(block, frame_.rows, z);
     if (parallel) add_normed(block, block.post_attention_norm, y);
     add_normed(block, block.post_mlp_norm, z);
+    finish(block);
+  }
+
+  // What a block does behind its MLP.
+  void finish(const MdiBlock& block) {
+    const MdiGated& of = block.gated;
+    int width = stage_.n_embd, n_gated = of.gate.n_out;
+    if (of.gate.data) {
+      float *gate = scratch_.gate.of((size_t)n_ * n_gated), *y = scratch_.result.of((size_t)n_ * width);
+      multiply(of.gate, frame_.rows, n_, gate);
+      team_.run_rows(n_, [&](int m, int) {
+        float* g = gate + (int64_t)m * n_gated;
+        const float* column = frame_.columns + m * frame_.n_columns + of.at;
+        for (int i = 0; i < n_gated; i += 16) {
+          F a = activate(load_part(g + i, n_gated - i), of.activation);
+          store_part(g + i, mul(a, load_part(column + i, n_gated - i)), n_gated - i);
+        }
+      });
+      multiply(of.proj, gate, n_, y);
+      add_normed(block, of.norm, y);
+    }
+    if (block.scalar)
+      for (int64_t i = 0; i < (int64_t)n_ * width; i++) frame_.rows[i] *= *block.scalar;
   }
 
   // The phases [at, stop) of blocks of which this node has a share: six for each, the order is kPhases. Where one sum does for
@@ -84,7 +107,7 @@ class Runner {
   // heads as `project` gives them, changed in place -> y (n, n_embd).
   void attend_heads(const MdiBlock& block, float* heads, float* y) {
     const MdiAttention& of = block.attention;
-    int width = (of.n_head + 2 * of.n_groups) * of.head_size, wide = of.n_head * of.head_size;
+    int width = of.qkv.n_out, wide = of.n_head * of.head_size;
     prepare_heads(of, heads, width);
     float* attended = scratch_.attended.of((size_t)n_ * wide);
     attend_slices(of, heads, width, attended, wide);
@@ -96,7 +119,7 @@ class Runner {
   void mlp_half(const MdiBlock& block, const float* x, float* y) {
     const float* normed = normalized(block.norm_is_shared ? block.norm_1 : block.norm_2, x);
     if (!block.experts.n) return mlp(block.mlp, normed, n_, y, &block);
-    experts(block, normed, y);
+    experts(block, x, normed, y);
   }
 
   // rows += norm(y), or rows = norm(rows + y); rows is the frame's.
@@ -153,6 +176,7 @@ class Runner {
         return is_one_sum || (mesh && exchange(*mesh, z, n_floats, next_block));
       default:
         if (!is_one_sum) add_normed(block, block.post_mlp_norm, z);
+        finish(block);
         return true;
     }
   }
@@ -267,29 +291,41 @@ class Runner {
     return y;
   }
 
+  void normalize_rows(const MdiNorm& norm, float* y) {
+    int width = stage_.n_embd;
+    team_.run_rows(n_, [&](int m, int) { normalize(norm, y + (int64_t)m * width, width, y + (int64_t)m * width); });
+  }
+
   // Norms and positions of queries and keys; keys and values go to their pages.
   void prepare_heads(const MdiAttention& of, float* heads, int width) {
     int size = of.head_size, n_head = of.n_head, n_groups = of.n_groups;
     int row0 = 0;
     for (int s = 0; s < frame_.n_slices; row0 += frame_.slices[s].n_rows, s++) {
       const MdiSlice& slice = frame_.slices[s];
-      team_.run_rows(slice.n_rows, [&](int r, int) {
+      team_.run_rows(slice.n_rows, [&](int r, int thread) {
         float* row = heads + (int64_t)(row0 + r) * width;
         int position = slice.start + r;
         if (of.norm_q.weight && of.norms_over_all) {
           normalize(of.norm_q, row, n_head * size, row);
           normalize(of.norm_k, row + n_head * size, n_groups * size, row + n_head * size);
         }
-        for (int h = 0; h < n_head + n_groups; h++) {
+        float* values = row + (n_head + of.n_keys) * size;
+        if (of.n_values < of.n_keys) {
+          values = scratch_.threads[thread].value.of((size_t)of.n_keys * size);
+          std::memcpy(values, row + n_head * size, sizeof(float) * (size_t)of.n_keys * size);
+        }
+        for (int h = 0; h < n_head + of.n_keys; h++) {
           float* head = row + h * size;
           const MdiNorm& norm = h < n_head ? of.norm_q : of.norm_k;
           if (norm.weight && !of.norms_over_all) normalize(norm, head, size, head);
           int64_t at = (int64_t)position * of.rope_n_elem;
           rotate(head, of.cos + at, of.sin + at, of.rope_n_elem, of.rope_interleaved);
         }
-        for (int g = 0; g < n_groups; g++)
-          append(of, page_of(of, slice, position / kPage, g), position % kPage, row + (n_head + g) * size,
-                 row + (n_head + n_groups + g) * size);
+        for (int g = 0; g < of.n_keys; g++) {
+          float* value = values + g * size;
+          if (of.norm_v.weight) normalize(of.norm_v, value, size, value);
+          append(of, page_of(of, slice, position / kPage, g), position % kPage, row + (n_head + g) * size, value);
+        }
       });
     }
   }
@@ -389,17 +425,24 @@ class Runner {
     if (adapted) adapt(*adapted, kProj, gate, y, mlp.proj.n_out);
   }
 
-  // The best experts of each row, weighted by the router, added in the order of their numbers.
-  void experts(const MdiBlock& block, const float* x, float* y) {
+  // The best experts of each row, weighted by the router, added in the order of their numbers. x: normed rows of `before`.
+  void experts(const MdiBlock& block, const float* before, const float* x, float* y) {
     const MdiExperts& of = block.experts;
     int width = stage_.n_embd, n_expert = of.n, k = of.n_used;
+    bool is_apart = of.norm_router.weight;
+    if (block.mlp.fc_1.data) mlp(block.mlp, x, n_, y);
+    if (is_apart) {
+      normalize_rows(of.norm_behind_shared, y);
+      x = normalized(of.norm_router, before);
+    }
     float* scores = scratch_.router.of((size_t)n_ * n_expert);
     multiply(of.router, x, n_, scores);
     int32_t* choice = scratch_.choice.of((size_t)n_ * k);
     float* probability = scratch_.probability.of((size_t)n_ * k);
     for (int m = 0; m < n_; m++)
       choose(of.correction, scores + (int64_t)m * n_expert, n_expert, k, choice + m * k, probability + m * k);
-    if (block.mlp.fc_1.data) mlp(block.mlp, x, n_, y);
+    for (int i = 0; of.scales && i < n_ * k; i++) probability[i] *= of.scales[choice[i]];
+    if (is_apart) x = normalized(of.norm, before);
     float* sum = scratch_.expert.of((size_t)2 * n_ * width);
     float* out = sum + (size_t)n_ * width;
     std::memset(sum, 0, sizeof(float) * (size_t)n_ * width);
@@ -420,6 +463,7 @@ class Runner {
             for (int j = 0; j < width; j++) sum[(int64_t)m * width + j] += p * from[j];
           }
     }
+    if (is_apart) normalize_rows(of.norm_behind, sum);
     for (int64_t i = 0; i < (int64_t)n_ * width; i++) y[i] = block.mlp.fc_1.data ? sum[i] + y[i] : sum[i];
   }
 

@@ -5,6 +5,7 @@ Qwen 3 Coder: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</fun
 Mistral: [TOOL_CALLS][{"name": NAME, "arguments": {...}}], newer [TOOL_CALLS]NAME[ARGS]{...}, for each call
 Llama 3: {"name": NAME, "parameters": {...}}, maybe behind <|python_tag|>; several have "; " between them
 
+All forms read these; what a form has besides, and how it writes a call that is demanded, its CallForm says.
 Words, reasoning or other calls may stand before a call; only JSON without a mark must be the first of an answer, or follow
 another call. What has the form of a call, but is one of no tool, is text.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from mdi.text.answers.events import Call, Event, Text, Tools, n_begun
 from mdi.text.answers.think import END_OF_THINK, THINK
+from mdi.text.answers.written import KEY, NAME, Written
 
 _ENDS = {f"<{name}>": f"</{name}>" for name in ("tool_call", "function_call")}
 _MISTRAL = "[TOOL_CALLS]"
@@ -33,7 +35,8 @@ _HEADS: dict[str, Head] = {
     _NO_MARK: (re.compile(r'(?=\[?\s*\{\s*")'), re.compile(r"\[?\s*(\{\s*)?")),
     _MISTRAL: (
         re.compile(
-            r"\s*(?:(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\s*(?:\[ARGS\])?\s*(?=\{)|(?=[{\[]))", re.ASCII
+            r"\s*(?:(?P<name>[\w.-]{1,64})(?:\[CALL_ID\](?P<id>\w{1,64}))?\s*(?:\[ARGS\])?\s*(?=\{)|(?=[{\[]))",
+            re.ASCII,
         ),
         re.compile(r"\s*(?:[\w.-]{1,64}\s*(?:\[[A-Z_]{0,8}(?:\]\w{0,64})?\s*){0,2})?", re.ASCII),
     ),
@@ -78,14 +81,19 @@ class CallForm:
     Attributes:
         read: reads what stands between marks and is no JSON.
         ends: by marks of its own, the ends that belong to them.
-        heads: by marks of its own without an end, what stands before the JSON of the arguments; "name" is the tool's.
+        value: how a mark begins behind which a value stands, and the one that ends it: within, no other mark is one.
+        heads: by marks of its own without an end, what stands before the JSON of the arguments; "name" is the tool's, and
+            "id" the call's.
         behind: what may stand behind such JSON, and means nothing.
+        written: how a call is written that is demanded; None: as INSTRUCTIONS say, JSON alone.
     """
 
     read: ReadCalls = coder_calls
     ends: Mapping[str, str] = field(default_factory=dict)
+    value: tuple[str, str] = ("<parameter=", _END_OF_PARAMETER)
     heads: Mapping[str, Head] = field(default_factory=dict)
     behind: tuple[str, ...] = ()
+    written: Written | None = None
 
 
 class Calls:
@@ -102,6 +110,12 @@ class Calls:
         self._behind = (*self._ends.values(), *form.behind)
         self._marks = (*self._ends, *_OPEN, *form.heads)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
+        self._value_marks = form.value
+        self._ends_or_values = {
+            end: re.compile(f"{re.escape(end)}|{re.escape(form.value[0])}") for end in self._ends.values()
+        }
+        self._any_value = re.compile(re.escape(form.value[1]))
+        self._ids: set[str] = set()  # that the model has given, each of which means one call
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._read, self._is_call = form.read, is_call
         self._step = self._in_words
@@ -110,7 +124,8 @@ class Calls:
         self._blanks: list[str] = []  # behind what was said: they are left out where a call follows
         self._has_said = False
         self._is_first = True  # nothing but blanks stands before, or reasoning
-        self._mark, self._name = _NO_MARK, ""  # of the call that is under way
+        self._mark, self._name, self._id = _NO_MARK, "", ""  # of the call that is under way
+        self._is_value = False  # whether a value of it has begun, between marks
         self._written: list[str] = []  # of it: its mark, what stands behind that, and the rest in pieces
         self._n_written = 0  # characters
         self._value = _JsonValue()
@@ -176,8 +191,8 @@ class Calls:
         return self._open(found[0])
 
     def _open(self, mark: str) -> bool:
-        self._mark, self._name, self._written, self._value = mark, "", [mark], _JsonValue()
-        self._n_written = len(mark)
+        self._mark, self._name, self._id, self._written, self._value = mark, "", "", [mark], _JsonValue()
+        self._n_written, self._is_value = len(mark), False
         self._at += len(mark)
         self._step = self._in_head
         return True
@@ -187,7 +202,7 @@ class Calls:
         whole, begun = self._heads.get(self._mark, _BEFORE_JSON)
         found = whole.match(head)
         if found is not None:
-            self._name = found.groupdict().get("name") or ""
+            self._name, self._id = (found.groupdict().get(what) or "" for what in ("name", "id"))
             self._take(self._at + found.end())
             self._step = self._in_json
             return True
@@ -209,16 +224,18 @@ class Calls:
     def _in_marks(self) -> bool:
         """Between two marks, but no JSON."""
         end = self._ends[self._mark]
+        outside = self._ends_or_values[end]
         longest = self._at + LONGEST_CALL - self._n_written
-        at = self._text.find(end, self._at, longest)
-        if at >= 0:
-            self._take(at + len(end))
-            calls = self._read("".join(self._written), self._schemas)
-            return self._add(calls) if calls else self._is_no_call()
+        while found := (self._any_value if self._is_value else outside).search(self._text, self._at, longest):
+            self._take(found.end())
+            if found[0] == end and not self._is_value:
+                calls = self._read("".join(self._written), self._schemas)
+                return self._add(calls) if calls else self._is_no_call()
+            self._is_value = not self._is_value
         if len(self._text) >= longest:
             self._take(longest)
             return self._is_no_call()
-        self._take(len(self._text) - n_begun(self._text, (end,), self._at))
+        self._take(len(self._text) - n_begun(self._text, (end, *self._value_marks), self._at))
         return False
 
     def _behind_call(self) -> bool:
@@ -289,8 +306,26 @@ class Calls:
             arguments = one.get("arguments", one.get("parameters", {})) if isinstance(one, dict) else None
             if not isinstance(name, str) or name not in self._schemas or not isinstance(arguments, dict | str):
                 return []
-            calls.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
+            own = "" if self._id in self._ids else self._id
+            self._ids.add(own)
+            calls.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments), own))
         return calls
+
+
+def _written(begin: str, end: str, arguments: str = "arguments") -> Written:
+    """A call that is one object of JSON."""
+    return Written(f'{begin}{{"name": "{NAME}", "{arguments}": ', "}" + end)
+
+
+HERMES_CALLS = CallForm(written=_written("<tool_call>\n", "\n</tool_call>"))
+CODER_CALLS = CallForm(
+    written=Written(
+        f"<tool_call>\n<function={NAME}>\n", "</function>\n</tool_call>", f"<parameter={KEY}>\n", "\n</parameter>\n"
+    )
+)
+MISTRAL_CALLS = CallForm(written=Written(f"{_MISTRAL}{NAME}[ARGS]"))
+MISTRAL_LISTS = CallForm(written=_written(f"{_MISTRAL}[", "]"))
+LLAMA_CALLS = CallForm(written=_written("", "", "parameters"))
 
 
 class _JsonValue:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mdi.text.answers.calls import CallForm, Head
+from mdi.text.answers.written import NAME, Written
 
 CALLS = "<｜tool▁calls▁begin｜>"
 _CALL, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
@@ -27,7 +29,15 @@ _HEAD: Head = (
     re.compile(r"[\w\s.<>｜▁`-]*", re.ASCII),
 )
 _FENCED = (f"```{_END_OF_CALL}", f"```\n{_END_OF_CALL}")
-DEEPSEEK_CALLS = CallForm(heads={CALLS: _HEAD, _CALL: _HEAD}, behind=(*_FENCED, _END_OF_CALL, _END_OF_CALLS))
+BLOCK = "```json"  # before the arguments, as R1 and V3 write them
+_BEGIN, _END = f"{CALLS}{_CALL}", f"{_END_OF_CALL}{_END_OF_CALLS}"
+DEEPSEEK_CALLS = CallForm(
+    heads={CALLS: _HEAD, _CALL: _HEAD}, behind=(*_FENCED, _END_OF_CALL, _END_OF_CALLS),
+    written=Written(f"{_BEGIN}{NAME}{_SEPARATOR}", _END),
+)  # fmt: skip
+DEEPSEEK_BLOCKS = replace(
+    DEEPSEEK_CALLS, written=Written(f"{_BEGIN}function{_SEPARATOR}{NAME}\n{BLOCK}\n", f"\n```{_END}")
+)
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -19,10 +19,14 @@ class Reasoning(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call: the name of a tool, and its arguments as JSON, or as the model wrote them if they are none."""
+    """A call: the name of a tool, and its arguments as JSON, or as the model wrote them if they are none.
+
+    `id` is what the model itself calls it; "": nothing.
+    """
 
     name: str
     arguments: str
+    id: str = ""
 
 
 class End(NamedTuple):

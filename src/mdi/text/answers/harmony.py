@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mdi.text.answers.calls import written_call
+from mdi.text.answers.calls import CallForm, written_call
 from mdi.text.answers.events import Call, Event, Mark, Reasoning, Text, Tools
+from mdi.text.answers.written import NAME, Written
 
 ENDS = ("<|return|>", "<|call|>")
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", *ENDS)
@@ -20,6 +21,7 @@ FINAL = "<|channel|>final<|message|>"  # where a prompt goes on with what the us
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _BETWEEN = "\n\n"  # messages of one kind
+HARMONY_CALLS = CallForm(written=Written(f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>"))
 
 
 class Channels:
@@ -73,7 +75,7 @@ class Channels:
             return []
         call = Call(self._name, "".join(self._arguments))
         is_known = self._names is None or call.name in self._names
-        return [call if is_known else Text(written_call(*call))]
+        return [call if is_known else Text(written_call(call.name, call.arguments))]
 
     def _say(self, text: str) -> list[Event]:
         if self._kind is Call:

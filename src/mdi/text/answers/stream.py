@@ -121,7 +121,7 @@ class InlineStream:
                 self._is_open = not self._is_open
                 text += THINK if self._is_open else f"{END_OF_THINK}\n\n"
             if isinstance(event, Call):
-                text += f"<tool_call>{written_call(*event)}</tool_call>"
+                text += f"<tool_call>{written_call(event.name, event.arguments)}</tool_call>"
             elif not isinstance(event, End):
                 text += event.text
         return text

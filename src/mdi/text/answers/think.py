@@ -1,25 +1,26 @@
-"""Reasoning between <think> and </think> before the text, as Qwen 3, DeepSeek R1, GLM and MiniMax write it.
+"""Reasoning between two marks before the text, such as <think> and </think> of Qwen 3, DeepSeek R1, GLM and MiniMax.
 
-A prompt may end with <think>: then an answer begins with reasoning.
+A prompt may end with the first one: then an answer begins with reasoning.
 """
 
 from __future__ import annotations
 
 from mdi.text.answers.events import Event, Reasoning, Text, n_begun
 
-THINK, END_OF_THINK = "<think>", "</think>"
-MARKS = (THINK, END_OF_THINK)
+THINK, END_OF_THINK = MARKS = ("<think>", "</think>")
+MISTRAL = ("[THINK]", "[/THINK]")
 
 
 class Thoughts:
     """Blanks around reasoning belong to its marks. Behind words, a mark is text.
 
     Args:
-        is_open: whether the prompt ends with <think>.
+        is_open: whether the prompt ends with the first mark.
     """
 
-    def __init__(self, is_open: bool) -> None:
+    def __init__(self, is_open: bool, marks: tuple[str, str] = MARKS) -> None:
         self._is_open = is_open
+        self._begin, self._end = marks
         self._text, self._at = "", 0  # what came last, and how far it has been taken
         self._blank = ""  # at the end of the reasoning so far: left out if that has ended
         self._has_reasoned = self._has_said = False
@@ -39,8 +40,8 @@ class Thoughts:
     # Each takes a part of the text, and says whether it is worth going on: else it waits for more.
 
     def _reasons(self) -> bool:
-        end = self._text.find(END_OF_THINK, self._at)
-        to = end if end >= 0 else len(self._text) - n_begun(self._text, (END_OF_THINK,), self._at)
+        end = self._text.find(self._end, self._at)
+        to = end if end >= 0 else len(self._text) - n_begun(self._text, (self._end,), self._at)
         thought, self._at = self._text[self._at : to], to
         thought = self._blank + (thought if self._has_reasoned else thought.lstrip())
         said = thought.rstrip()
@@ -49,18 +50,18 @@ class Thoughts:
             self._has_reasoned = True
         self._blank = thought[len(said) :] if end < 0 else ""
         if end >= 0:
-            self._at, self._is_open = end + len(END_OF_THINK), False
+            self._at, self._is_open = end + len(self._end), False
         return end >= 0
 
     def _speaks(self) -> bool:
         if not self._has_said:
             while self._at < len(self._text) and self._text[self._at].isspace():
                 self._at += 1
-            rest = self._text[self._at : self._at + len(THINK)]
-            if rest == THINK:
-                self._at, self._is_open = self._at + len(THINK), True
+            rest = self._text[self._at : self._at + len(self._begin)]
+            if rest == self._begin:
+                self._at, self._is_open = self._at + len(self._begin), True
                 return True
-            if THINK.startswith(rest):
+            if self._begin.startswith(rest):
                 return False
         if self._at < len(self._text):
             self._events.append(Text(self._text[self._at :]))
@@ -68,7 +69,7 @@ class Thoughts:
         return False
 
 
-def content(text: str, is_open: bool) -> str:
+def content(text: str, is_open: bool, marks: tuple[str, str] = MARKS) -> str:
     """The text of a whole answer without its reasoning."""
-    thoughts = Thoughts(is_open)
+    thoughts = Thoughts(is_open, marks)
     return "".join(one.text for one in [*thoughts.feed(text), *thoughts.close(False)] if isinstance(one, Text))

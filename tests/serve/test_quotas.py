@@ -1,0 +1,153 @@
+"""What a key may use: tokens per minute and day, texts at once; beyond that every API says when to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mdi.cli.serve_settings import read_key
+from mdi.serve.api import SURFACES, make_app, make_ollama_app
+from mdi.serve.api_errors import ApiError
+from mdi.serve.api_state import ApiState
+from mdi.serve.catalog import Catalog
+from mdi.serve.engine_client import EngineClient
+from mdi.serve.process import ApiKey, ServeSettings
+from mdi.serve.quotas import Quotas
+
+KEY = read_key(1, "alpha-secret alpha 0 minute_tokens=60 texts=2")
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/api/generate": {"prompt": "a", "model": "m"},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "model": "m"},
+}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+class Time:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def refusal(quotas: Quotas, n_texts: int = 1) -> ApiError | None:
+    try:
+        with quotas.begun("alpha", n_texts):
+            return None
+    except ApiError as e:
+        return e
+
+
+def waits(quotas: Quotas) -> int:
+    """Seconds that a request is told to wait; 0: it is not refused."""
+    found = refusal(quotas)
+    assert found is None or (found.status, found.body["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert found is None or f"try again in {found.headers['retry-after']}s" in str(found)
+    return 0 if found is None else int(found.headers["retry-after"])
+
+
+def test_a_key_says_what_it_may_use() -> None:
+    key = read_key(1, "long-enough alpha 3 texts=2 minute_tokens=600 day_tokens=9000 beams=4 operator")
+    assert (key.texts, key.minute_tokens, key.day_tokens, key.beams, key.role) == (2, 600, 9000, 4, "operator")
+    assert read_key(1, "long-enough alpha") == ApiKey(key.digest, "alpha"), "without a limit any number"
+
+
+def test_tokens_come_back_evenly() -> None:
+    now = Time()
+    quotas = Quotas((KEY,), now)
+    assert waits(quotas) == 0
+    quotas.began("alpha", "m", 50)
+    assert waits(quotas) == 0, "there is room for one"
+    quotas.tokens("alpha", 40, 0.1)  # more than were left: nobody knew
+    assert waits(quotas) == 31
+    now.now_s += 30
+    assert waits(quotas) == 1
+    now.now_s += 1
+    assert waits(quotas) == 0
+    now.now_s += 3600
+    quotas.tokens("alpha", 59, 0.1)
+    assert waits(quotas) == 0
+    quotas.tokens("alpha", 1, 0.1)
+    assert waits(quotas) == 1, "an hour of nothing leaves no more than a minute does"
+
+
+def test_a_day_has_its_own_limit_and_the_longer_wait_is_told() -> None:
+    now = Time()
+    quotas = Quotas((replace(KEY, day_tokens=864),), now)
+    quotas.tokens("alpha", 64, 0.1)
+    assert waits(quotas) == 5
+    for _ in range(8):
+        quotas.tokens("alpha", 100, 0.1)
+    assert "per minute" in str(refusal(quotas)) and waits(quotas) == 805
+    now.now_s += 805
+    assert "per day" not in str(refusal(quotas)), "and it has emptied by 8 of 864"
+    quotas.tokens("alpha", 59, 0.1)
+    error = refusal(quotas)
+    assert error is not None and "864 tokens per day" in str(error) and int(error.headers["retry-after"]) > 5000
+
+
+def test_texts_at_once_are_counted_until_they_end() -> None:
+    quotas = Quotas((KEY,))
+    with quotas.begun("alpha", 1):
+        with quotas.begun("alpha", 1):
+            assert waits(quotas) == 1 and "2 texts at the same time" in str(refusal(quotas))
+        with contextlib.suppress(RuntimeError), quotas.begun("alpha", 1):
+            raise RuntimeError
+        assert waits(quotas) == 0
+    error = refusal(quotas, 3)
+    assert error is not None and error.status == 400, "waiting would not help"
+    assert quotas.uses["alpha"].n_texts == 0
+
+
+def test_other_keys_and_requests_without_one_are_not_held_up() -> None:
+    quotas = Quotas((KEY, read_key(2, "beta-secret beta")))
+    quotas.tokens("alpha", 10_000, 0.1)
+    for owner in ("beta", ""):
+        quotas.tokens(owner, 10_000, 0.1)
+        with quotas.begun(owner, 100):
+            pass
+    assert waits(quotas) > 0 and quotas.uses["beta"].tokens == {"generated": 10_000}
+
+
+def ask(path: str, body: Any, is_ollamas: bool) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        api = ApiState(
+            ServeSettings(keys=(KEY,)), EngineClient(lambda: None), Catalog(Path("nowhere"), Path("nowhere"))
+        )
+        app = make_ollama_app(api) if is_ollamas else make_app(api)
+        for observer in api.observe:  # as the texts of a request do
+            observer.began("alpha", "m", 40)
+            observer.tokens("alpha", 60, 0.1)
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+            headers = {"authorization": "Bearer alpha-secret"}
+            found = await http.post(path, json=body, headers=headers)
+            told = (await http.get("/metrics", headers=headers)).text if not is_ollamas else ""
+            assert is_ollamas or 'mdi_key_tokens_total{key="alpha",of="prompt"} 40.0' in told
+            assert is_ollamas or 'mdi_key_tokens_total{key="alpha",of="generated"} 60.0' in told
+            assert is_ollamas or 'mdi_key_refused_total{key="alpha"} 1.0' in told
+            return found
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [*SURFACES, "/api/chat", "/api/generate"])
+def test_every_api_says_why_and_when_to_try_again(path: str, is_streamed: bool) -> None:
+    body = {**BODIES.get(path, CHAT), "stream": is_streamed}
+    if path.endswith("count_tokens"):
+        body = {"messages": CHAT["messages"]}
+    found = ask(path, body, path.startswith("/api/"))
+    assert found.status_code == 429 and 41 <= int(found.headers["retry-after"]) <= 42, found.text
+    error = found.json()["error"]
+    words = error if isinstance(error, str) else error["message"]
+    assert words.startswith("the key alpha has used its 60 tokens per minute: try again in 4")
+    assert isinstance(error, str) or error["type"] == "rate_limit_error"

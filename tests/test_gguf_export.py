@@ -1,0 +1,137 @@
+"""prepare_model --export gguf: what was written is read again as the same model, with equal bytes and the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from families import random_gpt
+from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.gguf import read_gguf
+from mdi.checkpoint.gguf_export import export_gguf
+from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
+from mdi.checkpoint.gguftokenizer import tokenizer_fields, write_tokenizer
+from mdi.checkpoint.mixtures import meant
+from mdi.checkpoint.packing import Packing, flat_numbers
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.cli import launch
+from mdi.errors import CheckpointError, UsageError
+from mdi.kernels import library
+from mdi.model.tensors import EMBEDDING, FINAL_NORM, HEAD
+from test_made_mixtures import alone, ids
+from tiny_checkpoint import encode, tiny_config, write_checkpoint
+from tiny_models import HF_KINDS, tiny_state, write_lit
+
+KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma")
+FAMILIES = [name for name, (kind, _) in HF_KINDS.items() if kind in KINDS]
+
+
+def packed(source: Any, form: str) -> PackedSource:
+    form = meant(form, source.config)
+    return PackedSource(source, Packing(form, form))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Of settings: numbers that are not whole have single precision in files."""
+    return one == other or (isinstance(one, float) and np.float32(one) == np.float32(other))
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    sizes = {"n_embd": 256, "head_size": 32, "n_head": 8, "n_query_groups": 2, "intermediate_size": 192, "n_layer": 3}
+    return write_checkpoint(folder, gpt=random_gpt(tiny_config(**{**sizes, **changes}), 4), with_end=False)
+
+
+@pytest.mark.parametrize("form", ["q4_k", "q6_k", "fp16", "float32"])
+def test_there_and_back(form: str, tmp_path: Path) -> None:
+    source = LitCheckpoint(checkpoint(tmp_path / "tiny"))
+    first = packed(source, form)
+    export_gguf(first, source.path, tmp_path / "out.gguf")
+    again = GgufSource(tmp_path / "out.gguf")
+    not_compared = ("name", "hf_config", "vocab_size", "padding_multiple")
+    for key, value in vars(source.config).items():
+        if key not in not_compared and key != "rope_adjustments":
+            assert is_same(value, vars(again.config)[key]), key
+    assert again.config.rope_adjustments == source.config.rope_adjustments
+    second = PackedSource(again, Packing(again.own_formats or form, again.own_formats or form))
+    for part in first.part_names():
+        one, two = first.weights(part), second.weights(part)
+        assert one.keys() == two.keys()
+        for name, weight in one.items():
+            assert np.array_equal(flat_numbers(weight), flat_numbers(two[name])), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    config, state = tiny_state(family, vocab_size=320, padded_vocab_size=320)
+    if family.startswith("Gemma"):
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+    source = LitCheckpoint(write_lit(tmp_path / "lit", config, state))
+    export_gguf(packed(source, "float32"), source.path, tmp_path / "out.gguf")
+    again = GgufSource(tmp_path / "out.gguf")
+    for name in source.specs:
+        rounds = family.startswith("Gemma") and ("norm" in name or name == FINAL_NORM)  # files have the one added
+        same = np.allclose if rounds else np.array_equal
+        assert same(again.array(name), source.array(name)), name
+
+
+def test_the_command_and_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    flags = [str(folder), "--export", "gguf", "--quantize", "q4_k", "--out", str(tmp_path / "out")]
+    assert launch("prepare-model", flags) == 0
+    path = tmp_path / "out" / "tiny-random.gguf"
+    assert str(path) in capsys.readouterr().out and list(path.parent.iterdir()) == [path]
+    kinds = {name: tensor.type_name for name, tensor in read_gguf(path).tensors.items()}
+    assert kinds["output.weight"] == kinds["token_embd.weight"] == "Q6_K" and kinds["blk.0.attn_q.weight"] == "Q4_K"
+    assert kinds["blk.2.attn_v.weight"] == "Q6_K" and kinds["blk.0.ffn_down.weight"] == "Q5_0"
+    assert kinds["blk.2.ffn_down.weight"] == "Q8_0" and kinds["blk.0.attn_norm.weight"] == "F32"
+    made = gguf_directory(path, tmp_path / "store")
+    text = "The ring closes. 12 nodes, <|end|>\n"
+    assert Tokenizer.from_file(str(made / "tokenizer.json")).encode(text).ids == encode(text)
+    if library.load() is not None:
+        here = ids(alone(), folder, tmp_path / "cache", quantize="q4_k")
+        assert ids(alone(), made, tmp_path / "cache", quantize="own") == here
+    assert launch("prepare-model", flags) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_a_head_that_is_the_embedding_is_written_once(tmp_path: Path) -> None:
+    config, state = tiny_state("Llama-3.1-8B", vocab_size=320, padded_vocab_size=320)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    source = LitCheckpoint(write_lit(tmp_path / "lit", config, state))
+    assert source.same_as(HEAD) == EMBEDDING
+    export_gguf(packed(source, "q6_k"), source.path, tmp_path / "out.gguf")
+    tensors = read_gguf(tmp_path / "out.gguf").tensors
+    assert "output.weight" not in tensors
+    assert GgufSource(tmp_path / "out.gguf").same_as(HEAD) == EMBEDDING
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    source = LitCheckpoint(folder)
+    with pytest.raises(UsageError, match="int8 is no type of GGUF files"):
+        export_gguf(packed(source, "int8"), folder, tmp_path / "out.gguf")
+    (tmp_path / "there.gguf").touch()
+    with pytest.raises(UsageError, match="is there already"):
+        export_gguf(packed(source, "q4_k"), folder, tmp_path / "there.gguf")
+    other = LitCheckpoint(checkpoint(tmp_path / "other", rotary_percentage=0.5))
+    with pytest.raises(CheckpointError, match="a GGUF file has no such settings"):
+        export_gguf(packed(other, "q4_k"), folder, tmp_path / "out.gguf")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer.json"):
+        export_gguf(packed(source, "q4_k"), folder, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists() and not list(tmp_path.glob("*.part"))
+
+
+def test_fields_of_tokenizers_come_back(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    fields = tokenizer_fields(folder, 400)
+    assert len(fields["tokenizer.ggml.tokens"]) == 400 and fields["tokenizer.ggml.token_type"][-1] == 5
+    (tmp_path / "again").mkdir()
+    write_tokenizer(fields, tmp_path / "again", tmp_path)
+    assert {k: v for k, v in tokenizer_fields(tmp_path / "again", 400).items() if "token_type" not in k} == {
+        k: v for k, v in fields.items() if "token_type" not in k
+    }
