@@ -696,7 +696,7 @@ def _mlp(config: ModelConfig, index: int) -> Mlp:
         assert config.moe_intermediate_size is not None
         expert, norm = _dense(config, config.moe_intermediate_size), _norm(config)
         mlp, router = _dense(config, config.intermediate_size), replace(_router(config), has_expert_scales=True)
-        return Experts(config.n_expert, config.n_expert_per_token, expert, router, mlp, norm)
+        return Experts(config.n_expert, config.n_expert_per_token, expert, router, mlp, own_norm=norm)
     if kind != "LLaMAMoE" or index < (config.first_k_dense_replace or 0):
         is_wide = _cache_of(config, index) is not None
         return _dense(config, config.intermediate_size * (config.shared_kv_mlp if is_wide else 1))
