@@ -83,12 +83,14 @@ def _as_stored(names: Names, config: ModelConfig, tensors: Tensors) -> Tensors:
             rows = found[piece.tensor] if piece.expert is None else found[piece.tensor][piece.expert]
             rows = rows.T if piece.is_transposed else rows
             rows = rows if piece.rows is None else rows[slice(*piece.rows)]
-            own = tensor[first : first + len(rows)]
-            if piece.is_interleaved:
-                rows[torch.from_numpy(interleaved_rows(spec_of(config)))] = own
-            else:
+            numbers = interleaved_rows(spec_of(config)) if piece.is_interleaved else piece.row_numbers
+            n_rows = len(rows) if numbers is None else len(numbers)
+            own = tensor[first : first + n_rows]
+            if numbers is None:
                 rows.copy_(own)
-            first += len(rows)
+            else:
+                rows[torch.from_numpy(numbers)] = own
+            first += n_rows
     return found
 
 

@@ -105,6 +105,8 @@ class GgufSource(WeightSource):
 
         def read(piece: Piece, part: GgufTensor) -> np.ndarray:
             found = cast(read_tensor(part, piece.tensor), spec_of(part), spec.dtype)
+            if piece.is_neg_exp:
+                return np.log(-found)
             return found - np.float32(piece.plus) if piece.plus else found
 
         return LazyRows(spec.shape, lambda at: joined(self._some(pieces, at, read)))
@@ -114,8 +116,12 @@ class GgufSource(WeightSource):
 
     def _own_format(self, name: str) -> str:
         """The formats of a weight's rows, as the file has them."""
-        parts = [self._part(piece) for piece in self._pieces[name]]
-        own = [(part.shape[0], OWN_FORMATS.get(part.type_name, ROUNDED_TO)) for part in parts]
+        pieces = self._pieces[name]
+        parts = [self._part(piece) for piece in pieces]
+        own = [
+            (_n_rows(piece, part), OWN_FORMATS.get(part.type_name, ROUNDED_TO))
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
         return joined_pieces(own) or ROUNDED_TO
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
@@ -165,7 +171,7 @@ class GgufSource(WeightSource):
             whole = zip(pieces, parts, strict=True)
             return [read(piece, part)[self._places(piece, part.shape[0], slice(None))] for piece, part in whole]
         found = []
-        for i, own in spans([part.shape[0] for part in parts], at):
+        for i, own in spans([_n_rows(piece, part) for piece, part in zip(pieces, parts, strict=True)], at):
             piece, part = pieces[i], parts[i]
             first, last, places = own.start, own.stop, self._places(piece, part.shape[0], own)
             if not isinstance(places, slice) and len(places):
@@ -192,23 +198,27 @@ class GgufSource(WeightSource):
         raise CheckpointError(f"{self.path} lacks the tensor {missing}")
 
     def _spec(self, pieces: Sequence[Piece]) -> TensorSpec:
-        specs = [spec_of(self._part(piece)) for piece in pieces]
+        parts = [self._part(piece) for piece in pieces]
+        specs = [spec_of(part) for part in parts]
+        n_rows = sum(_n_rows(piece, part) for piece, part in zip(pieces, parts, strict=True))
         codes = {spec.dtype for spec in specs}
-        if any(piece.plus for piece in pieces) and codes != {"F32"}:
+        if any(piece.plus or piece.is_neg_exp for piece in pieces) and codes != {"F32"}:
             raise CheckpointError(f"{self.path}: {pieces[0].tensor} is not in F32, as llama.cpp keeps norms")
         # of several types the one that holds all
-        return TensorSpec(
-            codes.pop() if len(codes) == 1 else "F32", (sum(s.shape[0] for s in specs), *specs[0].shape[1:])
-        )
+        return TensorSpec(codes.pop() if len(codes) == 1 else "F32", (n_rows, *specs[0].shape[1:]))
 
     def _part(self, piece: Piece) -> GgufTensor:
         """The bytes of a piece in the file. Raises CheckpointError: the tensor is of another shape."""
         found = self._tensors[piece.tensor]
-        if found.shape != piece.shape:
+        if tuple(n for n in found.shape if n > 1) != tuple(
+            n for n in piece.shape if n > 1
+        ):  # it has no dimensions of one
             raise CheckpointError(
                 f"{self.path}: tensor {piece.tensor} has the shape {list(found.shape)}, expected {list(piece.shape)} by the "
                 "file's fields"
             )
+        if found.shape != piece.shape:
+            found = slice_tensor(found, 0, found.shape[0], piece.shape)
         if piece.expert is not None:
             found = slice_tensor(found, piece.expert, piece.expert + 1, found.shape[1:])
         if piece.rows is not None:
@@ -219,9 +229,17 @@ class GgufSource(WeightSource):
     @staticmethod
     def _places(piece: Piece, n_rows: int, at: slice) -> np.ndarray | slice:
         """Where our rows are: where those of one half of a head come first, the file may have them in pairs."""
+        if (numbers := piece.row_numbers) is not None:
+            return numbers[at]
         if not piece.n_paired:
             return at
         return np.arange(n_rows).reshape(piece.n_paired, -1, 2).transpose(0, 2, 1).reshape(-1)[at]
+
+
+def _n_rows(piece: Piece, part: GgufTensor) -> int:
+    """Rows of ours that a piece has."""
+    numbers = piece.row_numbers
+    return part.shape[0] if numbers is None else len(numbers)
 
 
 def _derived(header: GgufHeader) -> tuple[ModelConfig, Names]:

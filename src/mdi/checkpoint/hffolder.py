@@ -167,6 +167,8 @@ class HfFolder(WeightSource):
         """
         if piece.is_interleaved:
             places = self._interleaved[at]
+        elif (numbers := piece.row_numbers) is not None:
+            places = numbers[at]
         else:
             start, _, step = piece.rows or (0, 0, 1)
             places = np.arange(start + at.start * step, start + at.stop * step, step)
@@ -208,7 +210,7 @@ class HfFolder(WeightSource):
     def _checked(self, piece: Piece) -> Piece:
         """Raises CheckpointError: a tensor of which rows are taken is of another shape. All others are compared with ours."""
         shape = self._files[piece.tensor].specs[piece.tensor].shape
-        if shape != piece.shape and (piece.rows or piece.is_interleaved or piece.expert is not None):
+        if shape != piece.shape and (piece.rows or piece.of_heads or piece.is_interleaved or piece.expert is not None):
             raise CheckpointError(
                 f"{self.path}: tensor {piece.tensor} has the shape {list(shape)}, expected {list(piece.shape)} by config.json"
             )
@@ -243,6 +245,8 @@ class HfFolder(WeightSource):
             spec = TensorSpec(spec.dtype, spec.shape[::-1])
         if piece.rows is not None:
             spec = TensorSpec(spec.dtype, (len(range(*piece.rows)), *spec.shape[1:]))
+        if (numbers := piece.row_numbers) is not None:
+            spec = TensorSpec(spec.dtype, (len(numbers), *spec.shape[1:]))
         return spec
 
     def _spec(self, pieces: tuple[Piece, ...]) -> TensorSpec:

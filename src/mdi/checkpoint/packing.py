@@ -261,8 +261,8 @@ FOLDED_FORMATS = (
 )  # only in formats of a few bits; in others, weights stay as in the checkpoint
 
 _BLOCK = re.compile(r"(transformer\.h\.(\d+)\.)(.*)\.weight")
-_ATTENTION = ("attn.qkv", "attn.q_a_proj", "attn.kv_a_proj_with_mqa")
-_MLP = re.compile(r"mlp\.(gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
+_MIXERS = re.compile(r"attn\.(qkv|out_gate|q_a_proj|kv_a_proj_with_mqa)|delta\.(qkv|out_gate|gates)")
+_MLP = re.compile(r"mlp\.(gate|shared_experts\.gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
 
 def folded(
@@ -313,7 +313,7 @@ def norm_before(name: str, model: ModelSpec) -> str | None:
     if match is None:
         return None
     block, layer = match[1], match[3]
-    if layer in _ATTENTION:
+    if _MIXERS.fullmatch(layer):
         return f"{block}norm_1.weight"
     if _MLP.fullmatch(layer):
         of = model.blocks[int(match[2])]

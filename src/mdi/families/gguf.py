@@ -159,14 +159,18 @@ def sizes(fields: Fields) -> Json:
     n_vocab, width = fields.shape("token_embd.weight")
     if width != n_embd:
         raise ValueError(f"it names an embedding of width {n_embd}, but its tensor has {width}")
-    is_fused = "blk.0.attn_qkv.weight" in fields.shapes
-    rows = fields.shape(f"blk.0.attn_{'qkv' if is_fused else 'q'}.weight")[0]
+    first = next((i for i in range(n_layer) if f"blk.{i}.attn_output.weight" in fields.shapes), 0)  # with attention
+    is_fused = f"blk.{first}.attn_qkv.weight" in fields.shapes
+    rows = fields.shape(f"blk.{first}.attn_{'qkv' if is_fused else 'q'}.weight")[0]
     expected = head_size * (n_head + 2 * n_groups if is_fused else n_head)
+    if first and rows == 2 * expected:  # behind blocks without attention, its heads have gates
+        rows = expected
     if rows != expected or fields.size("attention.value_length", head_size) != head_size:
         raise ValueError(f"its heads ({n_head} and {n_groups}, of {head_size}) do not fit its tensors of {rows} rows")
     return {
         "num_hidden_layers": n_layer, "hidden_size": n_embd, "num_attention_heads": n_head, "num_key_value_heads": n_groups,
-        "head_dim": head_size, "intermediate_size": fields.size("feed_forward_length"), "vocab_size": n_vocab,
+        "head_dim": head_size, "vocab_size": n_vocab,
+        "intermediate_size": fields.size("feed_forward_length", fields.get("expert_feed_forward_length")),
         "max_position_embeddings": fields.size("context_length"),
     }  # fmt: skip
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention
+from mdi.model.spec import Attention, Mixer
 from mdi.model.tensors import BLOCKS, HEAD
 
 # Where the language part of a model begins that also sees or hears.
@@ -33,6 +35,8 @@ class Piece:
         n_paired: of so many heads each, row i of the one half and row i of the other lie beside each other; 0: all rows of the
             one half come first.
         plus: what was added to the numbers.
+        is_neg_exp: whether they are -e^x of ours.
+        of_heads: (first, n, period): of each `period` rows those from `first` on, so many; None: as `rows` says.
     """
 
     tensor: str
@@ -43,6 +47,16 @@ class Piece:
     is_transposed: bool = False
     n_paired: int = 0
     plus: float = 0.0
+    is_neg_exp: bool = False
+    of_heads: tuple[int, int, int] | None = None
+
+    @property
+    def row_numbers(self) -> np.ndarray | None:
+        """Which rows of the tensor (or of a matrix in it) they are, in our order; None: all, or consecutive halves of it."""
+        if self.of_heads is None:
+            return None
+        first, n, period = self.of_heads
+        return (np.arange(0, self.shape[0], period)[:, None] + np.arange(first, first + n)).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,9 @@ class Held:
         n_before: rows before ours, which mean nothing here.
         is_stacked: whether the module has those of all experts, one behind the other.
         is_paired: whether the halves of each head of query and key lie in pairs, as Piece.n_paired says.
-        is_interleaved, is_transposed, plus: see Piece.
+        is_interleaved, is_transposed, plus, is_neg_exp: see Piece.
+        heads: if the rows of a module are those of heads, which have more: of each module, by the block's mixer, how many heads
+            it has, and Piece.of_heads.
         otherwise: what holds it in files of another kind. What is written is never that.
     """
 
@@ -69,6 +85,8 @@ class Held:
     is_transposed: bool = False
     is_paired: bool = False
     plus: float = 0.0
+    is_neg_exp: bool = False
+    heads: Callable[[Any], tuple[tuple[int, int, int, int], ...]] | None = None
     otherwise: Held | None = None
 
 
@@ -156,6 +174,10 @@ class Names:
         of = None if where is None else held(where)
         while of is not None:
             tensors = [f"{path}{module}{ending}".format(i=expert) for module in of.modules]
+            if of.heads is not None and match is not None:
+                yield _of_heads(of, tensors, shape, spec_of(config).blocks[int(match[1])].mixer)
+                of = of.otherwise
+                continue
             of_three = None if match is None or len(tensors) == 1 else _attention(config, int(match[1]))
             counts = (shape[0],) if of_three is None else _row_counts(of_three)
             heads = (0,) if of_three is None else (of_three.n_head, of_three.n_groups, 0)
@@ -165,6 +187,15 @@ class Names:
                 if n_rows or of_three is None
             )
             of = of.otherwise
+
+
+def _of_heads(of: Held, tensors: list[str], shape: tuple[int, ...], mixer: Mixer) -> tuple[Piece, ...]:
+    assert of.heads is not None
+    found = zip(tensors, of.heads(mixer), strict=True)
+    return tuple(
+        Piece(tensor, (n_heads * period, *shape[1:]), of_heads=(first, n, period))
+        for tensor, (n_heads, first, n, period) in found
+    )
 
 
 def _piece(
@@ -179,7 +210,7 @@ def _piece(
     is_transposed = of.is_transposed and len(shape) == 2
     whole = ((n_experts,) if of.is_stacked else ()) + (shape[::-1] if is_transposed else shape)
     number = expert if of.is_stacked else None
-    return Piece(tensor, whole, rows, number, of.is_interleaved, is_transposed, n_paired, of.plus)
+    return Piece(tensor, whole, rows, number, of.is_interleaved, is_transposed, n_paired, of.plus, of.is_neg_exp)
 
 
 # Of Llama, which most families follow.
@@ -213,3 +244,16 @@ def fused_qkv(module: str) -> dict[str, Any]:
         "mlp.fc": "mlp.dense_h_to_4h",
         "mlp.proj": "mlp.dense_4h_to_h",
     }
+
+
+def gated_qkv(qkv: tuple[str, str, str]) -> dict[str, Any]:
+    """Of attention with a gate, whose rows of each head follow those of the head's query in one module."""
+
+    def heads(of: Attention) -> tuple[tuple[int, int, int, int], ...]:
+        size = of.head_size
+        return (of.n_head, 0, size, 2 * size), *((of.n_groups, 0, size, size),) * 2
+
+    def gates(of: Attention) -> tuple[tuple[int, int, int, int], ...]:
+        return ((of.n_head, of.head_size, of.head_size, 2 * of.head_size),)
+
+    return {"attn.qkv": Held(qkv, heads=heads), "attn.out_gate": Held(qkv[:1], heads=gates)}

@@ -31,29 +31,15 @@ from . import (
     opt,
     phi,
     qwen,
+    qwen_next,
     smollm,
     stablelm,
 )
 
 _FILES = (
-    llama,
-    qwen,
-    phi,
-    glm,
-    minimax,
-    gpt_oss,
-    gemma,
-    gemma4,
-    olmo,
-    stablelm,
-    neox,
-    falcon,
-    bloom,
-    opt,
-    gpt2,
-    ernie,
+    llama, qwen, qwen_next, phi, glm, minimax, gpt_oss, gemma, gemma4, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie,
     smollm,
-)
+)  # fmt: skip
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 # Those of which GGUF files are read, by their architecture there.

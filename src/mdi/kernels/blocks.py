@@ -26,9 +26,9 @@ from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable, only_logits
 from mdi.kernels.weight_formats import check_packed, layout_of
-from mdi.model.caches import kinds_of, places_of
+from mdi.model.caches import Paged, stage_places
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Gated, Mlp, ModelSpec, Norm, Rotary
+from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Gated, Mlp, ModelSpec, Norm, Rotary
 from mdi.model.tensors import FINAL_NORM, HEAD
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
@@ -438,8 +438,14 @@ def why_not_in_kernels(config: ModelConfig) -> str | None:
 
 def _why_not(block: BlockSpec) -> str | None:
     mixer, mlp = block.mixer, block.mlp
+    if isinstance(mixer, DeltaNet):
+        return "gated delta nets"
     if not isinstance(mixer, Attention):
         return "latent attention"
+    if mixer.has_gate:
+        return "gates of attention"
+    if isinstance(mlp, Experts) and mlp.has_shared_gate:
+        return "a gate of the shared expert"
     if isinstance(mlp, Experts) and mlp.router.n_groups > 1:
         return "experts in groups"
     return _contradiction(mixer) or _contradiction_of_mlp(mlp)
@@ -540,7 +546,8 @@ class Blocks:
         self.spec, self.start, self.stop = spec, start, stop
         self.context = context
         self.n_embd, self.row_in = spec.width, spec.row_at(start)
-        self._kinds, self._places = places_of(kinds_of(spec, start, stop))
+        counts, self._places = stage_places(spec, start, stop)
+        self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}  # states are refused
         self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
         self._cache_type = cache_type
         self._kept: list[Any] = []  # keeps alive what the structures refer to

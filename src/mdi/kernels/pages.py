@@ -22,7 +22,8 @@ import psutil
 from mdi.errors import Code, EngineError
 from mdi.kernels.memory_nodes import spread
 from mdi.kernels.stage_caches import Piece, StageCaches
-from mdi.model.caches import PAGE, SLACK, PageClass, Place
+from mdi.kernels.states import StateStore
+from mdi.model.caches import PAGE, SLACK, PageClass, Place, StateClass
 
 # Reserved memory must not count as taken, or a process that holds it cannot start another one. Python 3.13 knows the name.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -278,26 +279,27 @@ class PageStore:
         return entry.ids[pages - entry.first], positions
 
 
-class CachePages(StageCaches[PageStore]):
-    """The caches of a stage whose blocks have pages alone.
+class CachePages(StageCaches[PageStore | StateStore]):
+    """The caches of a stage: pages, and states.
 
     Args:
-        pools, layouts: one for each class; without layouts nothing is exported.
+        pools, layouts: one for each class of pages; without layouts nothing is exported.
+        states: those of the other classes, which follow.
         places, start, cache_type: as of StageCaches.
     """
 
     def __init__(
         self, classes: Sequence[PageClass], pools: Sequence[Pages], layouts: Sequence[Layout] = (),
-        places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32",
+        places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32", states: Sequence[StateStore] = (),
     ) -> None:  # fmt: skip
         rows: Sequence[Layout | None] = layouts or [None] * len(classes)
-        stores = [PageStore(c, pool, one) for c, pool, one in zip(classes, pools, rows, strict=True)]
-        super().__init__(stores, places, start, cache_type)
+        pages = [PageStore(c, pool, one) for c, pool, one in zip(classes, pools, rows, strict=True)]
+        super().__init__([*pages, *states], places, start, cache_type)
 
     @property
-    def classes(self) -> list[PageClass]:
+    def classes(self) -> list[PageClass | StateClass]:
         return [store.cache_class for store in self.stores]
 
     @property
     def pools(self) -> list[Pages]:
-        return [store.pool for store in self.stores]
+        return [store.pool for store in self.stores if isinstance(store, PageStore)]

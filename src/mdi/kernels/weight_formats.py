@@ -252,11 +252,11 @@ def table_is_int8(form: str) -> bool:
 def is_packable(name: str, shape: Sequence[int]) -> bool:
     """Whether this is the weight of a linear layer that a format is for.
 
-    Routers of experts are not: they are small, and a wrong choice of expert costs more than rounding. Nor is the up-projection
-    of latent attention, whose weights are read in pieces.
+    Routers of experts, and gates of whole heads and experts, are not: they are small, and a wrong choice costs more than
+    rounding. Nor is the up-projection of latent attention, whose weights are read in pieces.
     """
     path = name.removesuffix(".weight")
-    return path != name and len(shape) == 2 and not path.endswith((".wte", ".wpe", ".gate", "kv_b_proj"))
+    return path != name and len(shape) == 2 and not path.endswith((".wte", ".wpe", ".gate", ".gates", "kv_b_proj"))
 
 
 def held_bytes(parts: Sequence[int], stored: str, held: str, stored_format: str | None = None) -> int:

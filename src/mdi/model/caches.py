@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from mdi.model.spec import Attention, BlockSpec, ModelSpec
+from mdi.model.spec import Attention, BlockSpec, DeltaNet, ModelSpec
 
 PAGE = 32  # positions
 CHUNK_ROWS = 64  # prompt rows that a frame takes at most: few enough that stages overlap while prompts are computed
@@ -135,15 +135,83 @@ class Paged:
         return replace(self, n_groups=n_groups) if self.v_size else self
 
 
-def kind_of(block: BlockSpec) -> Paged:
+@dataclass(frozen=True)
+class StateClass:
+    """Blocks of one stage that have states.
+
+    A state cannot be taken apart, so what a sequence may be cut to must be made again: there is the state before the rows that
+    are not final, these rows, as the state takes them in, and the state behind them. Rows become final when more than SLACK and
+    a chunk are kept. Numbers are float32.
+
+    With a state of s numbers and rows of r, that is 2 s + 128 r. The other way, a state of every position that may be cut to,
+    takes 65 s: for s = 32 * 128 * 128 and r = 8256 (Qwen3.5-35B-A3B) 2.1 million numbers of a block, and not 34. Every 64th
+    state alone would not do: rows between could not be cut exactly. To keep the first state and the rows alone would halve
+    that, but each token would compute 64 rows and more.
+
+    Attributes:
+        state_bytes, row_bytes: of one state of all blocks, and of what is kept of a row.
+        n_before: rows that are kept before those.
+    """
+
+    state_bytes: int
+    row_bytes: int
+    n_before: int
+
+    def n_bytes(self, length: int, chunk_rows: int = CHUNK_ROWS) -> int:
+        n_rows = min(-(-length // PAGE) * PAGE, SLACK + chunk_rows)
+        return 2 * self.state_bytes + self.row_bytes * (self.n_before + n_rows)
+
+    def cut_to(self, end: int, n: int) -> int:
+        return n if end <= SLACK or n >= end - SLACK else 0
+
+    def read_bytes(self, length: int) -> float:
+        """Reading and writing it."""
+        return 2 * self.state_bytes
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a gated delta net. Before the first row that is kept, the convolution still needs some others.
+
+    Attributes:
+        n_heads: each with a matrix of `k_size` times `v_size` numbers.
+        n_channels, n_taps: of the convolution.
+    """
+
+    n_heads: int
+    k_size: int
+    v_size: int
+    n_channels: int
+    n_taps: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.n_heads, self.k_size, self.v_size
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a row that are kept: what goes into the convolution, and two for each head."""
+        return self.n_channels + 2 * self.n_heads
+
+    def of_blocks(self, n: int, cache_type: str, unit: int = 1) -> StateClass:
+        """The class of so many blocks; its numbers are float32 whatever other caches hold."""
+        return StateClass(4 * n * self.n_heads * self.k_size * self.v_size, 4 * n * self.row_size, self.n_taps - 1)
+
+
+Kind = Paged | State
+
+
+def kind_of(block: BlockSpec) -> Kind:
     """The cache that a block writes, or that of another one which it reads (`BlockSpec.cache_of`)."""
     mixer = block.mixer
     if isinstance(mixer, Attention):
         return Paged(mixer.n_groups, mixer.head_size, mixer.head_size, mixer.window)
+    if isinstance(mixer, DeltaNet):
+        return State(mixer.n_head, mixer.k_size, mixer.v_size, mixer.n_channels, mixer.n_taps)
     return Paged(1, mixer.kv_rank + mixer.rope_size, 0, mixer.window)
 
 
-def kinds_of(spec: ModelSpec, start: int, stop: int) -> list[Paged | int]:
+def kinds_of(spec: ModelSpec, start: int, stop: int) -> list[Kind | int]:
     """Of the blocks [start, stop) of a model: their own, or the number here of the block whose cache they read."""
     return [kind_of(one) if one.cache_of is None else one.cache_of - start for one in spec.blocks[start:stop]]
 
@@ -158,7 +226,7 @@ def places_of(kinds: Sequence[K | int]) -> tuple[dict[K, int], list[Place]]:
     Args:
         kinds: as of `kinds_of`.
     """
-    counts: dict[K, int] = {}
+    counts: dict[K, int] = {kind: 0 for kind in _pages_first(kinds)}
     places: list[Place] = []
     for kind in kinds:
         if isinstance(kind, int):
@@ -167,12 +235,25 @@ def places_of(kinds: Sequence[K | int]) -> tuple[dict[K, int], list[Place]]:
             )
             places.append(places[kind])
         else:
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
             places.append((list(counts).index(kind), counts[kind] - 1))
     return counts, places
 
 
-def cache_classes(spec: ModelSpec, start: int, stop: int, cache_type: str) -> tuple[list[PageClass], list[Place]]:
+def stage_places(spec: ModelSpec, start: int, stop: int) -> tuple[dict[Kind, int], list[Place]]:
+    """`places_of` the blocks [start, stop) of a model."""
+    return places_of(kinds_of(spec, start, stop))
+
+
+def _pages_first(kinds: Sequence[K | int]) -> list[K]:
+    """The different ones; states come last."""
+    own = dict.fromkeys(kind for kind in kinds if not isinstance(kind, int))
+    return sorted(own, key=lambda kind: isinstance(kind, State))
+
+
+def cache_classes(
+    spec: ModelSpec, start: int, stop: int, cache_type: str
+) -> tuple[list[PageClass | StateClass], list[Place]]:
     """The classes of the blocks [start, stop) of a model, and each block's place."""
-    counts, places = places_of(kinds_of(spec, start, stop))
+    counts, places = stage_places(spec, start, stop)
     return [kind.of_blocks(n, cache_type) for kind, n in counts.items()], places

@@ -24,6 +24,7 @@ from mdi.model.spec import (
     Attention,
     BlockInputs,
     BlockSpec,
+    DeltaNet,
     Dense,
     Ends,
     Experts,
@@ -73,6 +74,9 @@ class ModelConfig:
         router_bias: the router of experts has a bias, which `bias` says of all other linear layers.
         glu_limit: gated MLPs are those of gpt-oss, which clamp their gate and what it lets through at this.
         qkv_bias: whether query, key and value have biases; None: as `bias` and `attn_bias` say.
+        delta_net: the sizes of gated delta nets, which the blocks with a 1 in its "blocks" have in place of attention.
+        attention_gate: what heads of attention give is multiplied by the sigmoid of a further layer.
+        shared_expert_gate: what the shared expert gives is multiplied by the sigmoid of a product with the row.
         rotary_indices: the blocks with a 1 rotate queries and keys, the others know no positions; None: all rotate.
         norm_unit_offset: one is added to the weights of RMSNorms. None, as in litgpt's Config: if the name has "Gemma" in it.
         v_norm: values are normed, per head and without weights.
@@ -153,6 +157,9 @@ class ModelConfig:
     glu_limit: float | None = None
     qkv_bias: bool | None = None
     rotary_indices: tuple[int, ...] | None = None
+    delta_net: Mapping[str, Any] | None = None
+    attention_gate: bool = False
+    shared_expert_gate: bool = False
     v_norm: bool = False
     far_head_size: int | None = None
     far_query_groups: int | None = None
@@ -204,6 +211,7 @@ class ModelConfig:
             rotated = self._per_block("rotary_indices")
             object.__setattr__(self, "rotary_indices", None if all(rotated) else rotated)
         self._check_latent()
+        self._check_delta_net()
         self._check_experts()
         self._check_far()
         self._check_positions()
@@ -285,6 +293,21 @@ class ModelConfig:
         if self.n_head != self.n_query_groups:
             raise ValueError("latent_attention has as many query groups as heads")
 
+    def _check_delta_net(self) -> None:
+        net = self.delta_net
+        if net is None:
+            return
+        if set(net) - {"is_in_turn"} != {*_DELTA_SIZES, "blocks"}:
+            raise ValueError(f"delta_net: expected {', '.join(_DELTA_SIZES)} and blocks, found {', '.join(net)}")
+        sizes = [net[key] for key in _DELTA_SIZES]
+        if any(type(size) is not int or size < 1 for size in sizes) or net["n_head"] % net["n_groups"]:
+            raise ValueError(f"delta_net: there is none of the sizes {sizes}")
+        blocks = net["blocks"]
+        if not isinstance(blocks, tuple) or len(blocks) != self.n_layer or not set(blocks) <= {0, 1}:
+            raise ValueError(f"delta_net: expected a 0 or a 1 for each of {self.n_layer} blocks, found {blocks}")
+        if self.latent_attention is not None:
+            raise ValueError("delta_net beside latent attention")
+
     def _check_far(self) -> None:
         has_own = self.far_head_size is not None or self.far_query_groups is not None or self.far_k_eq_v
         windows = self.sliding_window_indices if self.sliding_window_size is not None else None
@@ -325,6 +348,10 @@ class ModelConfig:
             raise ValueError("sigmoid_router is for models with experts in one group")
         if self.sigmoid_router and not self.norm_topk_prob:  # the kernels divide by the sum, whatever it says
             raise ValueError("sigmoid_router without norm_topk_prob is not supported")
+        if self.shared_expert_gate and not self.n_shared_expert:
+            raise ValueError("shared_expert_gate is for models with a shared expert")
+        if self.attention_gate and self.latent_attention is not None:
+            raise ValueError("a gate of latent attention")
         if self.router_bias and self.mlp_class_name != "LLaMAMoE":
             raise ValueError("router_bias is for models with experts")
         if self.glu_limit is not None and not (
@@ -359,6 +386,9 @@ OWN_FIELDS = {
     "glu_limit": "clamped MLPs",
     "qkv_bias": "biases of query, key and value of their own",
     "rotary_indices": "blocks without positions",
+    "delta_net": "gated delta nets",
+    "attention_gate": "gates of attention",
+    "shared_expert_gate": "a gate of the shared expert",
     "v_norm": "norms of values",
     "far_head_size": "heads of two sizes",
     "far_query_groups": "two numbers of query groups",
@@ -369,6 +399,7 @@ OWN_FIELDS = {
     "block_inputs": "inputs of blocks",
     "experts_beside_mlp": "experts beside an MLP",
 }
+_DELTA_SIZES = ("n_head", "n_groups", "k_size", "v_size", "n_taps")  # as DeltaNet has them
 _LARGEST = 1e9  # of a number in `rope_adjustments`
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -585,6 +616,9 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
     if is_far:
         window, size, n_groups = None, config.far_head_size or size, config.far_query_groups or n_groups
     softcap, norm = config.attention_logit_softcapping, _norm(config)
+    if (net := config.delta_net) is not None and net["blocks"][index]:
+        sizes = {key: net[key] for key in _DELTA_SIZES}
+        return DeltaNet(**sizes, norm=Norm("rms", config.norm_eps), is_in_turn=bool(net.get("is_in_turn")))
     if latent := config.latent_attention:
         return LatentAttention(
             n_head=config.n_head,
@@ -627,6 +661,7 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
             else "keys and values"
         ),
         has_sinks=config.attention_sinks,
+        has_gate=config.attention_gate,
     )
 
 
@@ -662,7 +697,7 @@ def _mlp(config: ModelConfig, index: int) -> Mlp:
         assert config.moe_intermediate_size is not None
         expert, norm = _dense(config, config.moe_intermediate_size), _norm(config)
         mlp, router = _dense(config, config.intermediate_size), replace(_router(config), has_expert_scales=True)
-        return Experts(config.n_expert, config.n_expert_per_token, expert, router, mlp, norm)
+        return Experts(config.n_expert, config.n_expert_per_token, expert, router, mlp, own_norm=norm)
     if kind != "LLaMAMoE" or index < (config.first_k_dense_replace or 0):
         is_wide = _cache_of(config, index) is not None
         return _dense(config, config.intermediate_size * (config.shared_kv_mlp if is_wide else 1))
@@ -677,6 +712,7 @@ def _mlp(config: ModelConfig, index: int) -> Mlp:
         expert=_dense(config, width or config.intermediate_size),
         router=_router(config),
         shared=shared,
+        has_shared_gate=config.shared_expert_gate,
     )
 
 

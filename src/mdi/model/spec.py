@@ -79,6 +79,7 @@ class Attention:
         makes: "keys and values" of its rows; "keys", of which values are made as well, before norms and positions; or "nothing"
             but queries: keys and values are those of another block (`BlockSpec.cache_of`).
         has_sinks: each head has a score that its softmax counts beside those of the keys, and that has no value.
+        has_gate: what heads give is multiplied by the sigmoid of a further layer of the block's input.
         share: of a node's part in a group: heads of queries of a whole group of keys and values, and the place of the node's
             first head in its own; None: it is whole.
     """
@@ -97,6 +98,7 @@ class Attention:
     v_norm: Norm | None = None
     makes: Literal["keys and values", "keys", "nothing"] = "keys and values"
     has_sinks: bool = False
+    has_gate: bool = False
     share: tuple[int, int] | None = None
 
     @property
@@ -137,7 +139,46 @@ class LatentAttention:
     softcap: float | None = None
 
 
-Mixer = Attention | LatentAttention
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (Yang et al. 2025): a state of each head in place of keys and values of all positions.
+
+    Of each row, queries, keys and values go through a convolution over this row and those before it, then SiLU. Queries and
+    keys are divided by their lengths, queries also by the root of `k_size`. The state S (k_size, v_size) of a head becomes
+    e^g S + k (b (v - k e^g S)), and the head gives q S, which is normed and multiplied by SiLU of a further layer. b is a
+    sigmoid, g is -e^A softplus(a + dt), with b and a of each head from the block's input.
+
+    Attributes:
+        n_head, n_groups: heads of values, and of queries and keys, each of which serves as many of the former: those that
+            follow each other, or (`is_in_turn`) every n_groups-th.
+        k_size, v_size: numbers of a head.
+        n_taps: rows that the convolution sees, the present one included.
+        norm: of what a head gives.
+    """
+
+    n_head: int
+    n_groups: int
+    k_size: int
+    v_size: int
+    n_taps: int
+    norm: Norm
+    is_in_turn: bool = False
+
+    @property
+    def window(self) -> None:
+        """A state has all positions."""
+
+    @property
+    def positions(self) -> None:
+        """It needs none."""
+
+    @property
+    def n_channels(self) -> int:
+        """Of the convolution: numbers of queries, keys and values, one behind the other."""
+        return 2 * self.n_groups * self.k_size + self.n_head * self.v_size
+
+
+Mixer = Attention | LatentAttention | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -189,6 +230,7 @@ class Experts:
     """`n` MLPs, of which each row uses `n_used`, and one that all rows use (`shared`; None is none).
 
     Attributes:
+        has_shared_gate: what the shared one gives is multiplied by the sigmoid of a product with the row.
         own_norm: experts and router read the rows in front of `norm_2`, each through a norm of this kind of their own (the
             router's weights are divided by the root of the width), and one each follows experts and `shared`, before their
             sum. None: all read what `norm_2` gives.
@@ -199,6 +241,7 @@ class Experts:
     expert: Dense
     router: Router
     shared: Dense | None = None
+    has_shared_gate: bool = False
     own_norm: Norm | None = None
 
 

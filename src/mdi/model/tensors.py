@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Gated, LatentAttention, Mixer, ModelSpec, Norm
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mixer,
+    ModelSpec,
+    Norm,
+)
 
 BLOCKS = "transformer.h."
 EMBEDDING = "transformer.wte.weight"
@@ -62,6 +73,8 @@ def _gated(of: Gated | None, width: int) -> Shapes:
 
 
 def _mixer(mixer: Mixer, width: int) -> Shapes:
+    if isinstance(mixer, DeltaNet):
+        return _delta(mixer, width)
     return _latent(mixer, width) if isinstance(mixer, LatentAttention) else _attention(mixer, width)
 
 
@@ -69,6 +82,7 @@ def _attention(of: Attention, width: int) -> Shapes:
     size, per_norm = of.head_size, (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
     return {
         **_linear("attn.qkv", width, sum(of.made) * size, of.qkv_bias),
+        **(_linear("attn.out_gate", width, of.n_head * size, False) if of.has_gate else {}),
         **_linear("attn.proj", of.n_head * size, width, of.bias),
         **({"attn.sinks": (of.n_head,)} if of.has_sinks else {}),
         **_norm(of.qk_norm, "attn.norm_q", size * per_norm[0]),
@@ -88,6 +102,20 @@ def _latent(of: LatentAttention, width: int) -> Shapes:
     }
 
 
+def _delta(of: DeltaNet, width: int) -> Shapes:
+    n_values = of.n_head * of.v_size
+    return {
+        **_linear("delta.qkv", width, of.n_channels, False),
+        **_linear("delta.out_gate", width, n_values, False),
+        **_linear("delta.gates", width, 2 * of.n_head, False),  # b of all heads, then a
+        "delta.conv.weight": (of.n_channels, 1, of.n_taps),
+        "delta.dt_bias": (of.n_head,),
+        "delta.A_log": (of.n_head,),
+        **_norm(of.norm, "delta.norm", of.v_size),
+        **_linear("delta.proj", n_values, width, False),
+    }
+
+
 def _mlp(of: Dense | Experts, width: int) -> Iterator[tuple[str, Shape]]:
     if isinstance(of, Dense):
         yield from _dense(of, "mlp", width).items()
@@ -103,6 +131,8 @@ def _mlp(of: Dense | Experts, width: int) -> Iterator[tuple[str, Shape]]:
         yield from _dense(of.expert, f"mlp.experts.{i}", width).items()
     if of.shared is not None:
         yield from _dense(of.shared, "mlp.shared_experts", width).items()
+        if of.has_shared_gate:
+            yield from _linear("mlp.shared_experts.gate", width, 1, False).items()
 
 
 def _dense(of: Dense, path: str, width: int) -> Shapes:

@@ -27,7 +27,7 @@ from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.resources import device_free_bytes
 from mdi.kernels.blocks import Weights
 from mdi.kernels.format_maps import shown
-from mdi.model.caches import PageClass
+from mdi.model.caches import PageClass, StateClass
 from mdi.spec.combinations import GRADIENTS, TORCH, refuse
 from mdi.spec.decode import Bytes, Meta, Name, Whole, decode
 from mdi.spec.options import WeightMemory
@@ -56,38 +56,43 @@ class CacheReport:
     Attributes:
         limit_bytes: limit for the caches.
         is_by_hand: whether --kv-memory set it; else it is the memory that is free now, which nodes of one machine share.
-        classes: what pages take, for each window of its blocks.
+        classes: what pages take, for each window of its blocks, and what states take.
         device: whose memory they use.
     """
 
     limit_bytes: int
     is_by_hand: bool
-    classes: tuple[PageClass, ...]
+    classes: tuple[PageClass | StateClass, ...]
     device: str
 
     def to_json(self) -> dict[str, Any]:
+        states = [[c.state_bytes, c.row_bytes, c.n_before] for c in self.classes if isinstance(c, StateClass)]
         return {
             "limit_bytes": self.limit_bytes,
             "is_by_hand": self.is_by_hand,
-            "classes": [[c.window, c.page_bytes] for c in self.classes],
+            "classes": [[c.window, c.page_bytes] for c in self.classes if isinstance(c, PageClass)],
             "device": self.device,
+            **({"states": states} if states else {}),
         }
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> CacheReport:
         """Raises ControlError if it cannot be read."""
         told = decode(_Reported, data, f"{where}, of its caches", ControlError)
-        return cls(told.limit_bytes, told.is_by_hand, tuple(PageClass(*one) for one in told.classes), told.device)
+        classes: tuple[PageClass | StateClass, ...]
+        classes = *(PageClass(*one) for one in told.classes), *(StateClass(*one) for one in told.states)
+        return cls(told.limit_bytes, told.is_by_hand, classes, told.device)
 
 
 @dataclass(frozen=True)
 class _Reported:
-    """A report as it travels; a class is (window, page_bytes)."""
+    """A report as it travels; a class is (window, page_bytes), or of states (state_bytes, row_bytes, n_before)."""
 
     limit_bytes: Bytes
     is_by_hand: bool
     classes: Annotated[tuple[tuple[Whole | None, Bytes], ...], Meta(max_length=N_CLASSES_LIMIT)]
     device: Name
+    states: Annotated[tuple[tuple[Bytes, Bytes, Whole], ...], Meta(max_length=N_CLASSES_LIMIT)] = ()
 
 
 def blocks_of_stage(stage: Backend, each: Callable[[], None] = lambda: None) -> PlainBlocks:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mdi.kernels.pages import PageTable
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices
+from mdi.kernels.states import StateEntry
 from mdi.model.caches import PAGE
-from mdi.model.spec import Alibi, LatentAttention, Mixer, Rotary
+from mdi.model.spec import Alibi, Attention, DeltaNet, LatentAttention, Rotary
 from mdi.stages.torch_cache import Memory, Selection, TorchCaches
+from mdi.stages.torch_delta import brought_up, net
+
+Heads = Attention | LatentAttention
 
 # Pages up to which sequences that decode in the same frame attend together: then calls cost more than the arithmetic does, and
 # the gathered memory is small.
@@ -41,7 +45,7 @@ class Positions:
             self._rotary[of] = torch.from_numpy(cos).to(self.device), torch.from_numpy(sin).to(self.device)
         return self._rotary[of]
 
-    def terms(self, of: Mixer) -> torch.Tensor | None:
+    def terms(self, of: Heads) -> torch.Tensor | None:
         """Of the scores of the key at each position: (n_head, max_length or more); None for nothing."""
         if isinstance(of, LatentAttention) or not isinstance(of.positions, Alibi):
             return None
@@ -58,13 +62,13 @@ class Span:
     """Rows [first_row, first_row + n_rows) of a batch: positions from `start` on of one sequence.
 
     Attributes:
-        tables: of the sequence, for each class.
+        tables: of the sequence, for each class: pages, or a state.
     """
 
     first_row: int
     n_rows: int
     start: int
-    tables: list[PageTable]
+    tables: list[Any]
 
     @property
     def span(self) -> slice:
@@ -161,11 +165,11 @@ class Batch:
         return self._tables[of]
 
     def attend(
-        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
+        self, of: Heads, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `torch_block.Rows`; keys and values go to the caches."""
-        cache = self.caches.blocks[layer]
+        cache = self.caches.paged(layer)
         if k is not None:
             cache.write(self.places(cache.cache_class), *((k,) if v is None else (k, v)))
         together, alone = self.parts(cache.cache_class)
@@ -178,8 +182,18 @@ class Batch:
             found[part.rows.span] = self._attend(part, of, layer, q[part.rows.span], sinks)
         return found
 
+    def recur(self, of: DeltaNet, layer: int, taps: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """See `torch_block.Rows`."""
+        cache_class, number = self.caches.places[layer]
+        found = kept.new_empty(len(kept), of.n_head, of.v_size)
+        for rows in self.rows:
+            entry = rows.tables[cache_class]
+            assert isinstance(entry, StateEntry)
+            found[rows.span] = brought_up(entry, number, of, taps, rows.start, kept[rows.span])
+        return found
+
     def _attend(
-        self, part: Alone | Together, of: Mixer, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
+        self, part: Alone | Together, of: Heads, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """(n, n_head, k_size) of some sequences -> (n, n_head, v_size)"""
         keys = self.seen(part, layer, 0, q.dtype)
@@ -205,7 +219,7 @@ class Batch:
         The position of a row alone decides to which of the two it belongs, so other rows change nothing.
         """
         if cache_class not in self._parts:
-            window = self.caches.classes[cache_class].window
+            window = self.caches.window(cache_class)
             together: dict[int, list[Span]] = {}
             alone: list[Alone] = []
             for rows in self.rows:
@@ -221,7 +235,7 @@ class Batch:
         """The keys that these rows see."""
         key = rows.first_row, cache_class
         if key not in self._alone:
-            table, window = rows.tables[cache_class], self.caches.classes[cache_class].window
+            table, window = rows.tables[cache_class], self.caches.window(cache_class)
             first = 0 if window is None else max(0, rows.start - window + 1)
             ids = table.ids[first // PAGE - table.first : -(-rows.end // PAGE) - table.first]
             self._alone[key] = Alone(rows, first, self.caches.select(cache_class, ids))
@@ -236,12 +250,12 @@ class Batch:
 
     def seen(self, part: Alone | Together, layer: int, half: int, dtype: torch.dtype) -> torch.Tensor:
         """Keys (0) or values (1) of one block that these rows may see, (n, G, n_keys, size), as `dtype`."""
-        found = part.seen(self.caches.blocks[layer].gather(half, part.pages, self.memory))
+        found = part.seen(self.caches.paged(layer).gather(half, part.pages, self.memory))
         if found.dtype == dtype:
             return found
         return self.memory.of(f"half {half} as {dtype}", found.shape, dtype).copy_(found)
 
-    def _mask(self, part: Alone | Together, of: Mixer, dtype: torch.dtype, n_groups: int) -> torch.Tensor | None:
+    def _mask(self, part: Alone | Together, of: Heads, dtype: torch.dtype, n_groups: int) -> torch.Tensor | None:
         """What `attend` takes, the same object for every block that asks the same; None if all rows may see all keys."""
         terms, n_repeat = self._positions.terms(of), of.n_head // n_groups
         key = id(part), of.window, n_groups, n_repeat, dtype, None if terms is None else id(terms)
@@ -250,7 +264,7 @@ class Batch:
         return self._masks[key]
 
     def _new_mask(
-        self, part: Alone | Together, of: Mixer, dtype: torch.dtype, n_groups: int, n_repeat: int,
+        self, part: Alone | Together, of: Heads, dtype: torch.dtype, n_groups: int, n_repeat: int,
         terms: torch.Tensor | None,
     ) -> torch.Tensor | None:  # fmt: skip
         if isinstance(part, Together):
@@ -281,7 +295,7 @@ class Texts:
         return cos, sin
 
     def attend(
-        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
+        self, of: Heads, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `torch_block.Rows`."""
@@ -295,6 +309,12 @@ class Texts:
         found = attend(folded(q, self._n_texts, n_groups), keys, value, mask, of, sinks)
         return unfolded(found, len(q))
 
+    def recur(self, of: DeltaNet, layer: int, taps: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """See `torch_block.Rows`."""
+        state = kept.new_zeros(of.n_head, of.k_size, of.v_size)
+        texts = [F.pad(text, (0, 0, of.n_taps - 1, 0)) for text in kept.chunk(self._n_texts)]
+        return torch.cat([net(of, taps, text, state)[0] for text in texts])
+
     def _with_prefix(self, which: int, rows: torch.Tensor) -> torch.Tensor:
         """(N, G, size) -> (texts, G, keys, size)"""
         own = rows.view(self._n_texts, -1, *rows.shape[1:]).transpose(1, 2)
@@ -304,7 +324,7 @@ class Texts:
         return torch.cat([before.expand(self._n_texts, -1, -1, -1), own], dim=2)
 
 
-def value_size(of: Mixer) -> int:
+def value_size(of: Heads) -> int:
     """Numbers of a head's value, as they come from `attend`."""
     return of.kv_rank if isinstance(of, LatentAttention) else of.head_size
 
@@ -321,7 +341,7 @@ def unfolded(y: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def mask_of(
-    queries: torch.Tensor, keys: torch.Tensor, of: Mixer, terms: torch.Tensor | None, n_groups: int, dtype: torch.dtype
+    queries: torch.Tensor, keys: torch.Tensor, of: Heads, terms: torch.Tensor | None, n_groups: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """What rows at these positions see of keys at those: (R, L) boolean; with terms (G, R, L), to be added."""
     n_repeat = of.n_head // n_groups
@@ -356,7 +376,7 @@ def _hidden(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> to
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, of: Mixer,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, of: Heads,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of query rows folded into their groups, so that keys and values are read once per group, in place.

@@ -14,7 +14,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mdi.model.spec import Attention, BlockSpec, Dense, Experts, Gated, LatentAttention, Mixer, Norm, Rotary
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mixer,
+    Norm,
+    Rotary,
+)
 
 # One row costs little more in a tile of eight, and 64 rows of a prompt read the weights eight times, not sixteen.
 TILE = 8
@@ -35,7 +46,8 @@ class Rows(Protocol):
         """Cosines and sines of the rows' positions, as `rotate_` needs them."""
 
     def attend(
-        self, of: Mixer, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None = None,
+        self, of: Attention | LatentAttention, layer: int, q: torch.Tensor, k: torch.Tensor | None,
+        v: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of all rows.
@@ -48,6 +60,18 @@ class Rows(Protocol):
 
         Returns:
             (N, n_head, v_size)
+        """
+
+    def recur(self, of: DeltaNet, layer: int, taps: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """What the states of a delta net give.
+
+        Args:
+            layer: place of the block in its stage.
+            taps: (n_channels, n_taps)
+            kept: float32 (N, n_channels + 2 * n_head): what goes into the convolution; b and e^g of each head.
+
+        Returns:
+            float32 (N, n_head, v_size)
         """
 
 
@@ -63,8 +87,8 @@ class Block(nn.Module):
         super().__init__()
         self.of = of
         self.norm_1 = norm_of(of.norm_1, width)
-        mixer = of.mixer
-        self.attn = Latents(mixer, width, layer) if isinstance(mixer, LatentAttention) else Heads(mixer, width, layer)
+        self._mixer = "delta" if isinstance(of.mixer, DeltaNet) else "attn"
+        self.add_module(self._mixer, mixer_of(of.mixer, width, layer))
         self.post_attention_norm = norm_of(of.post_attention_norm, width)
         self.norm_2 = norm_of(of.norm_2, width)
         self.mlp = Chosen(of.mlp, width) if isinstance(of.mlp, Experts) else Mlp(of.mlp, width)
@@ -81,7 +105,7 @@ class Block(nn.Module):
             column: (N, numbers of `Gated.column`)
         """
         normed = self.norm_1(x)
-        attended = self.attn(normed, rows)
+        attended = self.get_submodule(self._mixer)(normed, rows)
         if self.of.residual == "behind":
             x = self.post_attention_norm(attended + x)
             behind: torch.Tensor = self.post_mlp_norm(self.mlp(self.norm_2(x)) + x)
@@ -110,6 +134,12 @@ class Addition(nn.Module):
         """(N, width) and (N, numbers of the column) -> (N, width)"""
         found: torch.Tensor = self.norm(self.proj(self._function(self.fc(x)) * column))
         return found
+
+
+def mixer_of(of: Mixer, width: int, layer: int) -> nn.Module:
+    if isinstance(of, DeltaNet):
+        return Delta(of, width, layer)
+    return Latents(of, width, layer) if isinstance(of, LatentAttention) else Heads(of, width, layer)
 
 
 class UnitRms(nn.Module):
@@ -159,6 +189,8 @@ class Heads(nn.Module):
         self.of, self.layer = of, layer
         self.qkv = nn.Linear(width, sum(of.made) * of.head_size, bias=of.qkv_bias)
         self.proj = nn.Linear(of.n_head * of.head_size, width, bias=of.bias)
+        if of.has_gate:
+            self.out_gate = nn.Linear(width, of.n_head * of.head_size, bias=False)
         if of.qk_norm is not None:
             n_q, n_k = (of.n_head, of.n_groups) if of.qk_norm_over_all else (1, 1)
             self.norm_q = norm_of(of.qk_norm, n_q * of.head_size)
@@ -183,7 +215,10 @@ class Heads(nn.Module):
             rotate_(turned, *rows.tables(of.positions), of.positions.interleaved)
         q, k, v = heads.split([of.n_head, n_kept, n_kept], dim=1)
         own = (k, v) if n_kept else (None, None)
-        found: torch.Tensor = self.proj(rows.attend(of, self.layer, q, own[0], own[1], self.sinks).flatten(1))
+        attended = rows.attend(of, self.layer, q, own[0], own[1], self.sinks).flatten(1)
+        if of.has_gate:
+            attended = attended * torch.sigmoid(self.out_gate(x))
+        found: torch.Tensor = self.proj(attended)
         return found
 
     def _normed(self, heads: torch.Tensor, n_kept: int) -> torch.Tensor:
@@ -249,12 +284,48 @@ class Latents(nn.Module):
         return torch.cat([torch.bmm(tile, b) for tile in _tiles(a, 1)], dim=1)[:, : a.size(1)]
 
 
+class Delta(nn.Module):
+    """A gated delta net; its states and what goes into them are float32.
+
+    Attributes:
+        is_tiled: whether the product of its gates takes TILE rows at a time, see `keep_rows_apart`.
+    """
+
+    def __init__(self, of: DeltaNet, width: int, layer: int) -> None:
+        super().__init__()
+        self.of, self.layer, self.is_tiled = of, layer, False
+        n_values = of.n_head * of.v_size
+        self.qkv = nn.Linear(width, of.n_channels, bias=False)
+        self.out_gate = nn.Linear(width, n_values, bias=False)
+        self.gates = nn.Linear(width, 2 * of.n_head, bias=False)
+        self.conv = nn.Conv1d(of.n_channels, of.n_channels, of.n_taps, groups=of.n_channels, bias=False)
+        self.dt_bias, self.A_log = (nn.Parameter(torch.empty(of.n_head)) for _ in range(2))
+        self.norm = norm_of(of.norm, of.v_size)
+        self.proj = nn.Linear(n_values, width, bias=False)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """(N, width) -> (N, width)"""
+        b, a = self._gates(x).float().chunk(2, dim=1)
+        decay = torch.exp(-self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()))
+        kept = torch.cat([self.qkv(x).float(), b.sigmoid(), decay], dim=1)
+        given = self.norm(rows.recur(self.of, self.layer, self.conv.weight.flatten(1).float(), kept))
+        found: torch.Tensor = self.proj((given.flatten(1) * F.silu(self.out_gate(x).float())).to(x.dtype))
+        return found
+
+    def _gates(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_tiled:
+            found: torch.Tensor = self.gates(x)
+            return found
+        return torch.cat([self.gates(tile) for tile in _tiles(x, 0)])[: len(x)]
+
+
 class Mlp(nn.Module):
     """An MLP that all rows go through, or one expert."""
 
     fc: nn.Module
     fc_1: nn.Module
     fc_2: nn.Module
+    gate: nn.Module  # of a shared expert, where it has one
 
     def __init__(self, of: Dense, width: int) -> None:
         super().__init__()
@@ -339,6 +410,8 @@ class Chosen(nn.Module):
         self.experts = nn.ModuleList(Mlp(of.expert, width) for _ in range(of.n))
         if of.shared is not None:
             self.shared_experts = Mlp(of.shared, width)
+            if of.has_shared_gate:
+                self.shared_experts.gate = nn.Linear(width, 1, bias=False)
         self.norm_gate, self.norm_experts, self.norm_post_experts, self.norm_post_shared = (
             norm_of(of.own_norm, width) for _ in range(4)
         )
@@ -357,13 +430,16 @@ class Chosen(nn.Module):
             rows, places = torch.where(chosen == expert)
             y[rows] += factors[rows, places, None] * self.experts[expert](own[rows])
         y = self.norm_post_experts(y)
-        return y + self.norm_post_shared(self.shared_experts(x)) if hasattr(self, "shared_experts") else y
+        if self.of.shared is None:
+            return y
+        shared = self.norm_post_shared(self.shared_experts(x))
+        return y + (torch.sigmoid(self.shared_experts.gate(x)) * shared if self.of.has_shared_gate else shared)
 
 
 def keep_rows_apart(root: nn.Module) -> None:
     """Let routers and latent attention below `root` compute in tiles, so that a row's bits do not depend on their number."""
     for module in root.modules():
-        if isinstance(module, Gate | Latents):
+        if isinstance(module, Gate | Latents | Delta):
             module.is_tiled = True
 
 

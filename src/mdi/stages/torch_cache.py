@@ -16,8 +16,9 @@ import torch
 
 from mdi.errors import Code, EngineError
 from mdi.kernels.cache_rows import check_arrays
-from mdi.kernels.pages import CachePages, Pages, Pool, capacity_of
-from mdi.model.caches import PAGE, Paged, kinds_of, places_of
+from mdi.kernels.pages import CachePages, Pages, PageStore, Pool, capacity_of
+from mdi.kernels.states import StateStore
+from mdi.model.caches import PAGE, PageClass, Paged, State, stage_places
 from mdi.model.spec import ModelSpec
 
 TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,7 +182,8 @@ class BlockRows:
 
     def __init__(self, caches: TorchCaches, cache_class: int) -> None:
         self._caches, self._class = caches, cache_class
-        self._blocks = {number: caches.blocks[i] for i, (c, number) in enumerate(caches.places) if c == cache_class}
+        own = {number: caches.blocks[i] for i, (c, number) in enumerate(caches.places) if c == cache_class}
+        self._blocks = {number: block for number, block in own.items() if isinstance(block, BlockCache)}
 
     def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         found = self._blocks[number].read(self._caches.select(self._class, pages, positions))
@@ -231,8 +233,14 @@ class TorchCaches(CachePages):
         self, spec: ModelSpec, start: int, stop: int, max_length: int, device: torch.device, dtype: torch.dtype,
         limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        counts, places = places_of(kinds_of(spec, start, stop))
-        classes = [kind.of_blocks(n, CACHE_TYPE_OF[dtype]) for kind, n in counts.items()]
+        counts, places = stage_places(spec, start, stop)
+        kinds = [kind for kind in counts if isinstance(kind, Paged)]
+        classes = [kind.of_blocks(counts[kind], CACHE_TYPE_OF[dtype]) for kind in kinds]
+        states = [
+            StateStore(kind, n, limit_bytes, lambda shape: torch.zeros(shape, device=device))
+            for kind, n in counts.items()
+            if isinstance(kind, State)
+        ]
         pools: list[HostPages | DevicePages] = []
         for c in classes:
             if device.type == "cpu":
@@ -240,13 +248,27 @@ class TorchCaches(CachePages):
             else:
                 limit = limit_bytes if limit_bytes is not None else _memory_bytes(device)
                 pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
-        super().__init__(classes, pools, (), places, start, CACHE_TYPE_OF[dtype])
+        super().__init__(classes, pools, (), places, start, CACHE_TYPE_OF[dtype], states)
         self.device, self.places = device, places
-        kinds = list(counts)
         sizes = [kind.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize for kind in kinds]  # in numbers
-        self.blocks = [BlockCache(pools[c], c, number * sizes[c], kinds[c]) for c, number in places]
+        self.blocks: list[BlockCache | None] = [  # None: it has states
+            BlockCache(pools[c], c, number * sizes[c], kinds[c]) if c < len(kinds) else None for c, number in places
+        ]
         for i, store in enumerate(self.stores):
-            store.layout = BlockRows(self, i)
+            if isinstance(store, PageStore):
+                store.layout = BlockRows(self, i)
+
+    def paged(self, layer: int) -> BlockCache:
+        """The keys and values of a block."""
+        found = self.blocks[layer]
+        assert found is not None
+        return found
+
+    def window(self, cache_class: int) -> int | None:
+        """Positions that rows see in a class of pages."""
+        found = self.classes[cache_class]
+        assert isinstance(found, PageClass)
+        return found.window
 
     def select(self, cache_class: int, pages: np.ndarray, positions: np.ndarray | None = None) -> Selection:
         """Pages by their numbers; with `positions`, one position in each."""
