@@ -23,6 +23,7 @@ from mdi.serve.quotas import Quotas
 KEY = read_key(1, "alpha-secret alpha 0 minute_tokens=60 texts=2")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
+    "/v1/embeddings": {"input": "a"},
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/api/generate": {"prompt": "a", "model": "m"},
