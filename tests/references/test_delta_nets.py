@@ -371,6 +371,7 @@ def test_states_take_the_memory_that_was_counted_and_go_back_as_far_as_they_say(
         end = min(300, start + 64 if start < 192 else start + 1)
         assert store.n_bytes <= kind.n_bytes(end)
         assert kind.cut_to(start, max(0, start - SLACK)) == max(0, start - SLACK)
+        store.check(stages[0].caches.entries(0)[-1], max(0, start - SLACK))
     n_bytes = store.n_bytes
     stages[0].caches.rearrange([], [(0, 1), (0, 2)])
     assert store.n_bytes == n_bytes, "copies share a state"
