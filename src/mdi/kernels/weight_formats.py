@@ -188,7 +188,7 @@ def check_packed(name: str | None) -> None:
     found = format_map(name) if ";" in name else FormatMap(name, {})
     unknown = found.words.difference(_MATRIX_LAYOUTS)
     if unknown:
-        raise UsageError(f"unknown weight format {min(unknown)!r}: expected one of {', '.join(PACKED)}")
+        raise UsageError(f"unknown weight format {min(unknown)!r}: expected one of {', '.join((*PACKED, *MIXTURES))}")
 
 
 def check_made(name: str) -> None:
