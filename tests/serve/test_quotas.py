@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,9 +18,11 @@ from mdi.serve.api import SURFACES, make_app, make_ollama_app
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
-from mdi.serve.engine_client import EngineClient
+from mdi.serve.completions import Completion
+from mdi.serve.engine_client import EngineClient, TextEvent
 from mdi.serve.process import ApiKey, ServeSettings
 from mdi.serve.quotas import Quotas
+from mdi.serve.request import Opened, write_texts
 
 KEY = read_key(1, "alpha-secret alpha 0 minute_tokens=60 texts=2")
 BODIES: dict[str, dict[str, Any]] = {
@@ -152,3 +156,65 @@ def test_every_api_says_why_and_when_to_try_again(path: str, is_streamed: bool) 
     words = error if isinstance(error, str) else error["message"]
     assert words.startswith("the key alpha has used its 60 tokens per minute: try again in 4")
     assert isinstance(error, str) or error["type"] == "rate_limit_error"
+
+
+class Told:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.prompts: list[int] = []
+        self.ends: list[str] = []
+
+    def began(self, owner: str, model: str, n_prompt: int) -> None:
+        assert owner == "alpha"
+        self.prompts.append(n_prompt)
+
+    def ended(self, reason: str) -> None:
+        self.ends.append(reason)
+
+
+class Scoring:
+    """An engine that scores prompts, or is at it for ever."""
+
+    def __init__(self, is_done: bool) -> None:
+        self._is_done = is_done
+
+    @contextlib.contextmanager
+    def generate(self, requests: list[dict[str, Any]]) -> Iterator[AsyncIterator[tuple[int, TextEvent]]]:
+        yield self._events(requests)
+
+    async def _events(self, requests: list[dict[str, Any]]) -> AsyncIterator[tuple[int, TextEvent]]:
+        if not self._is_done:
+            await asyncio.get_running_loop().create_future()
+        for index, request in enumerate(requests):
+            scores = [[-1.0, []]] * (len(request["ids"]) - 1)
+            yield index, TextEvent([], "length", scores, 0)
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1])
+def test_prompts_that_are_scored_are_charged_once_before(n_tokens: int) -> None:
+    body = {"prompt": [[1, 2, 3], [4, 5]], "echo": True, "logprobs": 1, "max_tokens": n_tokens}
+    fields = Completion(body).fields
+
+    async def told(is_done: bool) -> Told:
+        found = Told()
+        api: Any = SimpleNamespace(observe=[found], engine=Scoring(is_done))
+        model: Any = SimpleNamespace(name="m", adapter="")
+        opened = Opened(body["prompt"], lambda: None, is_prompt_alone=n_tokens == 0, n_best=1)  # type: ignore[arg-type]
+
+        async def written() -> None:
+            async for piece in write_texts(api, model, KEY, opened, fields):
+                if piece.scores is None and piece.finish_reason is None:
+                    raise AssertionError
+
+        writing = asyncio.create_task(written())
+        await asyncio.wait([writing], timeout=0.05 if not is_done else None)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        return found
+
+    gone = asyncio.run(told(False))
+    assert (gone.prompts, gone.ends) == ([3, 2], ["cancelled"] * 2), "the client left while they were scored"
+    if n_tokens == 0:
+        done = asyncio.run(told(True))
+        assert (done.prompts, done.ends) == ([3, 2], ["length"] * 2)
