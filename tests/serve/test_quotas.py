@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ import httpx
 import pytest
 
 from mdi.cli.serve_settings import read_key
+from mdi.serve.admission import Admission
 from mdi.serve.api import SURFACES, make_app, make_ollama_app
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.catalog import Catalog
-from mdi.serve.completions import Completion
+from mdi.serve.completions import COMPLETIONS, Completion
+from mdi.serve.embeddings import EMBEDDINGS
+from mdi.serve.endpoint import Answers, Endpoint, Exchange, Surface
 from mdi.serve.engine_client import EngineClient, TextEvent
 from mdi.serve.process import ApiKey, ServeSettings
 from mdi.serve.quotas import Quotas
@@ -218,3 +222,78 @@ def test_prompts_that_are_scored_are_charged_once_before(n_tokens: int) -> None:
     if n_tokens == 0:
         done = asyncio.run(told(True))
         assert (done.prompts, done.ends) == ([3, 2], ["length"] * 2)
+
+
+def answered(surface: Surface, bodies: list[Any], api: Any, model: Any) -> list[tuple[int, Any]]:
+    """Status and JSON of each of some requests at the same time, where one of them runs at a time."""
+    queue = Admission(1, 99)
+
+    @contextlib.asynccontextmanager
+    async def using(name: str) -> AsyncIterator[Any]:
+        yield model
+
+    api.models, api.queue = SimpleNamespace(using=using), lambda name: queue
+
+    async def answer(body: Any) -> tuple[int, Any]:
+        sent: list[Any] = []
+        coming = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            return coming.pop() if coming else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await Endpoint(api, surface)({"type": "http", "mdi.key": KEY}, receive, send)
+        return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
+
+    async def all_of_them() -> list[tuple[int, Any]]:
+        return await asyncio.gather(*map(answer, bodies))
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_request_that_waited_is_refused_if_those_before_it_used_the_tokens() -> None:
+    quotas = Quotas((KEY,))
+
+    async def opened(model: Any) -> Any:
+        return Opened([[1]], lambda: None)  # type: ignore[arg-type]
+
+    async def write(asked: Any, answers: Answers, exchange: Exchange) -> None:
+        await asyncio.sleep(0.02)
+        quotas.tokens("alpha", 60, 0.0)
+        await exchange.answer({})
+
+    def read(body: Any) -> Any:
+        return SimpleNamespace(fields=Completion(body).fields, n_texts=1, opened=opened)
+
+    model = SimpleNamespace(name="m", context=99)
+    api = SimpleNamespace(quotas=quotas)
+    found = answered(Surface(read, write, lambda error: error.body), [{"prompt": "a"}] * 2, api, model)
+    assert [status for status, _ in found] == [200, 429] and quotas.uses["alpha"].n_texts == 0
+    assert "try again" in found[1][1]["error"]["message"] and quotas.uses["alpha"].n_refused == 1
+
+
+def test_a_key_with_few_texts_embeds_many_in_parts() -> None:
+    n_together: list[int] = []
+
+    class Embedding(Scoring):
+        def generate(self, requests: list[dict[str, Any]]) -> Any:
+            n_together.append(len(requests))
+            return super().generate(requests)
+
+    async def opened(asked: Any, model: Any) -> Any:
+        return Opened(asked.texts, lambda: None, is_prompt_alone=True)  # type: ignore[arg-type]
+
+    quotas = Quotas((KEY,))
+    model = SimpleNamespace(name="m", asked_name="m", adapter="", context=99, pooling="mean")
+    api = SimpleNamespace(quotas=quotas, observe=[quotas], engine=Embedding(True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mdi.serve.embeddings.Embedding.opened", opened)
+        ((status, told),) = answered(EMBEDDINGS, [{"input": [[1]] * 5}], api, model)
+    assert (status, len(told["data"]), n_together) == (200, 5, [2, 2, 1])
+    found = answered(COMPLETIONS, [{"prompt": ["a", "b", "c"]}, {"prompt": "a", "n": 3}], api, model)
+    for status, told in found:
+        error = told["error"]
+        assert (status, error["code"], error["param"]) == (400, "too_many_texts", None)
+        assert "asks for 3: ask for fewer texts in one request" in error["message"]

@@ -161,6 +161,6 @@ async def _embed(asked: OllamaEmbedding, answers: Answers, exchange: Exchange) -
     await exchange.answer(_joined({"model": asked.name or answers.model.asked_name, **told}, "embeddings", vectors))
 
 
-EMBEDDINGS = Surface(Embedding, _answer, lambda error: error.body)
-OLLAMA_EMBEDDINGS = Surface(OllamaEmbedding, _embed, error_of)
-OLD_EMBEDDINGS = Surface(partial(OllamaEmbedding, is_old=True), _embed, error_of)
+EMBEDDINGS = Surface(Embedding, _answer, lambda error: error.body, is_in_parts=True)
+OLLAMA_EMBEDDINGS = Surface(OllamaEmbedding, _embed, error_of, is_in_parts=True)
+OLD_EMBEDDINGS = Surface(partial(OllamaEmbedding, is_old=True), _embed, error_of, is_in_parts=True)
