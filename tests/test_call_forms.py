@@ -258,3 +258,15 @@ def test_a_schema_that_does_not_say_which_arguments_there_are_is_json() -> None:
         has_marks = form_named(name).calls.written is not None and form_named(name).calls.written.key != ""
         assert (form_named(name).demanded([("look", schema)], {}) is None) == has_marks, name
     assert form_of("{{ messages }}", ()).demanded([("look", LOOK)], {}) is None
+
+
+def test_definitions_are_not_copied_into_thousands_of_properties() -> None:
+    definitions = {"one": {"type": "string", "description": "x" * 10_000}}
+
+    def written(n: int) -> list[str | None]:
+        schema = {"type": "object", "properties": {f"a{i}": {"$ref": "#/$defs/one"} for i in range(n)}}
+        forms = [form for form in map(form_named, PARSERS) if form.calls.written is not None and form.calls.written.key]
+        return [form.demanded([("look", {**schema, "$defs": definitions})], {}) for form in forms]
+
+    assert None not in written(50) and len(written(50)) > 1
+    assert set(written(200)) == {None}, "the answer is JSON then"
