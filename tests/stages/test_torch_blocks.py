@@ -107,6 +107,16 @@ def test_positions_that_a_model_has_not_learned_are_refused(tmp_path: Path) -> N
             stage.embed(torch.tensor([1, 2]), slices)
 
 
+def test_taps_add_their_rows_and_change_no_others(tmp_path: Path) -> None:
+    source = made("falcon-rw", tmp_path)
+    stage, ids = stage_of(source), torch.from_numpy(ids_of(source)[:9])
+    slices = [Slice(1, 0, 5, 1), Slice(2, 0, 4, 2)]
+    x = stage.embed(ids, slices)
+    wanted = stage(x, slices)
+    found = stage(x, slices, (0, source.config.n_layer - 1))
+    assert torch.equal(found[:9], wanted) and torch.equal(found[12:], wanted[[4, 7, 8]]) and len(found) == 15
+
+
 def plain_blocks(source: LitCheckpoint) -> PlainBlocks:
     return PlainBlocks(
         spec_of(source.config), lambda i: {name: array.numpy() for name, array in source.tensors(f"block.{i}").items()}
