@@ -40,6 +40,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
+from mdi.kernels.layout import Matrix
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.model.caches import cache_classes
 from mdi.model.plain import ModelConfig, spec_of
@@ -250,6 +251,11 @@ def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp
     )
     stage = KernelStage(spec_of(source.config), 0, n_layer, weights)
     try:
+        kept = [one for one in weights["embedding"].values() if isinstance(one, Matrix)]
+        assert all(one is weights["embedding"]["transformer.inputs.proj.weight"] for one in kept), "it is read once"
+        small = sum(array.nbytes for part in parts for array in weights[part].values() if isinstance(array, np.ndarray))
+        in_memory = small + sum(one.data.nbytes for one in kept)
+        assert weights.n_bytes == weights.window.plan.resident_bytes + in_memory
         stage.prepare(LENGTH)
         assert np.array_equal(logits_of(stage, ids), whole)
         found = stage(stage.embed(ids, [Slice(8, 0, LENGTH, 3)]), [Slice(8, 0, LENGTH, 3)])
