@@ -440,7 +440,7 @@ class Chosen(nn.Module):
 
 
 def keep_rows_apart(root: nn.Module) -> None:
-    """Let routers, gates and latent attention below `root` compute in tiles, so that a row's bits do not depend on their number."""
+    """Let routers, gates and latent attention below `root` compute in tiles: a row's bits do not depend on their number."""
     for module in root.modules():
         if isinstance(module, Gate | Latents | Delta):
             module.is_tiled = True
