@@ -219,7 +219,13 @@ def test_rows_that_a_node_tells_in_pieces_are_put_together(monkeypatch: pytest.M
 def test_what_knows_only_hidden_is_refused(asked: dict[str, Any], words: str) -> None:
     run: Any = SimpleNamespace(**{"_taps": (), "_gradients": False, **asked})
     choice: Any = SimpleNamespace(spec=SPEC, options=SimpleNamespace(verify=asked.get("verify", 0.0)))
-    with pytest.raises(UsageError, match=f"made up: its rows have columns besides hidden, which {words} use"):
+    with pytest.raises(
+        UsageError, match=f"made up: its rows have columns besides hidden or skip blocks, which {words} use"
+    ):
+        Run.check_columns(run, choice)
+    choice.spec = replace(SPEC, blocks=(block(), block(), block(cache_of=1)))
+    assert choice.spec.widest_row == choice.spec.width
+    with pytest.raises(UsageError, match=f"or skip blocks, which {words} use"):
         Run.check_columns(run, choice)
     choice.spec = replace(SPEC, blocks=(block(), block()))
     Run.check_columns(run, choice)

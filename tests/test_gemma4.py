@@ -27,7 +27,7 @@ from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hfconfig import derive_config, published_config
 from mdi.checkpoint.hffolder import HfFolder
-from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.virtual_adapters import open_adapter
@@ -40,6 +40,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.engine.starter import StarterEngine
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
+from mdi.kernels.layout import Matrix
 from mdi.kernels.slices import Slice, with_adapter
 from mdi.model.caches import cache_classes
 from mdi.model.plain import ModelConfig, spec_of
@@ -48,7 +49,10 @@ from mdi.net.ring import LoopbackRing
 from mdi.placement.model import model_shape
 from mdi.spec.cluster import standalone
 from mdi.spec.window import WindowOptions
+from mdi.stages import torch_packed, torch_stage
+from mdi.stages.calibration import mean_squares
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.torch_packed import DeviceLayers
 from mdi.stages.torch_stage import StarterStage
 from mdi.stages.window import open_window
 from mdi.stages.window_budget import RunMemory
@@ -125,10 +129,7 @@ def frames_of(stages: list[KernelStage], ids: np.ndarray, slices: list[Slice]) -
 
 
 def test_the_kernels_compute_what_torch_does(source: LitCheckpoint) -> None:
-    ids, n_layer = ids_of(source), source.config.n_layer
-    stage = StarterStage(spec_of(source.config), n_layer)
-    stage.load(stage_parts(0, n_layer, starter=True), source.tensors, torch.device("cpu"), torch.float32)
-    stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
+    ids, stage = ids_of(source), whole_stage(source)
     slices = [Slice(0, 0, LENGTH, LENGTH)]
     expected = stage.head(stage(stage.embed(torch.from_numpy(ids), slices), slices)).numpy()
     found = {}
@@ -163,9 +164,7 @@ def test_rows_that_give_no_logits_skip_blocks_that_read_other_caches(tmp_path: P
     assert spec.skipped_from == 4 and spec.allowed_cuts() == [0, 1, 2, 7]
     stage: Any = stage_of(source)
     if is_torch:
-        stage = StarterStage(spec, 7)
-        stage.load(stage_parts(0, 7, starter=True), source.tensors, torch.device("cpu"), torch.float32)
-        stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
+        stage = whole_stage(source)
 
     def rows(slices: list[Slice]) -> np.ndarray:
         own = np.concatenate([ids[one.start : one.start + one.n_rows] for one in slices])
@@ -183,6 +182,60 @@ def test_rows_that_give_no_logits_skip_blocks_that_read_other_caches(tmp_path: P
     assert np.abs(found - expected[60:65]).max() <= tolerance
 
 
+def whole_stage(source: WeightSource, packing: Packing | None = None) -> StarterStage:
+    """In torch."""
+    n_layer = source.config.n_layer
+    stage = StarterStage(spec_of(source.config), n_layer)
+
+    def weights(part: str) -> Any:
+        return source.tensors(part) if packing is None else source.weights(part, packing)
+
+    stage.load(stage_parts(0, n_layer, starter=True), weights, torch.device("cpu"), torch.float32)
+    stage.prepare(LENGTH, torch.device("cpu"), torch.float32)
+    return stage
+
+
+def test_a_text_says_what_inputs_count(source: LitCheckpoint) -> None:
+    """Blocks that read the caches of others, and columns, are computed with these."""
+    windows = [ids_of(source)[:30].tolist(), ids_of(source)[30:50].tolist()]
+    means, seen = mean_squares(source, windows), {}
+    stage = whole_stage(source)
+    for name, module in stage.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, given, name=f"{name}.weight": seen.setdefault(name, []).append(given[0])
+            )
+    for i, window in enumerate(windows):
+        slices = [Slice(i, 0, len(window), len(window))]
+        stage.head(stage(stage.embed(torch.tensor(window), slices), slices))
+    assert means.keys() == seen.keys()
+    for name, rows in seen.items():
+        assert np.allclose(means[name], torch.cat(rows).square().mean(dim=0).numpy(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_packed_weights_in_torch_are_what_they_stand_for(
+    is_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, packing = made("shared", tmp_path), Packing("int8", "int8")
+    ids, slices = torch.from_numpy(ids_of(source)), [Slice(0, 0, LENGTH, LENGTH)]
+    if is_device:
+        monkeypatch.setattr(torch_stage, "layers_for", DeviceLayers)
+    else:
+        monkeypatch.setattr(torch_packed, "load", lambda: None)  # kernels round activations
+
+    def columns(stage: StarterStage) -> torch.Tensor:
+        return stage(stage.embed(ids, slices), slices)
+
+    found = columns(whole_stage(source, packing))
+    monkeypatch.setattr(source, "tensors", lambda part: unpacked(source.weights(part, packing)))
+    torch.testing.assert_close(found, columns(whole_stage(source)), atol=1e-4, rtol=1e-4)
+
+
+def unpacked(weights: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array.copy()) for name, array in plain(dict(weights)).items()}
+
+
 def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp_path: Path) -> None:
     form = Packing("int8", "int8")
     packed, ids, n_layer = PackedSource(source, form), ids_of(source), source.config.n_layer
@@ -198,6 +251,11 @@ def test_packed_chunks_and_windows_give_the_same_bits(source: LitCheckpoint, tmp
     )
     stage = KernelStage(spec_of(source.config), 0, n_layer, weights)
     try:
+        kept = [one for one in weights["embedding"].values() if isinstance(one, Matrix)]
+        assert all(one is weights["embedding"]["transformer.inputs.proj.weight"] for one in kept), "it is read once"
+        small = sum(array.nbytes for part in parts for array in weights[part].values() if isinstance(array, np.ndarray))
+        in_memory = small + sum(one.data.nbytes for one in kept)
+        assert weights.n_bytes == weights.window.plan.resident_bytes + in_memory
         stage.prepare(LENGTH)
         assert np.array_equal(logits_of(stage, ids), whole)
         found = stage(stage.embed(ids, [Slice(8, 0, LENGTH, 3)]), [Slice(8, 0, LENGTH, 3)])

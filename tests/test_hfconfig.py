@@ -95,6 +95,12 @@ def test_a_number_that_is_none_is_one_line(value: float, tmp_path: Path) -> None
         choose_config(folder)
 
 
+def test_more_blocks_than_any_model_has_are_refused_before_lists_of_them_are_made(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "my-model", {**REAL["Llama 2 7B"][1], "num_hidden_layers": 1025})
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1025; at most 1024 are supported"):
+        choose_config(folder)
+
+
 @pytest.mark.parametrize("form", OWN)
 def test_a_real_config_of_a_family_that_litgpt_lacks(form: str) -> None:
     expected, hf = OWN[form]

@@ -199,6 +199,31 @@ def test_query_key_and_value_may_have_biases_of_their_own() -> None:
     assert ModelConfig.of(config.plain()) == config and why_not_litgpt(config) is not None
 
 
+_NET = {"n_head": 4, "n_groups": 2, "k_size": 8, "v_size": 8, "n_taps": 4, "blocks": [1, 0]}
+_EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"rotary_percentage": 1.5}, "rotary positions of 192 numbers in heads of 128"),
+        ({"rotary_percentage": -0.5}, "rotary positions of -64 numbers in heads of 128"),
+        ({"n_layer": 2, "delta_net": {**_NET, "n_taps": 65}}, "delta_net: the sizes"),
+        ({"n_layer": 2, "delta_net": {**_NET, "k_size": (1 << 14) + 1}}, "delta_net: the sizes"),
+        ({"n_layer": 2, "delta_net": {**_NET, "n_head": 1 << 10, "v_size": 1 << 9}}, "delta_net: the sizes"),
+        ({**_EXPERTS, "n_expert_per_token": 0}, "a row uses 0 of 4 experts"),
+        ({**_EXPERTS, "n_expert_per_token": 5}, "a row uses 5 of 4 experts"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0"),
+        ({"attention_logit_softcapping": -2.0}, "attention_logit_softcapping -2.0"),
+        ({"v_norm": True}, "v_norm is for models with norm_qk"),
+    ],
+)
+def test_what_nothing_could_compute_is_refused(settings: dict[str, Any], reason: str) -> None:
+    assert ModelConfig.of({"n_layer": 2, "delta_net": _NET}) and ModelConfig.of({**_EXPERTS, "n_expert_per_token": 4})
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        ModelConfig.of(settings)
+
+
 def test_some_blocks_may_know_no_positions() -> None:
     rotary = {"n_layer": 3, "rotary_percentage": 1.0}
     config = ModelConfig(**rotary, rotary_indices=(1, 0, 1, 0))

@@ -14,11 +14,12 @@ from mdi.checkpoint.source import LitCheckpoint
 from mdi.errors import EngineError
 from mdi.kernels.slices import Slice
 from mdi.model.plain import spec_of
+from mdi.model.spec import Dense, Experts, Router
 from mdi.model.tensors import block_tensors, end_tensors
 from mdi.stages import torch_stage as stage_module
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.torch_attention import Positions, Texts
-from mdi.stages.torch_block import Block
+from mdi.stages.torch_block import Block, Chosen, keep_rows_apart
 from mdi.stages.torch_packed import DeviceLayers
 from mdi.stages.torch_stage import StarterStage
 from test_own_families import FAMILIES, LENGTH, expected, ids_of, made
@@ -105,6 +106,29 @@ def test_positions_that_a_model_has_not_learned_are_refused(tmp_path: Path) -> N
     for slices in ([Slice(1, LENGTH - 1, 2)], [Slice(1, 0, 1)], []):
         with pytest.raises(EngineError):
             stage.embed(torch.tensor([1, 2]), slices)
+
+
+def test_taps_add_their_rows_and_change_no_others(tmp_path: Path) -> None:
+    source = made("falcon-rw", tmp_path)
+    stage, ids = stage_of(source), torch.from_numpy(ids_of(source)[:9])
+    slices = [Slice(1, 0, 5, 1), Slice(2, 0, 4, 2)]
+    x = stage.embed(ids, slices)
+    wanted = stage(x, slices)
+    found = stage(x, slices, (0, source.config.n_layer - 1))
+    assert torch.equal(found[:9], wanted) and torch.equal(found[12:], wanted[[4, 7, 8]]) and len(found) == 15
+
+
+def test_a_gate_of_the_shared_expert_depends_on_its_row_alone() -> None:
+    mlp = Dense(8, "silu", is_gated=True)
+    chosen = Chosen(Experts(3, 1, mlp, Router("softmax", True), mlp, has_shared_gate=True), 333)
+    gate, same = chosen.shared_experts.gate, torch.nn.Identity()
+    same.gate = gate
+    chosen.shared_experts, chosen.experts = same, torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+    keep_rows_apart(chosen)
+    x = torch.randn(77, 333, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        whole = chosen(x)
+        assert all(torch.equal(chosen(x[:n]), whole[:n]) for n in (1, 2, 5, 13, 64))
 
 
 def plain_blocks(source: LitCheckpoint) -> PlainBlocks:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mdi.model.plain import ModelConfig
+from mdi.spec.limits import LIMITS
 
 Json = dict[str, Any]
 
@@ -41,6 +42,8 @@ def sizes(hf: Json) -> Json:
         found["head_size"] = hf["head_dim"]
     if any(type(size) is not int or size < 1 for size in found.values()):
         raise ValueError(f"not all of its sizes are whole numbers: {found}")
+    if found["n_layer"] > LIMITS["n_layer"]:  # lists of this length are made before all is checked
+        raise ValueError(f"num_hidden_layers is {found['n_layer']}; at most {LIMITS['n_layer']} are supported")
     if "head_size" not in found:
         if n_embd % n_head:
             raise ValueError(f"it has no head_dim, and hidden_size {n_embd} is no multiple of the {n_head} heads")

@@ -210,6 +210,9 @@ class ModelConfig:
         if self.rotary_indices is not None:
             rotated = self._per_block("rotary_indices")
             object.__setattr__(self, "rotary_indices", None if all(rotated) else rotated)
+        for key in ("attention_logit_softcapping", "final_logit_softcapping"):
+            if (cap := getattr(self, key)) is not None and not 0 < cap < math.inf:
+                raise ValueError(f"{key} {cap}: expected a number above zero")
         self._check_latent()
         self._check_delta_net()
         self._check_experts()
@@ -302,6 +305,9 @@ class ModelConfig:
         sizes = [net[key] for key in _DELTA_SIZES]
         if any(type(size) is not int or size < 1 for size in sizes) or net["n_head"] % net["n_groups"]:
             raise ValueError(f"delta_net: there is none of the sizes {sizes}")
+        n_numbers = max(net["n_head"] * net["v_size"], net["n_groups"] * net["k_size"])
+        if max(sizes) > _MOST_OF_DELTA or net["n_taps"] > _MOST_TAPS or n_numbers > _MOST_NUMBERS:
+            raise ValueError(f"delta_net: the sizes {sizes} are more than is supported")
         blocks = net["blocks"]
         if not isinstance(blocks, tuple) or len(blocks) != self.n_layer or not set(blocks) <= {0, 1}:
             raise ValueError(f"delta_net: expected a 0 or a 1 for each of {self.n_layer} blocks, found {blocks}")
@@ -321,10 +327,17 @@ class ModelConfig:
             raise ValueError(
                 f"{self.n_shared_kv} of {self.n_layer} blocks, whose MLPs are {self.shared_kv_mlp} times as wide"
             )
+        if self.v_norm and not self.norm_qk:
+            raise ValueError("v_norm is for models with norm_qk")
         if (self.block_inputs or self.block_scalars) and (self.parallel_residual or self.norm_after_residual):
             raise ValueError("inputs and scalars of blocks are for attention and MLP one after the other")
 
     def _check_positions(self) -> None:
+        heads = {self.head_size, self.far_head_size or self.head_size} if self.latent_attention is None else ()
+        for size in heads:
+            n = int(self.rotary_percentage * size)
+            if not 0 <= n <= size:
+                raise ValueError(f"rotary positions of {n} numbers in heads of {size}")
         is_rotary = not (self.alibi or self.learned_positions)
         if self.alibi not in (None, "bloom", "falcon"):
             raise ValueError(f"ALiBi of the kind {self.alibi!r}")
@@ -342,6 +355,9 @@ class ModelConfig:
             check_rope(self.rope_adjustments or {}, self.rope_n_elem)
 
     def _check_experts(self) -> None:
+        has_experts = self.mlp_class_name == "LLaMAMoE" or self.experts_beside_mlp
+        if has_experts and not 1 <= self.n_expert_per_token <= self.n_expert:
+            raise ValueError(f"a row uses {self.n_expert_per_token} of {self.n_expert} experts")
         if self.first_k_dense_replace is not None and self.mlp_class_name != "LLaMAMoE":
             raise ValueError("first_k_dense_replace is for models with experts")
         if self.sigmoid_router and (self.mlp_class_name != "LLaMAMoE" or self.n_expert_groups is not None):
@@ -400,6 +416,8 @@ OWN_FIELDS = {
     "experts_beside_mlp": "experts beside an MLP",
 }
 _DELTA_SIZES = ("n_head", "n_groups", "k_size", "v_size", "n_taps")  # as DeltaNet has them
+_MOST_OF_DELTA, _MOST_TAPS = 1 << 14, 64  # of each size, and of a convolution
+_MOST_NUMBERS = 1 << 18  # of all heads
 _LARGEST = 1e9  # of a number in `rope_adjustments`
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # that must be there
     "yarn": ("factor", "original_max_position_embeddings"),

@@ -184,13 +184,14 @@ class Run(StatusOnly):
         refuse(facts, "--verify")
 
     def check_columns(self, model: Choice) -> None:
-        """Refuse what knows rows of hidden alone, before any node is asked. Raises UsageError."""
+        """Refuse what knows rows of hidden alone, and of all blocks, before any node is asked. Raises UsageError."""
         spec, asked = model.spec, {"side networks": self._taps, "training over a ring": self._gradients}
-        refused = [what for what, is_asked in asked.items() if is_asked and spec.widest_row > spec.width]
+        is_plain = spec.widest_row == spec.width and spec.skipped_from == spec.n_layer
+        refused = [what for what, is_asked in asked.items() if is_asked and not is_plain]
         if model.options.verify and spec.skipped_from < spec.n_layer:
             refused.append("--verify")
         if refused:
-            what = f"its rows have columns besides hidden, which {' and '.join(refused)} cannot use"
+            what = f"its rows have columns besides hidden or skip blocks, which {' and '.join(refused)} cannot use"
             raise UsageError(f"{spec.name}: {what}", code=Code.FLAGS)
 
     def _waiting_for(self) -> str:

@@ -1,12 +1,14 @@
 """How large the inputs of each linear layer are in a text: what its rounding errors are weighed by (`Packing.means`).
 
-One block after the other is in memory, in float32 and in torch; all rows of the text go through it before the next one.
+One block after the other, or those that share keys and values, is in memory, in float32 and in torch; all rows of the text go
+through it before the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,19 +62,25 @@ def mean_squares(source: WeightSource, windows: Sequence[Sequence[int]], cancel:
     def see(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         add(name, inputs[0])
 
-    ends = StarterStage(spec, 0)
-    _load(ends, source, stage_parts(0, 0, starter=True), longest)
-    slices = [[Slice(i, 0, len(window))] for i, window in enumerate(windows)]
-    rows = [ends.embed(torch.tensor(list(window)), own) for window, own in zip(windows, slices, strict=True)]
-    final = ends.transformer["ln_f"]
-    for block in range(spec.n_layer):
-        if cancel is not None:
-            cancel.check()
-        stage = Stage(spec, block, block + 1)
-        _load(stage, source, [f"block.{block}"], longest)
+    def watch(stage: Stage) -> None:
         for name, module in stage.named_modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(partial(see, f"{name}.weight"))
+
+    ends = StarterStage(spec, 0)
+    _load(ends, source, stage_parts(0, 0, starter=True), longest)
+    watch(ends)
+    slices = [
+        [Slice(i, 0, len(one), len(one))] for i, one in enumerate(windows)
+    ]  # all give logits, so no block skips one
+    rows = [ends.embed(torch.tensor(list(window)), own) for window, own in zip(windows, slices, strict=True)]
+    final = ends.transformer["ln_f"]
+    for start, stop in pairwise(spec.allowed_cuts()):
+        if cancel is not None:
+            cancel.check()
+        stage = Stage(spec, start, stop)
+        _load(stage, source, stage_parts(start, stop, starter=False), longest)
+        watch(stage)
         for i, own in enumerate(slices):
             rows[i] = stage(rows[i], own)
             stage.caches.free(i)

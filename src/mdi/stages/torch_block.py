@@ -433,11 +433,14 @@ class Chosen(nn.Module):
         if self.of.shared is None:
             return y
         shared = self.norm_post_shared(self.shared_experts(x))
-        return y + (torch.sigmoid(self.shared_experts.gate(x)) * shared if self.of.has_shared_gate else shared)
+        if not self.of.has_shared_gate:
+            return y + shared
+        tiles = _tiles(x, 0) if self.gate.is_tiled else [x]
+        return y + torch.sigmoid(torch.cat([self.shared_experts.gate(tile) for tile in tiles])[: len(x)]) * shared
 
 
 def keep_rows_apart(root: nn.Module) -> None:
-    """Let routers and latent attention below `root` compute in tiles, so that a row's bits do not depend on their number."""
+    """Let routers, gates and latent attention below `root` compute in tiles: a row's bits do not depend on their number."""
     for module in root.modules():
         if isinstance(module, Gate | Latents | Delta):
             module.is_tiled = True

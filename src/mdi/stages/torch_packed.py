@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from mdi.errors import CheckpointError
 from mdi.kernels.blocks import Context, Linear
-from mdi.kernels.layout import Matrix, codes_of, e2m1, floats, unpack
+from mdi.kernels.layout import Matrix, PackedRows, codes_of, e2m1, floats, unpack
 from mdi.kernels.library import load
 from mdi.kernels.weight_formats import HALVES, LAYOUTS
 
@@ -31,6 +31,9 @@ class Layers(Protocol):
 
     def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
         """int8 (vocabulary, n_embd) with a scale per token, float32 (vocabulary)"""
+
+    def table(self, matrix: Matrix) -> nn.Module:
+        """An embedding whose rows are those of a packed weight."""
 
 
 def kernel_context() -> Context | None:
@@ -82,6 +85,18 @@ class PackedEmbedding(nn.Module):
         return torch.from_numpy(self._table[rows].astype(np.float32) * self._scale[rows, None])
 
 
+class PackedTable(nn.Module):
+    """An embedding whose rows are those of a packed weight."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__()
+        self._rows = PackedRows(matrix)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(N,) -> (N, width), float32"""
+        return torch.from_numpy(self._rows[ids.numpy()])
+
+
 class HostLayers:
     """The layers of the CPU, which share what the kernels need once for a stage."""
 
@@ -93,6 +108,9 @@ class HostLayers:
 
     def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
         return PackedEmbedding(table, scale)
+
+    def table(self, matrix: Matrix) -> nn.Module:
+        return PackedTable(matrix)
 
 
 class DeviceLinear(nn.Module):
@@ -122,6 +140,14 @@ class DeviceLinear(nn.Module):
         """(..., in) -> (..., out)"""
         weight = unpacked(self.numbers, self.scales, self._format, self._dtype, self.in_features)
         return F.linear(x, weight, self.bias)
+
+
+class DeviceTable(DeviceLinear):
+    """An embedding whose rows are those of such a weight."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(N,) -> (N, width)"""
+        return unpacked(self.numbers[ids], self.scales[ids], self._format, self._dtype, self.in_features)
 
 
 class DeviceEmbedding(nn.Module):
@@ -177,6 +203,9 @@ class DeviceLayers:
     def embedding(self, table: np.ndarray, scale: np.ndarray) -> nn.Module:
         return DeviceEmbedding(table, scale, self._device, self._dtype)
 
+    def table(self, matrix: Matrix) -> nn.Module:
+        return DeviceTable(matrix, None, self._device, self._dtype)
+
 
 def layers_for(device: torch.device, dtype: torch.dtype) -> Layers:
     """A maker of the packed layers of one stage."""
@@ -188,7 +217,7 @@ def is_packed(weights: Weights) -> bool:
 
 
 def install(root: nn.Module, weights: Weights, layers: Callable[[], Layers]) -> dict[str, torch.Tensor]:
-    """Put the packed ones of some weights into the places of the layers below `root`; the rest, as tensors.
+    """Put the packed ones of some weights into the places of the layers and tables below `root`; the rest, as tensors.
 
     Args:
         layers: what makes them; not called if nothing is packed.
@@ -202,7 +231,9 @@ def install(root: nn.Module, weights: Weights, layers: Callable[[], Layers]) -> 
     for name, matrix in packed.items():
         path = name.removesuffix(".weight")
         _check(root, path, (matrix.n_out, matrix.n_in))
-        _replace(root, path, layers().linear(matrix, arrays.pop(f"{path}.bias", None)))
+        is_table = isinstance(root.get_submodule(path), nn.Embedding)
+        bias = arrays.pop(f"{path}.bias", None)
+        _replace(root, path, layers().table(matrix) if is_table else layers().linear(matrix, bias))
     for name in [name for name, array in arrays.items() if array.dtype == np.int8]:
         table, scale = arrays.pop(name), arrays.pop(f"{name}_scale")
         path = name.removesuffix(".weight")

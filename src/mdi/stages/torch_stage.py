@@ -169,7 +169,7 @@ class Stage(nn.Module):
             x = block(x, batch) if gated is None else block(x, batch, columns[gated.column])
             self.n_finished += 1
             if i in taps:  # which models whose rows skip blocks do not have
-                seen.append(x if (wanted := logit_rows(slices)) is None else x[wanted])
+                seen.append(x if (kept := logit_rows(slices)) is None else x[kept])
         if wanted is not None:
             whole = whole.clone()
             whole[wanted] = x

@@ -246,11 +246,13 @@ class StoredPart:
         matrices: packed weights, by name, on the disk.
         arrays: all small tensors, in memory.
         tables: of the embedding, on the disk.
+        whole: packed weights, by name, that are in memory and stay.
     """
 
     matrices: dict[str, StoredMatrix] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     tables: dict[str, RowTable | PanelTable] = field(default_factory=dict)
+    whole: dict[str, Matrix] = field(default_factory=dict)
 
     def add(self, stored: StoredMatrix) -> None:
         """Of tables single rows are read, of others all."""
@@ -258,6 +260,16 @@ class StoredPart:
             self.tables[stored.name] = PanelTable(stored)
         else:
             self.matrices[stored.name] = stored
+
+    def keep(self) -> None:
+        """Read the packed weights, which no window reads."""
+        self.whole = {name: stored.whole() for name, stored in self.matrices.items()}
+
+    @property
+    def small_bytes(self) -> int:
+        """In memory."""
+        arrays = sum(array.nbytes for array in self.arrays.values())
+        return arrays + sum(matrix.data.nbytes for matrix in self.whole.values())
 
 
 class StoredParts:
@@ -532,7 +544,7 @@ class Windowed:
     ) -> None:  # fmt: skip
         self.window, self.cache_limit = window, cache_limit
         self._stored = stored
-        self._small_bytes = sum(array.nbytes for part in stored.values() for array in part.arrays.values())
+        self._small_bytes = sum(part.small_bytes for part in stored.values())
         self.check = (limit or MemoryLimit(None)).check
 
     def __contains__(self, part: str) -> bool:
@@ -540,8 +552,7 @@ class Windowed:
 
     def __getitem__(self, part: str) -> Weights:
         units, stored = self.window.matrices(part) if part != HEAD else [], self._stored[part]
-        beside = {one.name: one.whole() for one in stored.matrices.values()} if part == "embedding" else {}
-        return {**stored.arrays, **beside, **{name: matrix for unit in units for name, matrix in unit.items()}}
+        return {**stored.arrays, **stored.whole, **{name: matrix for unit in units for name, matrix in unit.items()}}
 
     def ready(self, block: int, half: int) -> contextlib.AbstractContextManager[None]:
         return self.window.unit(f"block.{block}", half)
@@ -629,6 +640,8 @@ def open_window(
             stored[part] = found.part(of, part)
             of.release()  # mapped pages count as this process's memory
         found.finish()
+        if "embedding" in stored:  # before the window is chosen, which counts what the process has
+            stored["embedding"].keep()
         blocks = block_units({part: stored[part].matrices for part in parts if part.startswith("block.")})
         head = stored[HEAD].matrices["lm_head.weight"] if HEAD in stored else None
         if head is not None and not head.n_bytes:  # a share of it without rows
