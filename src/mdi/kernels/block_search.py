@@ -21,6 +21,8 @@ from mdi.kernels.weight_formats import BLOCK_TYPES
 Floats = np.ndarray  # of float32
 Bytes = np.ndarray  # of uint8
 
+SEARCH_VERSION = 2  # raised when the search finds other blocks of the same numbers
+
 _GROUPS_AT_A_TIME = 1 << 11  # of 32: what is computed with stays in a core's cache
 _TINY = np.float32(1e-30)
 _LARGEST_HALF = 65504.0
