@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,21 @@ def test_fields_of_tokenizers_come_back(tmp_path: Path) -> None:
     assert {k: v for k, v in tokenizer_fields(tmp_path / "again", 400).items() if "token_type" not in k} == {
         k: v for k, v in fields.items() if "token_type" not in k
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, {"add_bos_token": False}),
+        ({"add_bos_token": True}, {"add_bos_token": False}),
+        ({"bos_token": "<|end|>", "add_bos_token": None}, {"add_bos_token": False, "bos_token_id": 0}),
+        ({"bos_token": "<|end|>", "add_bos_token": True}, {"add_bos_token": True, "bos_token_id": 0}),
+        ({"unk_token": {"content": "<|end|>"}}, {"add_bos_token": False, "unknown_token_id": 0}),
+    ],
+)
+def test_how_a_text_begins_is_always_said(settings: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = {name.rpartition(".")[2]: value for name, value in tokenizer_fields(folder, 400).items()}
+    names = ("add_bos_token", "bos_token_id", "unknown_token_id")
+    assert {name: found[name] for name in names if name in found} == wanted
