@@ -26,6 +26,7 @@ from mdi.serve.chat import CHATS, Chat
 from mdi.serve.conversation import Conversation
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
+from mdi.serve.quotas import Quotas
 from mdi.serve.request import CommonFields
 from mdi.text.answers.events import Call
 from mdi.text.answers.forms import WORDS, Form, form_of
@@ -342,7 +343,7 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
     async def answer(found: dict[str, Any]) -> None:
         answers.append(found)
 
-    api = SimpleNamespace(engine=engine_that_says(written, reason), observe=[])
+    api = SimpleNamespace(engine=engine_that_says(written, reason), observe=[], quotas=Quotas(()))
     exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
 
     async def both() -> None:

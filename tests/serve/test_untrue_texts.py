@@ -24,6 +24,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.completions import COMPLETIONS, Completion
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.host import Outlet
+from mdi.serve.quotas import Quotas
 from mdi.serve.request import Opened
 from mdi.text.answers import events as answer_events
 from mdi.text.drawing import OWN
@@ -166,7 +167,7 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
 
     codec = SimpleNamespace(token_bytes=lambda i: bytes([97 + i]), drawing=OWN)
     model = SimpleNamespace(codec=codec, context=99, name="one", asked_name="one", adapter="")
-    api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[])
+    api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[], quotas=Quotas(()))
     exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
     job = Spelling({"prompt": "a", "stream": is_streamed, "logprobs": 1})
     asyncio.run(COMPLETIONS.answer(job, cast(Any, api), cast(Any, model), cast(Any, exchange)))

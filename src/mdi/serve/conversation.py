@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields, Opened, check_prompt, checked_text, encoded
 from mdi.serve.tools import ToolUse
-from mdi.text.answers.calls import written_call
+from mdi.text.answers.calls import parsed_arguments
 from mdi.text.answers.forms import WORDS, Form
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.templates import PLAIN_STOPS, ChatTemplate
@@ -77,8 +78,13 @@ class Conversation:
         form = model.form_of(template)
         has_grammar = fields.grammar is not None  # the form of such an answer holds from its first token on
         lark = form.demanded(self.tools.demanded, model.codec.special_ids) if self.tools.forced else None
-        messages, cut = model.codec.quotes.quoted(self.messages)
-        text = await self._text(messages, template, form, has_grammar)
+        quotes = model.codec.quotes
+        try:
+            messages, said_tools, cut = quotes.quoted(self.messages, tools)
+        except UsageError as e:
+            raise invalid(self.param, str(e)) from None
+        instructions = quotes.marked(self.tools.instructions, cut) if tools else ""
+        text = await self._text(messages, said_tools, instructions, template, form, has_grammar)
         begins_in_reasoning = form.begins_in_reasoning(text)
         if has_grammar:
             text += form.thinks[1] if form.thinks is not None and begins_in_reasoning else "" if lark else form.quiet
@@ -92,14 +98,19 @@ class Conversation:
         )  # fmt: skip
         return Opened([prompt], answer, stop, grammar=None if lark is None else {"type": "lark", "lark": lark})
 
-    async def _text(self, messages: list[dict[str, Any]], template: ChatTemplate, form: Form, has_grammar: bool) -> str:
+    async def _text(
+        self, messages: list[dict[str, Any]], tools: Sequence[Any], instructions: str, template: ChatTemplate, form: Form,
+        has_grammar: bool,
+    ) -> str:  # fmt: skip
+        """Args:
+        messages, tools, instructions: as they are quoted; the last describe the tools in words, if there are any.
+        """
         in_words = None
-        if not template.knows_tools and (self.tools.tools or any(turn.role == "tool" for turn in self.turns)):
-            instructions = self.tools.instructions if self.tools.tools else ""
+        if not template.knows_tools and (tools or any(turn.role == "tool" for turn in self.turns)):
             in_words = _in_words(messages, instructions)
             messages = _with_instructions(messages, instructions) if instructions else messages
         values = {"enable_thinking": False, **self.values} if form.thinks and has_grammar else self.values
-        return await self._rendered(template, form.messages(messages), in_words, form.tools(self.tools.tools), values)
+        return await self._rendered(template, form.messages(messages), in_words, form.tools(tools), values)
 
     async def _rendered(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], in_words: list[dict[str, Any]] | None,
@@ -157,7 +168,13 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
         if message["role"] in ("system", "developer"):
             continue
         calls = [call["function"] for call in message.get("tool_calls") or () if isinstance(call.get("function"), dict)]
-        written = [written_call(str(one.get("name")), str(one.get("arguments") or "")) for one in calls]
+        written = [
+            json.dumps(
+                {"name": str(one.get("name")), "arguments": parsed_arguments(str(one.get("arguments") or ""))},
+                ensure_ascii=False,
+            )
+            for one in calls
+        ]
         content = message["content"] or ""
         text = f"Result: {content}" if message["role"] == "tool" else "\n".join(filter(None, [content, *written]))
         role = "assistant" if message["role"] == "assistant" else "user"

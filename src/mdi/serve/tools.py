@@ -59,7 +59,9 @@ class ToolUse:
 
     @property
     def instructions(self) -> str:
-        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+        return INSTRUCTIONS.format(
+            tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.tools)
+        )
 
 
 def parse_tools(given: Any, choice: Any) -> ToolUse:

@@ -1,9 +1,9 @@
 """Words of a chat that read like special tokens stay words.
 
 A template writes special tokens by their names, and the tokenizer finds these names wherever they stand: also in what a user
-says, a page that a tool has read, or a file that a call writes. There they would end a turn, or begin one of the system. So a
-character that occurs nowhere else is put into such a name before a chat is rendered, and the text is cut there before it is
-tokenized.
+says, the description of a tool, a page that a tool has read, or a file that a call writes. There they would end a turn, or
+begin one of the system. So a character that occurs nowhere else is put into such a name before a chat is rendered, and the text
+is cut there before it is tokenized.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mdi.errors import UsageError
 from mdi.text.answers.calls import parsed_arguments
 
 _PRIVATE = range(0xE000, 0xF900)  # characters that no script has
+_SAID = ("content", "reasoning_content", "reasoning")  # by the assistant
 
 
 class Quotes:
@@ -27,45 +29,55 @@ class Quotes:
         found = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, found))) if found else None
 
-    def quoted(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """The messages, as templates take them, and the character where their text is to be cut; "": nowhere.
+    def quoted(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+    ) -> tuple[list[dict[str, Any]], list[Any], str]:
+        """The messages and the tools, as templates take them, and the character where their text is to be cut; "": nowhere.
 
-        What the assistant has said is left as it is: models write special tokens in it.
+        What the assistant has said is left as it is: models write special tokens in it. So are roles.
+
+        Raises:
+            UsageError: they have all characters that could be the one to cut at.
         """
-        texts = [*_texts([message.get("content") for message in messages if not _is_models(message)])]
-        texts += _texts([_arguments(call) for message in messages for call in message.get("tool_calls") or ()])
-        if self._names is None or not any(map(self._names.search, texts)):
-            return [dict(message) for message in messages], ""
-        used = set("".join(texts))
-        cut = next(chr(code) for code in _PRIVATE if chr(code) not in used)
-        return [self._with_cuts(message, cut) for message in messages], cut
+        said = [[value for name, value in message.items() if _is_quoted(message, name)] for message in messages]
+        said.append([_arguments(call) for message in messages for call in message.get("tool_calls") or ()])
+        if self._names is None or not any(map(self._names.search, _texts([said, *tools]))):
+            return [dict(message) for message in messages], list(tools), ""
+        used = set("".join(_texts([*messages, said, *tools])))
+        cut = next((chr(code) for code in _PRIVATE if chr(code) not in used), None)
+        if cut is None:
+            raise UsageError("the texts have all characters from U+E000 to U+F8FF: leave one of them out")
+        return [self._with_cuts(message, cut) for message in messages], self.marked(list(tools), cut), cut
 
     def _with_cuts(self, message: Mapping[str, Any], cut: str) -> dict[str, Any]:
-        made = dict(message)
-        if not _is_models(message):
-            made["content"] = self._marked(message.get("content"), cut)
+        made = {
+            name: self.marked(value, cut) if _is_quoted(message, name) else value for name, value in message.items()
+        }
         if message.get("tool_calls"):
             made["tool_calls"] = [self._call_with_cuts(call, cut) for call in message["tool_calls"]]
         return made
 
     def _call_with_cuts(self, call: Any, cut: str) -> Any:
-        given = _arguments(call)
-        found = self._marked(given, cut)
-        if found == given:
-            return call
-        written = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": written}}
+        """Its arguments stay JSON: marked are the values that they have."""
+        made, given = self.marked(call, cut), _arguments(call)
+        found = self.marked(given, cut)
+        if given is not None and (found != given or made["function"]["arguments"] != call["function"]["arguments"]):
+            written = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            made["function"]["arguments"] = written
+        return made
 
-    def _marked(self, value: Any, cut: str) -> Any:
+    def marked(self, value: Any, cut: str) -> Any:
+        """A value of JSON with `cut` (see `quoted`) in the names of special tokens; "": as it is."""
         if isinstance(value, str) and self._names is not None:
             return self._names.sub(lambda found: found[0][0] + cut + found[0][1:], value)
         if isinstance(value, dict):
-            return {self._marked(key, cut): self._marked(one, cut) for key, one in value.items()}
-        return [self._marked(one, cut) for one in value] if isinstance(value, list) else value
+            return {self.marked(key, cut): self.marked(one, cut) for key, one in value.items()}
+        return [self.marked(one, cut) for one in value] if isinstance(value, list) else value
 
 
-def _is_models(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant"
+def _is_quoted(message: Mapping[str, Any], name: str) -> bool:
+    """Whether a field of a message is quoted."""
+    return name != "role" and not (message.get("role") == "assistant" and name in _SAID)
 
 
 def _arguments(call: Any) -> Any:
