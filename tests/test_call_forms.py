@@ -31,8 +31,8 @@ MARKS = [*sorted(SPOKEN), *harmony.MARKS]
 
 
 @functools.cache
-def codec(has_marks: bool) -> TextCodec:
-    """Of a tokenizer with a token for each byte, and with marks that are special tokens."""
+def tokenizer_of(has_marks: bool) -> Tokenizer:
+    """With a token for each byte, and with marks that are special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -40,6 +40,12 @@ def codec(has_marks: bool) -> TextCodec:
     made.add_special_tokens([AddedToken("<|eos|>", special=True)])
     if has_marks:
         made.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    return made
+
+
+@functools.cache
+def codec(has_marks: bool) -> TextCodec:
+    made = tokenizer_of(has_marks)
 
     class Read:
         backend, bos_id, eos_id, use_bos, processor = "huggingface", None, made.token_to_id("<|eos|>"), False, made
@@ -48,7 +54,7 @@ def codec(has_marks: bool) -> TextCodec:
 
 
 def ids_of(text: str, has_marks: bool) -> list[int]:
-    return list(codec(has_marks)._processor.encode(text, add_special_tokens=False).ids)
+    return list(tokenizer_of(has_marks).encode(text, add_special_tokens=False).ids)
 
 
 def form_named(name: str, has_marks: bool = True) -> Form:
@@ -184,8 +190,8 @@ MADE = [*PARSERS, "deepseek's blocks"]
 
 @functools.cache
 def guide(has_marks: bool) -> Any:
-    written = codec(has_marks)._processor.to_str()
-    return llguidance.LLTokenizer(written, eos_token=codec(has_marks)._processor.token_to_id("<|eos|>"))
+    written = tokenizer_of(has_marks).to_str()
+    return llguidance.LLTokenizer(written, eos_token=tokenizer_of(has_marks).token_to_id("<|eos|>"))
 
 
 def matcher_of(form: Form, functions: list[tuple[str, Any]], has_marks: bool) -> Any:
@@ -231,7 +237,7 @@ def test_a_call_that_is_demanded_is_one_whatever_the_model_draws(name: str, has_
 @pytest.mark.parametrize("name", MADE)
 def test_a_demanded_call_begins_with_the_first_byte_of_its_mark(name: str) -> None:
     matcher = matcher_of(form_named(name), [("look", LOOK)], True)
-    first = codec(True)._processor.decode(allowed(matcher)[:1], skip_special_tokens=False)
+    first = tokenizer_of(True).decode(allowed(matcher)[:1], skip_special_tokens=False)
     assert len(allowed(matcher)) == 1
     assert name == "llama3" and first == "{" or first in MARKS
 
@@ -252,3 +258,15 @@ def test_a_schema_that_does_not_say_which_arguments_there_are_is_json() -> None:
         has_marks = form_named(name).calls.written is not None and form_named(name).calls.written.key != ""
         assert (form_named(name).demanded([("look", schema)], {}) is None) == has_marks, name
     assert form_of("{{ messages }}", ()).demanded([("look", LOOK)], {}) is None
+
+
+def test_definitions_are_not_copied_into_thousands_of_properties() -> None:
+    definitions = {"one": {"type": "string", "description": "x" * 10_000}}
+
+    def written(n: int) -> list[str | None]:
+        schema = {"type": "object", "properties": {f"a{i}": {"$ref": "#/$defs/one"} for i in range(n)}}
+        forms = [form for form in map(form_named, PARSERS) if form.calls.written is not None and form.calls.written.key]
+        return [form.demanded([("look", {**schema, "$defs": definitions})], {}) for form in forms]
+
+    assert None not in written(50) and len(written(50)) > 1
+    assert set(written(200)) == {None}, "the answer is JSON then"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from mdi.checkpoint.packing import Packing, flat_numbers
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError, UsageError
+from mdi.families.gguf import fields_of
 from mdi.kernels import library
+from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, FINAL_NORM, HEAD
 from test_made_mixtures import alone, ids
 from tiny_checkpoint import encode, tiny_config, write_checkpoint
+from tiny_checkpoint import plain as listed
 from tiny_models import HF_KINDS, tiny_state, write_lit
 
 KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma")
@@ -76,6 +81,15 @@ def test_families(family: str, tmp_path: Path) -> None:
         rounds = family.startswith("Gemma") and ("norm" in name or name == FINAL_NORM)  # files have the one added
         same = np.allclose if rounds else np.array_equal
         assert same(again.array(name), source.array(name)), name
+
+
+def test_fields_that_are_floats_there_are_written_as_such() -> None:
+    """A config may have whole numbers in them."""
+    config = ModelConfig.of(listed(asdict(tiny_config())))
+    whole = replace(config, rope_local_base_freq=10000, attention_logit_softcapping=50, final_logit_softcapping=30)
+    found = fields_of(whole)
+    names = ("rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping")
+    assert [(found[name], type(found[name])) for name in names] == [(10000.0, float), (50.0, float), (30.0, float)]
 
 
 def test_the_command_and_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,3 +149,21 @@ def test_fields_of_tokenizers_come_back(tmp_path: Path) -> None:
     assert {k: v for k, v in tokenizer_fields(tmp_path / "again", 400).items() if "token_type" not in k} == {
         k: v for k, v in fields.items() if "token_type" not in k
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, {"add_bos_token": False}),
+        ({"add_bos_token": True}, {"add_bos_token": False}),
+        ({"bos_token": "<|end|>", "add_bos_token": None}, {"add_bos_token": False, "bos_token_id": 0}),
+        ({"bos_token": "<|end|>", "add_bos_token": True}, {"add_bos_token": True, "bos_token_id": 0}),
+        ({"unk_token": {"content": "<|end|>"}}, {"add_bos_token": False, "unknown_token_id": 0}),
+    ],
+)
+def test_how_a_text_begins_is_always_said(settings: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = {name.rpartition(".")[2]: value for name, value in tokenizer_fields(folder, 400).items()}
+    names = ("add_bos_token", "bos_token_id", "unknown_token_id")
+    assert {name: found[name] for name in names if name in found} == wanted

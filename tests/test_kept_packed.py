@@ -8,19 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import mdi.checkpoint.derived as derived
 import mdi.checkpoint.kept_packed as kept_packed
 from mdi.cancel import Cancel
-from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked
+from mdi.checkpoint.derived import PackedSource, packed_form
+from mdi.checkpoint.kept_packed import DISK_LEFT_BYTES, FILE, KeptPacked, MadeSource
 from mdi.checkpoint.packing import Packing, PartWeights, arrays_of
 from mdi.checkpoint.part_users import PartUser, read_users
 from mdi.checkpoint.parts import PartInfo
-from mdi.checkpoint.source import open_source
+from mdi.checkpoint.source import LitCheckpoint, open_source
 from mdi.checkpoint.store import BlockStore
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels import library
+from mdi.kernels.format_maps import map_of
+from mdi.model.tensors import EMBEDDING, FINAL_NORM, HEAD
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig
@@ -28,6 +32,7 @@ from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondary
 from test_node import generate
 from tiny_checkpoint import reference, write_checkpoint
+from tiny_models import tiny_state, write_lit
 
 INT4 = Packing("int4", "int4")
 PART = "block.1"
@@ -177,6 +182,60 @@ def test_parts_that_are_packed_already_stay_as_they_are(tmp_path: Path, source: 
     packed = PackedSource(source, INT4)
     info = PartInfo(PART, "0" * 64, packed.n_bytes(PART))
     assert KeptPacked(BlockStore(tmp_path)).part(packed, info, INT4, set(), Cancel()) is packed
+
+
+Q4_K = Packing("q4_k", "q4_k")
+
+
+def with_rows_of_256(folder: Path, gains: float = 1.0, is_tied: bool = False) -> LitCheckpoint:
+    config, state = tiny_state(n_embd=256, head_size=32, n_head=8, n_query_groups=2, intermediate_size=256, n_layer=1)
+    generator = torch.Generator().manual_seed(1)
+    state[FINAL_NORM] = 1 + gains * torch.rand(256, generator=generator)
+    if is_tied:
+        state[HEAD] = state[EMBEDDING]
+    return LitCheckpoint(write_lit(folder, config, state))
+
+
+def test_what_is_searched_depends_on_the_version_of_the_search(
+    tmp_path: Path, source: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names(packing: Packing) -> tuple[str, str]:
+        return packed_form(source, packing), kept_packed._key(source, source.info(PART), packing)
+
+    now = [names(packing) for packing in (Q4_K, INT4)]
+    for module in (derived, kept_packed):
+        monkeypatch.setattr(module, "SEARCH_VERSION", 999)
+    for old, new, is_same in zip(now, [names(packing) for packing in (Q4_K, INT4)], (False, True), strict=True):
+        assert [one == other for one, other in zip(old, new, strict=True)] == [is_same] * 2
+
+
+def test_an_embedding_that_is_the_head_is_weighed_by_the_norm_before_it(tmp_path: Path) -> None:
+    form = map_of({EMBEDDING: "q4_k", HEAD: "q4_k"})
+    for i, gains in enumerate((1.0, 50.0)):
+        source = with_rows_of_256(tmp_path / str(i), gains, is_tied=True)
+        assert source.same_as(HEAD) == EMBEDDING
+        packing = Packing(form, form)
+        info = source.info("embedding")
+        kept = KeptPacked(BlockStore(tmp_path / "store")).part(source, info, packing, set(), Cancel())
+        assert is_equal(kept.weights("embedding"), PackedSource(source, packing).weights("embedding"))
+    assert len(BlockStore(tmp_path / "store").parts()) == 2
+
+
+def test_a_made_part_that_was_removed_is_made_again(
+    tmp_path: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kept_packed, "TOLD_BYTES", 1)
+    caplog.set_level("INFO", "mdi")
+    source, folder = with_rows_of_256(tmp_path / "lit"), tmp_path / "store"
+    made = MadeSource(source, Q4_K, folder, source.path)
+    first = {name: np.array(data) for name, data in zip("abcdefgh", arrays_of(made.weights("block.0")), strict=False)}
+    assert "are kept in" in caplog.text
+    made.release()
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    again = arrays_of(made.weights("block.0"))
+    assert packings == ["block.0"] * 2 and len(BlockStore(folder).parts()) == 1
+    assert all(np.array_equal(one, other) for one, other in zip(first.values(), again, strict=False))
 
 
 @pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

@@ -16,6 +16,7 @@ from litgpt.model import GPT
 from families import greedy, random_gpt
 from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.hfconfig import published_config
 from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.packing import Packing, plain
 from mdi.checkpoint.source import LitCheckpoint
@@ -28,6 +29,8 @@ from mdi.kernels.block_search import SEARCHED, quantize_rows
 from mdi.kernels.format_maps import format_map
 from mdi.kernels.layout import block_rows, pack, unpack
 from mdi.kernels.weight_formats import BLOCK_TYPES, MADE
+from mdi.model.plain import spec_of
+from mdi.model.spec import Attention
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -121,6 +124,21 @@ def test_numbers_that_the_format_has_stay(form: str) -> None:
     assert float(np.square(again - once).sum()) < 0.02 * float(np.square(once - drawn("outliers")).sum()) + 1e-12
 
 
+def test_groups_of_equal_numbers_stay() -> None:
+    """Also below 0, where a group has no span, and is its minimum alone."""
+    rows = drawn("plain")
+    rows[:, :32], rows[:, 64:96] = -0.75, 0.5
+    made = numbers_of("q4_k", quantize_rows("q4_k", rows))
+    assert np.allclose(made[:, :32], -0.75, atol=0.01) and np.allclose(made[:, 64:96], 0.5, atol=0.01)
+
+
+@pytest.mark.parametrize("means", [0.0, np.inf, np.nan])
+def test_means_that_say_nothing_count_all_inputs_alike(means: float) -> None:
+    rows = drawn("plain")
+    importance = np.full(rows.shape[1], means, dtype=np.float32)
+    assert np.array_equal(quantize_rows("q4_k", rows, importance), quantize_rows("q4_k", rows))
+
+
 def test_numbers_that_are_not_finite_are_refused() -> None:
     rows = drawn("plain")
     rows[3, 5] = np.nan
@@ -159,6 +177,16 @@ def test_which_matrix_has_which_format(checkpoint: Path) -> None:
     assert meant("int8", config) == "int8"
     narrow = format_map(meant("q6_k", made_config(n_embd=144)))
     assert narrow.at(block.format(0, "attn.qkv")) == "fp16" and narrow.at(block.format(0, "mlp.proj")) == "q8_0"
+
+
+def test_only_values_have_more_bits() -> None:
+    """Blocks that read the keys and values of others, and whose values are made of keys, have no rows of values."""
+    for model, block, makes in (("E2B", 34, "nothing"), ("26B-A4B", 29, "keys"), ("E2B", 0, "keys and values")):
+        config = published_config(f"google/gemma-4-{model}")
+        mixer = spec_of(config).blocks[block].mixer
+        assert isinstance(mixer, Attention) and mixer.makes == makes
+        found = format_map(meant("q4_k", config)).at(f"transformer.h.{block}.attn.qkv.weight")
+        assert found == ("q4_k*2304+q6_k" if makes == "keys and values" else "q4_k")
 
 
 def made_config(**changes: Any) -> Any:

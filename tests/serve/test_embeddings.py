@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from mdi.engine.sequence import Plan
 from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
 from mdi.serve import embeddings
+from mdi.serve.api_errors import ApiError
 from mdi.serve.completions import COMPLETIONS
-from mdi.serve.embeddings import EMBEDDINGS, OLD_EMBEDDINGS, OLLAMA_EMBEDDINGS
+from mdi.serve.embeddings import EMBEDDINGS, OLD_EMBEDDINGS, OLLAMA_EMBEDDINGS, Embedding, OllamaEmbedding
 from secondaries import close_ports
 from test_pooled import expected, said
 from tiny_checkpoint import TEXT, encode, tiny_gpt, write_checkpoint
@@ -184,3 +186,21 @@ def test_openais_client_gets_vectors(server: Server) -> None:
     np.testing.assert_array_equal([each["embedding"] for each in told["data"]], [one, two, same])
     with pytest.raises(openai.BadRequestError):
         client.embeddings.create(model="nano-llama", input="a", dimensions=10**6)
+
+
+def test_vectors_that_would_fill_the_memory_are_refused_before_a_text_is_read() -> None:
+    def opened(body: dict[str, Any], asked: Any = Embedding) -> Any:
+        tokenizer = SimpleNamespace(embedded_ids=None)
+        model: Any = SimpleNamespace(
+            pooling="mean", width=2048, most_characters=9, context=9, asked_name="m", tokenizer=tokenizer
+        )
+        return asyncio.run(asked(body).opened(model))
+
+    many = {"input": ["a text that is too long"] * 1025}
+    for asked in (Embedding, OllamaEmbedding):
+        with pytest.raises(ApiError, match="ask for fewer texts in one request, or set dimensions") as found:
+            opened(many, asked)
+        assert found.value.body["error"]["param"] == "input"
+    for fewer in ({"input": many["input"][:1024]}, {**many, "dimensions": 512}):
+        with pytest.raises(ApiError, match="can hold"):  # it was read
+            opened(fewer)

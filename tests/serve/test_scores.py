@@ -8,15 +8,19 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from own_server import SEEDS, right, run, server
 
 from conftest import KEYS, Server
 from mdi.node.secondary import SecondaryNode
-from mdi.serve.completions import COMPLETIONS
+from mdi.serve.api_errors import ApiError
+from mdi.serve.completions import COMPLETIONS, Completion
+from mdi.serve.request import Opened
 from tiny_checkpoint import END, TEXT, encode, reference, tiny_gpt, tokenizer
 
 TEXTS = [TEXT[:60], "The ring", "T", TEXT * 3]
@@ -141,3 +145,17 @@ def test_long_prompts_of_others_and_texts_are_as_alone(folder: Path, nodes: list
             assert [await one for one in writing] == [list(reference("The ring", 50, SEEDS["one"]))] * 3
 
     run(scenario())
+
+
+def test_scores_that_would_fill_the_memory_are_refused() -> None:
+    model: Any = SimpleNamespace(codec=SimpleNamespace(encode=None), context=1 << 20, n_vocabulary=2)
+
+    def opened(n_tokens: int, n: int, n_best: int | None) -> Opened:
+        body = {"prompt": [[1] * n_tokens] * 4, "echo": True, "logprobs": n_best, "n": n, "max_tokens": 0}
+        return asyncio.run(Completion(body).opened(model))
+
+    assert opened(1 << 15, 4, 3).n_best == 3 and opened(1 << 19, 8, None).n_best is None
+    for wrong in ((1 << 15, 4, 4), (1 << 15, 5, 3), ((1 << 15) + 1, 4, 3)):
+        with pytest.raises(ApiError, match="fewer or shorter prompts, a smaller n, or fewer logprobs") as found:
+            opened(*wrong)
+        assert found.value.body["error"]["param"] == "logprobs"

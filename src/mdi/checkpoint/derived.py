@@ -14,9 +14,11 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE, Packing, PartWeights, flat_n
 from mdi.checkpoint.safetensors_layout import CODES, TYPES, TensorSpec
 from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.block_search import SEARCH_VERSION
 from mdi.kernels.format_maps import shown
 from mdi.kernels.layout import MOST, Matrix, bf16_from_float32, check_range, float32_from_bf16, largest_of
 from mdi.kernels.lazy_rows import Rows, changed
+from mdi.kernels.weight_formats import is_made
 
 
 class CastSource(DerivedSource):
@@ -176,6 +178,8 @@ class PackedSource(DerivedSource):
 def packed_form(source: WeightSource, packing: Packing) -> str:
     """Name of the packed form of a source's parts, under which their hashes are kept."""
     form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
+    if is_made(packing.blocks) or is_made(packing.head):
+        form += f"-{SEARCH_VERSION}"
     if packing.means is None:
         return form
     digest = hashlib.sha256()

@@ -251,19 +251,20 @@ def tokenizer_fields(directory: Path, n_tokens: int) -> dict[str, Any]:
     if again.encode(_PROBE, add_special_tokens=False).ids != original.encode(_PROBE, add_special_tokens=False).ids:
         raise CheckpointError(f"{path}: a GGUF file would split texts in another way")
     numbers = [ends] if isinstance(ends, int) else list(ends or [])
-    named = {name: settings.get(f"{name}_token") for name in ("bos", "eos")}
+    named = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk")}
+    named["unk"] = model.get("unk_token") or named["unk"]
     found = {name: vocabulary.get(t["content"] if isinstance(t, dict) else t) for name, t in named.items() if t}
     if found.get("eos") is not None:
         numbers = [found["eos"], *(number for number in numbers if number != found["eos"])]
-    bos = found.get("bos")
     for name, number in zip(("eos", "eot", "eom"), numbers, strict=False):
         fields[f"tokenizer.ggml.{name}_token_id"] = number
-    if bos is not None:
-        begins = original.encode("a").ids[:1] == [bos]
-        fields |= {
-            "tokenizer.ggml.bos_token_id": bos,
-            "tokenizer.ggml.add_bos_token": settings.get("add_bos_token", begins),
-        }
+    for name, field in (("bos", "bos"), ("unk", "unknown")):
+        if found.get(name) is not None:
+            fields[f"tokenizer.ggml.{field}_token_id"] = found[name]
+    bos, adds_bos = found.get("bos"), settings.get("add_bos_token")
+    if adds_bos is None:
+        adds_bos = original.encode("a").ids[:1] == [bos]
+    fields["tokenizer.ggml.add_bos_token"] = bos is not None and bool(adds_bos)  # others add one where nothing is said
     template = settings.get("chat_template")
     if isinstance(template, list):
         template = next((one["template"] for one in template if one.get("name") == "default"), None)

@@ -17,6 +17,7 @@ import numpy as np
 
 import mdi
 from mdi.cancel import Cancel
+from mdi.checkpoint.chunks import PartFile
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.packing import Packing, PartWeights
 from mdi.checkpoint.part_users import note_user
@@ -27,6 +28,9 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.files import replacing
 from mdi.kernels import LAYOUT_VERSION
+from mdi.kernels.block_search import SEARCH_VERSION
+from mdi.kernels.weight_formats import is_made
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.units import size
 
 FILE = "packed.json"
@@ -135,20 +139,20 @@ class MadeSource(PackedSource):
     def __init__(self, source: WeightSource, packing: Packing, folder: Path, directory: Path) -> None:
         super().__init__(source, packing)
         self._store, self._directory = BlockStore(folder), directory
-        self._kept, self._keep = KeptPacked(self._store), set[str]()
-        self._parts: dict[str, WeightSource | None] = {}  # None: it is not kept
+        self._kept, self._keep = KeptPacked(self._store, lambda: sum(map(self.n_bytes, self.part_names()))), set[str]()
+        self._parts: dict[str, PartFile | None] = {}  # None: it is not kept
 
     @property
     def shared_bytes(self) -> int:
         """Files share no memory."""
         return 0
 
-    def _part(self, name: str) -> WeightSource | None:
-        if name not in self._parts:
-            part, plain = self.source.info(name), self.source
-            found = self._kept.part(plain, part, self.packing, self._keep, Cancel()) if self.packing else plain
+    def _part(self, name: str) -> PartFile | None:
+        known = self._parts.get(name)
+        if name not in self._parts or (known is not None and not known.path.is_file()):  # who cleans up may remove it
+            found = self._kept.part(self.source, self.source.info(name), self.packing, self._keep, Cancel())
             note_user(self._store, self._keep, self.model, self._directory)
-            self._parts[name] = None if found is plain else found
+            self._parts[name] = found if isinstance(found, PartFile) else None
         return self._parts[name]
 
     def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
@@ -184,4 +188,8 @@ def _key(source: WeightSource, part: Part, packing: Packing) -> str:
     form = packing.metadata(part.name)
     made_by = [source.folds_gains, source.native, mdi.__version__, LAYOUT_VERSION]
     made_of = [part.sha256, source.config_hash, part.name, form, *made_by]
+    if is_made(packing.of_part(part.name)):
+        made_of.append(SEARCH_VERSION)
+        if part.name == part_of(EMBEDDING) and source.same_as(HEAD) == EMBEDDING:
+            made_of.append(source.info(part_of(HEAD)).sha256)  # errors are weighed by the norm before the head
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()

@@ -51,7 +51,7 @@ def _form(word: str, name: str, shape: tuple[int, int], spec: ModelSpec) -> str:
     if _DOWN.fullmatch(layer):
         return more
     mixer = spec.blocks[number].mixer
-    if layer == "attn.qkv" and isinstance(mixer, Attention):
+    if layer == "attn.qkv" and isinstance(mixer, Attention) and mixer.makes == "keys and values":
         n_values = mixer.n_groups * mixer.head_size
         return joined_pieces([(n_out - n_values, usual), (n_values, more)]) or usual
     return usual

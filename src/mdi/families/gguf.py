@@ -240,9 +240,12 @@ def fields_of(config: ModelConfig) -> Json:
         "rope.dimension_count": config.rope_n_elem, "rope.freq_base": float(config.rope_base),
         "expert_count": config.n_expert, "expert_used_count": config.n_expert_per_token if config.n_expert else 0,
         "expert_feed_forward_length": config.moe_intermediate_size, "attention.sliding_window": config.sliding_window_size,
+    }  # fmt: skip
+    numbers = {  # which may be whole in the config
         "attn_logit_softcapping": config.attention_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping, "rope.freq_base_swa": config.rope_local_base_freq,
     }  # fmt: skip
+    found |= {name: float(value) for name, value in numbers.items() if value}
     scaling = config.rope_adjustments or {}
     factor = scaling.get("factor", 1) if set(scaling) == {"factor"} else config.rope_condense_ratio
     if factor != 1:

@@ -12,9 +12,7 @@ Arrays have the inputs of a group first, (inputs of a group, groups), so that su
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,6 +20,8 @@ from mdi.kernels.weight_formats import BLOCK_TYPES
 
 Floats = np.ndarray  # of float32
 Bytes = np.ndarray  # of uint8
+
+SEARCH_VERSION = 2  # raised when the search finds other blocks of the same numbers
 
 _GROUPS_AT_A_TIME = 1 << 11  # of 32: what is computed with stays in a core's cache
 _TINY = np.float32(1e-30)
@@ -47,23 +47,16 @@ def quantize_rows(form: str, rows: Floats, importance: Floats | None = None) -> 
     found = np.empty((len(blocks), kind.block_bytes), dtype=np.uint8)
     step = max(1, _GROUPS_AT_A_TIME * 32 // kind.inputs)
 
-    def some(first: int) -> None:
+    for first in range(0, len(blocks), step):
         own = blocks[first : first + step]
         found[first : first + step] = search(own, weights[np.arange(first, first + len(own)) % len(weights)])
-
-    starts = range(0, len(blocks), step)
-    if len(starts) == 1:
-        some(0)
-    else:
-        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1), thread_name_prefix="search") as pool:
-            list(pool.map(some, starts))
     return found.reshape(len(rows), -1)
 
 
 def _usable_weights(importance: Floats) -> Floats:
     """Around 1, and none so small that a fit divides by nothing."""
     usual = float(np.mean(importance, dtype=np.float64))
-    if not usual > 0:
+    if not 0 < usual < np.inf:
         return np.ones_like(importance, dtype=np.float32)
     return np.maximum(importance / usual, 1e-6).astype(np.float32)
 
@@ -106,7 +99,8 @@ def _fit_scale_and_minimum(x: Floats, w: Floats, high: int, widths: tuple[np.flo
     xw, sum_w = x * w, _sum(w)
     sum_x = _sum(xw)
     best = np.full(shape, -1, dtype=np.float32)
-    best_scale, best_minimum = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    best_scale = np.zeros(shape, dtype=np.float32)
+    best_minimum = np.where(span > 0, np.float32(0), np.abs(least))  # numbers that are all alike, below 0, are a minimum alone
     for width in widths:
         # A narrower step cuts off as much at one end as at the other.
         shift = least + span * np.float32(high / 2) * (1 - width) if width < 1 else least

@@ -29,6 +29,7 @@ from mdi.text.answers.stream import AnswerStream
 from mdi.text.infill import Gap, with_gap
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
+MOST_SCORES = 1 << 21  # of all prompts of a request, with those of the best tokens: they are in memory together
 
 
 class CompletionFields(RequestFields, kw_only=True):
@@ -68,6 +69,9 @@ class Completion:
             prompts = [await encoded(model, p, encode, "prompt") if isinstance(p, str) else p for p in self.given]
         for prompt in prompts:
             check_prompt(model, prompt, "prompt")
+        if self._n_best is not None and sum(map(len, prompts)) * self.fields.n * (1 + self._n_best) > MOST_SCORES:
+            why = "the scores would be too many: ask for fewer or shorter prompts, a smaller n, or fewer logprobs"
+            raise invalid("logprobs", why)
         answer = partial(AnswerStream, model.codec, WORDS, self.fields.stop, continues=True)
         return Opened(prompts, answer, self.fields.stop, self.is_prompt_alone, ends, self._n_best)
 

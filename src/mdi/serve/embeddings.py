@@ -22,6 +22,7 @@ from mdi.text.answers.forms import WORDS
 from mdi.text.answers.stream import AnswerStream
 
 MOST_INPUTS, MOST_TOKENS = 2048, 300_000  # of one request, as OpenAI has it
+MOST_NUMBERS = 1 << 21  # of all vectors of an answer, which is written as a whole: some 40 MB of JSON
 
 
 class EmbeddingFields(TextFields, kw_only=True):
@@ -68,6 +69,10 @@ class Embedding:
             raise ApiError(400, f"{model.asked_name} cannot embed: {model.no_pooling}", "no_pooling", "model")
         if (self.dimensions or 0) > model.width:
             raise invalid("dimensions", f"the vectors of this model have {model.width}")
+        if len(self.texts) * (self.dimensions or model.width) > MOST_NUMBERS:
+            raise invalid(
+                self._param, "the vectors would be too large: ask for fewer texts in one request, or set dimensions"
+            )
         prompts, n_tokens = [], 0
         for text in self.texts:
             ids = text if isinstance(text, list) else await self._encoded(model, text)
@@ -156,6 +161,6 @@ async def _embed(asked: OllamaEmbedding, answers: Answers, exchange: Exchange) -
     await exchange.answer(_joined({"model": asked.name or answers.model.asked_name, **told}, "embeddings", vectors))
 
 
-EMBEDDINGS = Surface(Embedding, _answer, lambda error: error.body)
-OLLAMA_EMBEDDINGS = Surface(OllamaEmbedding, _embed, error_of)
-OLD_EMBEDDINGS = Surface(partial(OllamaEmbedding, is_old=True), _embed, error_of)
+EMBEDDINGS = Surface(Embedding, _answer, lambda error: error.body, is_in_parts=True)
+OLLAMA_EMBEDDINGS = Surface(OllamaEmbedding, _embed, error_of, is_in_parts=True)
+OLD_EMBEDDINGS = Surface(partial(OllamaEmbedding, is_old=True), _embed, error_of, is_in_parts=True)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from mdi.serve.api_errors import ApiError
 from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
-from mdi.serve.known import known_texts
+from mdi.serve.known import TOGETHER, known_texts
 from mdi.serve.models import LoadedModel
 from mdi.serve.process import ApiKey
 from mdi.serve.request import CommonFields, Opened, TextPiece, Usage, check_beams, write_texts
@@ -222,7 +222,7 @@ class Answers:
         self.model, self.opened, self.fields = model, opened, asked.fields
         self.usage = Usage(sum(map(len, opened.prompts)))
         self._texts = write_texts(api, model, key, opened, asked.fields)
-        self._api, self._owner = api, "" if key is None else key.name
+        self._api, self._owner, self._n_together = api, "" if key is None else key.name, _most_together(key)
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         """Of all texts, as they come. Raises ApiError."""
@@ -237,7 +237,9 @@ class Answers:
             for observer in api.observe:
                 observer.began(self._owner, model.name, len(prompt))
         try:
-            async for index, event in known_texts(api, model, self._owner, self.opened.prompts, wanted):
+            async for index, event in known_texts(
+                api, model, self._owner, self.opened.prompts, wanted, self._n_together
+            ):
                 n_ended += event.finish_reason is not None
                 yield index, event
         finally:
@@ -254,12 +256,14 @@ class Surface(NamedTuple):
         write: writes what `read` made of it and the answers to the client, streamed or not.
         error: the body of an answer that is an error, also where the path was not let through to `read`.
         media_type: of a stream.
+        is_in_parts: whether the texts of a request are computed in parts, of as many as the key may have at the same time.
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Answers, Exchange], Awaitable[None]]
     error: Callable[[ApiError], Mapping[str, Any]]
     media_type: str = EVENTS
+    is_in_parts: bool = False
 
     async def answer(self, asked: Asked, api: ApiState, model: LoadedModel, exchange: Exchange) -> None:
         """Have the texts generated, and write them."""
@@ -267,12 +271,18 @@ class Surface(NamedTuple):
         if opened.grammar is not None:
             await api.schemas.check(opened.grammar["lark"], *whose(exchange.key))
         check_beams(asked.fields, exchange.key, model.context)
+        api.quotas.check_tokens(whose(exchange.key)[0])
         await self.write(asked, Answers(api, model, exchange.key, opened, asked), exchange)
 
 
 def whose(key: ApiKey | None) -> tuple[str, int]:
     """In queues: the owner of a request, and its priority."""
     return ("", 0) if key is None else (key.name, key.priority)
+
+
+def _most_together(key: ApiKey | None) -> int:
+    """Texts of which all tokens are known, of one request."""
+    return min(TOGETHER, key.texts) if key is not None and key.texts else TOGETHER
 
 
 class Endpoint:
@@ -314,6 +324,8 @@ class Endpoint:
         api, key, fields = self._api, exchange.key, asked.fields
         owner, priority = whose(key)
         n_texts = asked.n_texts // fields.n * fields.n_running
+        if self._surface.is_in_parts:
+            n_texts = min(n_texts, _most_together(key))
         with api.quotas.begun(owner, n_texts):
             if (grammar := fields.grammar) is not None:
                 await api.schemas.check(grammar["schema"], owner, priority)

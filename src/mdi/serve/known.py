@@ -14,19 +14,25 @@ TOGETHER = 16  # texts of one request in the ring, or that wait for it
 
 
 async def known_texts(
-    api: ApiState, model: LoadedModel, owner: str, texts: Sequence[Sequence[int]], known: Mapping[str, Any]
+    api: ApiState,
+    model: LoadedModel,
+    owner: str,
+    texts: Sequence[Sequence[int]],
+    known: Mapping[str, Any],
+    n_together: int = TOGETHER,
 ) -> AsyncIterator[tuple[int, TextEvent]]:
     """The number of each text, and its events.
 
     Args:
         known: what is wanted, see mdi.serve.backend.
+        n_together: texts that are computed at the same time.
 
     Raises:
         ApiError: the engine could not go on.
     """
     asked = {"model": model.name, "adapter": model.adapter, "owner": owner, "grammar": None, "known": known}
-    for first in range(0, len(texts), TOGETHER):
-        some = texts[first : first + TOGETHER]
+    for first in range(0, len(texts), n_together):
+        some = texts[first : first + n_together]
         with api.engine.generate([{**asked, "ids": list(ids)} for ids in some]) as running:
             async for index, event in running:
                 if event.finish_reason not in (None, "length"):

@@ -70,23 +70,29 @@ class Quotas:
         if use is None:
             yield
             return
-        self._check(owner, use, n_texts)
+        self._check_texts(owner, use, n_texts)
+        self.check_tokens(owner)
         use.n_texts += n_texts
         try:
             yield
         finally:
             use.n_texts -= n_texts
 
-    def _check(self, owner: str, use: _Use, n_texts: int) -> None:
-        waits = {name: bucket.wait_s(self._now_s()) for name, bucket in use.buckets.items()}
-        name = max(waits, key=lambda one: waits[one], default="")
+    def _check_texts(self, owner: str, use: _Use, n_texts: int) -> None:
         if use.texts and use.n_texts + n_texts > use.texts:
             if n_texts > use.texts:
                 raise ApiError(
-                    400, f"the key {owner} may have {use.texts} texts at the same time", "too_many_texts", "n"
-                )
+                    400, f"the key {owner} may have {use.texts} texts at the same time, and this request asks for {n_texts}: "
+                    "ask for fewer texts in one request", "too_many_texts",
+                )  # fmt: skip
             self._refuse(use, f"the key {owner} has {use.n_texts} of its {use.texts} texts at the same time", 1)
-        if name and waits[name] > 0:
+
+    def check_tokens(self, owner: str) -> None:
+        """Raises ApiError if the key has used its tokens. Behind a queue, others of the key may have used them meanwhile."""
+        use = self.uses.get(owner)
+        waits = {} if use is None else {name: one.wait_s(self._now_s()) for name, one in use.buckets.items()}
+        name = max(waits, key=lambda one: waits[one], default="")
+        if use is not None and name and waits[name] > 0:
             self._refuse(use, f"the key {owner} has used its {use.buckets[name].limit} tokens per {name}", waits[name])
 
     def _refuse(self, use: _Use, why: str, wait_s: float) -> None:

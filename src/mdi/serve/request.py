@@ -411,37 +411,44 @@ async def write_texts(
             model, fields.prediction, partial(model.tokenizer.ids_of, adds_special=False), "prediction"
         )
     n_texts = len(prompts) * fields.n
-    if opened.n_best is not None:
-        scores = await scores_of(api, model, owner, prompts, opened.n_best)
-        for index in range(n_texts):
-            yield TextPiece(index, [], scores=scores[index // fields.n])
-    if opened.is_prompt_alone:
-        for index in range(n_texts):
-            yield TextPiece(index, [End("length")])
-        return
-    if fields.beams is None:
-        each = [prompt for prompt in prompts for _ in range(fields.n)]
-        more: dict[str, Any] = {"is_guessed": fields.is_guessed, "prediction": predicted}
-    else:  # one request finds the best texts of a prompt
-        each = list(prompts)
-        more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
-    more["ends"] = [*opened.ends]
-    if (
-        opened.n_best is not None and fields.n_tokens == 1
-    ):  # programs that score leave the last token out: it must be there
-        more["ignores_end"] = True
-    if opened.grammar is not None:
-        more["grammar"] = opened.grammar
-    requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
-    answers = [opened.open_answer() for _ in range(n_texts)]
-    withheld = [_Withheld() for _ in range(n_texts)]
-    begin = time.monotonic()
-    last = [begin] * n_texts
     unfinished = set(range(n_texts))
+
+    def end(index: int, reason: str) -> None:
+        unfinished.remove(index)
+        for observer in api.observe:
+            observer.ended(reason)
+
     for prompt in prompts:
         for observer in api.observe:
             observer.began(owner, model.name, len(prompt))
     try:
+        if opened.n_best is not None:
+            scores = await scores_of(api, model, owner, prompts, opened.n_best)
+            for index in range(n_texts):
+                yield TextPiece(index, [], scores=scores[index // fields.n])
+        if opened.is_prompt_alone:
+            for index in range(n_texts):
+                end(index, "length")
+                yield TextPiece(index, [End("length")])
+            return
+        if fields.beams is None:
+            each = [prompt for prompt in prompts for _ in range(fields.n)]
+            more: dict[str, Any] = {"is_guessed": fields.is_guessed, "prediction": predicted}
+        else:  # one request finds the best texts of a prompt
+            each = list(prompts)
+            more = {"beams": fields.beams, "n": fields.n, "stop": list(opened.stop)}
+        more["ends"] = [*opened.ends]
+        if (
+            opened.n_best is not None and fields.n_tokens == 1
+        ):  # programs that score leave the last token out: it must be there
+            more["ignores_end"] = True
+        if opened.grammar is not None:
+            more["grammar"] = opened.grammar
+        requests = [{**_request(model, owner, prompt, fields, index), **more} for index, prompt in enumerate(each)]
+        answers = [opened.open_answer() for _ in range(n_texts)]
+        withheld = [_Withheld() for _ in range(n_texts)]
+        begin = time.monotonic()
+        last = [begin] * n_texts
         with api.engine.generate(requests) as texts:
             async for index, event in texts:
                 if index not in unfinished:
@@ -464,14 +471,11 @@ async def write_texts(
                 piece = _piece(index, event, answers[index], n_before)
                 if piece.finish_reason is not None:
                     texts.cancel(index)
-                    unfinished.remove(index)
-                    for observer in api.observe:
-                        observer.ended(piece.finish_reason)
+                    end(index, piece.finish_reason)
                 yield piece
     finally:
-        for observer in api.observe:
-            for _ in unfinished:
-                observer.ended("cancelled")
+        for index in [*unfinished]:
+            end(index, "cancelled")
 
 
 def _count(api: ApiState, owner: str, n_tokens: int, begin: float, last: float, now: float) -> None:

@@ -16,6 +16,9 @@ _AS_TRAINED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ",
 # Beside these words, a schema's `properties` are not all that an object may have.
 JOINED = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
 
+SHARED = ("$defs", "definitions")  # which the schema of each property gets, as it may refer to them
+MOST_SHARED = 1 << 20  # characters of all these copies
+
 Functions = Sequence[tuple[str, Mapping[str, Any]]]  # names of tools, and the schemas of their arguments
 # The rules of a value that `name` stands for: of a schema, a text of any length in it ends before `end`.
 Value = Callable[["Lark", str, Mapping[str, Any], str], str]
@@ -92,12 +95,14 @@ class Written:
     value: Value | None = None
 
     def grammar(self, functions: Functions, special: Mapping[str, int]) -> str | None:
-        """Of a call of one of the functions; None if their schemas do not say which arguments there are."""
+        """Of a call of one of the functions; None if their schemas do not say which arguments there are, or
+        would make it too large.
+        """
         lark = Lark(special)
         names = [f"call_{number}" for number in range(len(functions))]
         lark.rule("start", " | ".join(names))
         for rule, (name, schema) in zip(names, functions, strict=True):
-            if self.key and any(word in schema for word in JOINED):
+            if self.key and (any(word in schema for word in JOINED) or _n_shared(schema) > MOST_SHARED):
                 return None
             arguments = self._members(lark, rule, schema) if self.key else lark.json(f"{rule}_json", schema)
             parts = [lark.text(self.before, name), arguments, lark.text(self.after)]
@@ -107,7 +112,7 @@ class Written:
     def _members(self, lark: Lark, rule: str, schema: Mapping[str, Any]) -> str:
         """The arguments in the order of the schema. Of each there are two rules: without others before it, and behind some."""
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        shared = {word: schema[word] for word in SHARED if word in schema}
         value = self.value or raw_value
         for number, (key, kind) in enumerate(properties.items()):
             wanted = {**kind, **shared} if isinstance(kind, Mapping) else shared
@@ -120,6 +125,12 @@ class Written:
         for behind in ("", "_more"):
             lark.rule(f"{rule}_at_{len(properties)}{behind}", '""')
         return f"{rule}_at_0"
+
+
+def _n_shared(schema: Mapping[str, Any]) -> int:
+    """Characters that the properties of a schema would get of what they share."""
+    shared = [schema[word] for word in SHARED if word in schema]
+    return len(json.dumps(shared)) * len(schema.get("properties") or {}) if shared else 0
 
 
 def raw_value(lark: Lark, name: str, schema: Mapping[str, Any], end: str) -> str:
