@@ -20,6 +20,7 @@ import mdi.run.verify
 from loopback import CPU
 from made_up_columns import BLOCKS, SPEC, ColumnStage, block, plain_tokens
 from made_up_rings import N_TOKENS, Ring, Source, prompt
+from mdi.checkpoint.virtual_rows import why_no_rows
 from mdi.control.messages import ToldRows
 from mdi.engine.replay import SentRows
 from mdi.engine.rows import ArrayRows, TensorRows, whole_rows
@@ -229,6 +230,14 @@ def test_what_knows_only_hidden_is_refused(asked: dict[str, Any], words: str) ->
         Run.check_columns(run, choice)
     choice.spec = replace(SPEC, blocks=(block(), block()))
     Run.check_columns(run, choice)
+
+
+def test_a_prefix_is_for_blocks_with_keys_of_their_own() -> None:
+    own = replace(SPEC, blocks=(block(), block()))
+    assert why_no_rows(True, own) is None
+    assert "read the keys and values of others" in (
+        why_no_rows(True, replace(own, blocks=(block(), block(cache_of=0)))) or ""
+    )
 
 
 # Links before the blocks that are skipped, between them, and both; of one, two and three nodes.

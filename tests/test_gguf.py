@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -138,6 +139,14 @@ def test_half_bytes_are_not_rounded_a_second_time(
     assert np.array_equal(PackedSource(source, packing).array(name)[: weight.data.size], weight.data)
     if form == "int4":
         assert np.array_equal(plain(source.weights("head", packing))["lm_head.weight"], expected)
+
+
+def test_numbers_that_are_no_minus_of_a_power_are_refused(tmp_path: Path) -> None:
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", "Qwen3-0.6B", *tiny_state("Qwen3-0.6B")))
+    name = "transformer.ln_f.weight"
+    source._pieces[name] = [replace(piece, is_neg_exp=True) for piece in source._pieces[name]]
+    with pytest.raises(CheckpointError, match="output_norm.weight has numbers that are not below zero"):
+        source.array(name)
 
 
 def test_a_scale_of_mxfp4_that_is_no_number_is_refused(tmp_path: Path) -> None:

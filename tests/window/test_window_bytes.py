@@ -92,6 +92,15 @@ def test_two_units_take_one_attention_and_one_mlp(tmp_path: Path) -> None:
     assert sum(slots) < sum(window_of(stage).plan.units[i].n_bytes for i in range(2 * N_BLOCKS)) / 3
 
 
+def test_a_delta_net_is_read_with_the_half_of_attention(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(PAGE_BYTES))
+    names = [f"transformer.h.0.{name}.weight" for name in ("delta.qkv", "mlp.fc", "delta.proj", "mlp.proj")]
+    file = WeightBytes(tmp_path / "weights")
+    attention, mlp = block_units({"block.0": {name: StoredMatrix(name, "int8", 16, 32, file, 0) for name in names}})
+    file.close()
+    assert [[one.name for one in unit.matrices] for unit in (attention, mlp)] == [names[::2], names[1::2]]
+
+
 def test_each_slot_is_as_large_as_the_largest_unit_that_comes_into_it() -> None:
     units = [Unit("block.0", i % 2, ()) for i in range(8)]
     for unit, n_bytes in zip(units, (10, 300, 20, 200, 30, 250, 15, 100), strict=True):

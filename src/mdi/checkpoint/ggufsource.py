@@ -106,6 +106,8 @@ class GgufSource(WeightSource):
         def read(piece: Piece, part: GgufTensor) -> np.ndarray:
             found = cast(read_tensor(part, piece.tensor), spec_of(part), spec.dtype)
             if piece.is_neg_exp:
+                if not (found < 0).all():
+                    raise CheckpointError(f"{self.path}: {piece.tensor} has numbers that are not below zero")
                 return np.log(-found)
             return found - np.float32(piece.plus) if piece.plus else found
 

@@ -46,4 +46,6 @@ def why_no_rows(is_prefix: bool, spec: ModelSpec) -> str | None:
         return "has latent attention, which the kernels do not compute"
     if is_prefix and spec.has_window:
         return "has attention in windows, which see no prefix"
+    if is_prefix and any(one.cache_of is not None for one in spec.kinds):
+        return "has blocks that read the keys and values of others, and have no prefix of their own"
     return None

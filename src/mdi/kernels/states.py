@@ -2,7 +2,7 @@
 
 For each block of a sequence there are two states, the rows that came between them, and before these the rows that the first of
 their convolution still sees. A block that computes brings all that up to date by itself: `places` says where its states stand.
-Code in torch and in C++ has the same memory (`csrc/delta.h`).
+What computes is in torch (`mdi.stages.torch_delta`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def host_zeros(shape: tuple[int, int]) -> np.ndarray:
     return np.zeros(shape, dtype=np.float32)
 
 
+def _block_size(kind: State, n_rows: int) -> int:
+    """Numbers of one block's states, and of so many rows with those before them."""
+    return 2 * kind.n_heads * kind.k_size * kind.v_size + (kind.n_taps - 1 + n_rows) * kind.row_size
+
+
 class StateMemory:
     """Of one sequence, or of several that are the same so far.
 
@@ -37,7 +42,7 @@ class StateMemory:
     def __init__(self, kind: State, n_blocks: int, n_rows: int, new: New) -> None:
         self.kind, self.n_rows, self.n_owners = kind, n_rows, 1
         self.n_state = kind.n_heads * kind.k_size * kind.v_size
-        self.numbers = new((n_blocks, 2 * self.n_state + (kind.n_taps - 1 + n_rows) * kind.row_size))
+        self.numbers = new((n_blocks, _block_size(kind, n_rows)))
         self.places = np.zeros((n_blocks, 2), dtype=np.int64)
 
     @property
@@ -50,24 +55,12 @@ class StateMemory:
         states = numbers[: 2 * n].reshape(2, *self.kind.shape)
         return states[0], states[1], numbers[2 * n :].reshape(-1, self.kind.row_size)
 
-    def record(self) -> np.ndarray:
-        """For the kernels: where numbers and places are, and n_rows."""
-        assert isinstance(self.numbers, np.ndarray)
-        return np.array([self.numbers.ctypes.data, self.places.ctypes.data, self.n_rows], dtype=np.int64)
-
 
 class StateEntry:
     """Of one sequence: its memory, and the first position that it can be cut to, behind the rows that are final."""
 
     def __init__(self, memory: StateMemory, first: int) -> None:
         self.memory, self.first = memory, first
-        self._record = np.zeros(0, dtype=np.int64)
-
-    @property
-    def address(self) -> int:
-        """Of the memory's record, until the next time this is asked for."""
-        self._record = self.memory.record()
-        return int(self._record.ctypes.data)
 
 
 class StateStore:
@@ -110,7 +103,8 @@ class StateStore:
         wanted = max(old.n_rows, -(-n_rows // PAGE) * PAGE)
         if wanted == old.n_rows and old.n_owners == 1:
             return
-        if self.n_bytes > self.most_bytes:
+        freed = old.n_bytes if old.n_owners == 1 else 0
+        if self.n_bytes - freed + 4 * self._n_blocks * _block_size(self.kind, wanted) > self.most_bytes:
             raise EngineError("no memory is left for states of further texts", Code.MEMORY)
         memory = StateMemory(self.kind, self._n_blocks, wanted, self._new)
         memory.numbers[:, : old.numbers.shape[1]] = old.numbers

@@ -58,9 +58,13 @@ def _for_each_head(of: DeltaNet, x: torch.Tensor) -> torch.Tensor:
 def brought_up(
     entry: StateEntry, number: int, of: DeltaNet, taps: torch.Tensor, start: int, new: torch.Tensor
 ) -> torch.Tensor:
-    """Take new rows into the states of block `number` of a sequence, behind what it has of those before `start`.
+    """Take new rows into the states of a block of a sequence, of which only the rows before `start` count.
 
     Args:
+        entry: of the sequence; the first state goes on to its `first`, and its memory has room for the new rows.
+        number: of the block in its class.
+        taps: of the convolution, (n_channels, n_taps).
+        start: position of the first new row.
         new: (n, row_size), as `net` takes them.
 
     Returns:

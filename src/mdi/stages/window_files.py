@@ -267,7 +267,7 @@ def block_units(parts: Mapping[str, Mapping[str, StoredMatrix]]) -> list[Unit]:
     for part, matrices in parts.items():
         halves: tuple[list[StoredMatrix], list[StoredMatrix]] = ([], [])
         for name, stored in matrices.items():
-            halves[".attn." not in name].append(stored)
+            halves[".attn." not in name and ".delta." not in name].append(stored)
         units += [Unit(part, piece, half) for piece, half in enumerate(halves)]
     return units
 
