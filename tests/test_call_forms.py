@@ -17,8 +17,10 @@ from answer_streams import apart
 from call_corpus import CORPUS, GO, LOOK, OTHERS, TOOLS, Case
 from mdi.spec.options import TOOL_PARSERS
 from mdi.text.answers import harmony
+from mdi.text.answers.calls import typed_arguments
 from mdi.text.answers.events import Event
 from mdi.text.answers.forms import PARSERS, SPOKEN, Form, form_of
+from mdi.text.answers.gemma import gemma_calls
 from mdi.text.answers.stream import AnswerStream
 from mdi.text.limited import grammar_error
 from mdi.text.texts import TextCodec
@@ -270,3 +272,9 @@ def test_definitions_are_not_copied_into_thousands_of_properties() -> None:
 
     assert None not in written(50) and len(written(50)) > 1
     assert set(written(200)) == {None}, "the answer is JSON then"
+
+
+def test_numbers_that_are_no_json_are_no_values() -> None:
+    assert typed_arguments([("a", "NaN"), ("b", "1")], {}) == {"a": "NaN", "b": 1}
+    assert gemma_calls("<|tool_call>call:look{a:NaN}<tool_call|>", {"look": {}}) == []
+    assert gemma_calls("<|tool_call>call:look{a:1}<tool_call|>", {"look": {}}) != []

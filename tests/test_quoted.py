@@ -111,6 +111,15 @@ def test_texts_with_all_characters_to_cut_at_are_refused(tmp_path: Path) -> None
     assert found.value.status == 400
 
 
+def test_added_tokens_that_the_template_writes_are_quoted(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts", TEMPLATE + "{# <result> #}")
+    made = tokenizer().from_str(tokenizer().to_str())
+    made.add_tokens(["<result>", "<other>"])
+    made.save(str(folder / "tokenizer.json"))
+    ids = prompt(folder, {"role": "user", "content": "a <result> b <other>"})
+    assert made.token_to_id("<result>") not in ids and made.token_to_id("<other>") in ids
+
+
 def test_a_prompt_without_marks_has_the_ids_of_its_text(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "texts")
     ids = prompt(folder, {"role": "user", "content": "Where? \ue000 a < b |> c"})

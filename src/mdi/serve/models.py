@@ -19,6 +19,7 @@ from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
 from mdi.serve.engine_client import EngineClient
 from mdi.text.answers.forms import Form, form_of
+from mdi.text.quoted import Quotes
 from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import FileTokenizer, panics_as_errors
@@ -71,6 +72,11 @@ class LoadedModel:
         tokenizer = ServedTokenizer(facts["tokenizer"])
         codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"], drawing=facts["tokenizer"]["drawing"])
         template = read_template(Path(facts["tokenizer"]["directory"]))
+        if tokenizer.backend == "huggingface":  # chats are quoted for all marks that the template writes
+            source = f"{template.source}{template.for_chat(True).source}"
+            added = (one.content for one in tokenizer.processor.get_added_tokens_decoder().values())
+            marks = (name for name in added if name in source and name.strip() and not name.isalnum())
+            codec.quotes = Quotes({*codec.special_ids, *marks})
         context = facts["context"]
         most = SHORTENED * context * tokenizer.longest_token
         return cls(

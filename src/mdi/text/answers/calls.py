@@ -381,10 +381,15 @@ def typed_arguments(given: Iterable[tuple[str, str]], schema: Any) -> dict[str, 
     return {key: _typed(value, known.get(key)) for key, value in given}
 
 
+def refused_constant(name: str) -> Any:
+    """For NaN and Infinity, which are no JSON."""
+    raise ValueError(f"{name} is no JSON")
+
+
 def _typed(text: str, schema: Any) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=refused_constant)
     except (ValueError, RecursionError):
         return text

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mdi.text.answers.calls import CallForm
+from mdi.text.answers.calls import CallForm, refused_constant
 from mdi.text.answers.events import Call
 from mdi.text.answers.written import KEY, NAME, Lark, Written, texts_of
 
@@ -43,7 +43,7 @@ class _Reader:
             return self._listed("]", lambda: self.value(level + 1))
         if self.takes("{"):
             return dict(self._listed("}", lambda: (self._matched(_KEY), self.value(level + 1))))
-        return json.loads(self._matched(_WORD))
+        return json.loads(self._matched(_WORD), parse_constant=refused_constant)
 
     def _listed(self, end: str, read: Any) -> list[Any]:
         found: list[Any] = []
