@@ -100,7 +100,9 @@ def _fit_scale_and_minimum(x: Floats, w: Floats, high: int, widths: tuple[np.flo
     sum_x = _sum(xw)
     best = np.full(shape, -1, dtype=np.float32)
     best_scale = np.zeros(shape, dtype=np.float32)
-    best_minimum = np.where(span > 0, np.float32(0), np.abs(least))  # numbers that are all alike, below 0, are a minimum alone
+    best_minimum = np.where(
+        span > 0, np.float32(0), np.abs(least)
+    )  # numbers that are all alike, below 0, are a minimum alone
     for width in widths:
         # A narrower step cuts off as much at one end as at the other.
         shift = least + span * np.float32(high / 2) * (1 - width) if width < 1 else least
