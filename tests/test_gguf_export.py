@@ -17,12 +17,15 @@ from mdi.checkpoint.gguf import read_gguf
 from mdi.checkpoint.gguf_export import export_gguf
 from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
 from mdi.checkpoint.gguftokenizer import tokenizer_fields, write_tokenizer
+from mdi.checkpoint.hfconfig import published_config
 from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.packing import Packing, flat_numbers
+from mdi.checkpoint.shapes import model_shapes
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.cli import launch
 from mdi.errors import CheckpointError, UsageError
 from mdi.families.gguf import fields_of
+from mdi.families.registry import written_in_gguf
 from mdi.kernels import library
 from mdi.model.plain import ModelConfig
 from mdi.model.tensors import EMBEDDING, FINAL_NORM, HEAD
@@ -81,6 +84,35 @@ def test_families(family: str, tmp_path: Path) -> None:
         rounds = family.startswith("Gemma") and ("norm" in name or name == FINAL_NORM)  # files have the one added
         same = np.allclose if rounds else np.array_equal
         assert same(again.array(name), source.array(name)), name
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_mistral_with_a_window_is_not_written_as_another_architecture(is_stated: bool, tmp_path: Path) -> None:
+    config, state = tiny_state("Mistral-7B-v0.1", vocab_size=320, padded_vocab_size=320)
+    source = LitCheckpoint(write_lit(tmp_path / "lit", config, state))
+    if is_stated:
+        (source.path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(CheckpointError, match="a GGUF file has no such settings .*window"):
+        export_gguf(packed(source, "float32"), source.path, tmp_path / "out.gguf")
+
+
+def test_phi_3_has_one_tensor_of_queries_keys_and_values(tmp_path: Path) -> None:
+    config, state = tiny_state("Phi-3-mini-4k-instruct", vocab_size=320, padded_vocab_size=320)
+    source = LitCheckpoint(write_lit(tmp_path / "lit", config, state))
+    (source.path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    export_gguf(packed(source, "float32"), source.path, tmp_path / "out.gguf")
+    tensors, again = read_gguf(tmp_path / "out.gguf").tensors, GgufSource(tmp_path / "out.gguf")
+    assert "blk.0.attn_qkv.weight" in tensors and "blk.0.attn_q.weight" not in tensors
+    assert all(np.array_equal(again.array(name), source.array(name)) for name in source.specs)
+
+
+@pytest.mark.parametrize("model", ["bigscience/bloom-560m", "openai-community/gpt2"])
+def test_others_with_one_tensor_of_queries_keys_and_values(model: str) -> None:
+    config = published_config(model)
+    found = written_in_gguf(config, model_shapes(config, model))
+    assert found.fields["general.architecture"] in model
+    tensors = {piece.tensor for pieces in found.pieces.values() for piece in pieces}
+    assert {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"} <= tensors and "blk.0.attn_q.weight" not in tensors
 
 
 def test_fields_that_are_floats_there_are_written_as_such() -> None:

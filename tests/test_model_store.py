@@ -26,6 +26,7 @@ from mdi.checkpoint.model_archive import export_model, import_model
 from mdi.checkpoint.model_store import STATE, InUse, ModelStore, StoredModel, embedded_model
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
+from mdi.cli.session import found_chunk
 from mdi.errors import CheckpointError, DownloadError, StoreError, UsageError
 from mdi.serve.catalog import Catalog
 from mdi.serve.operate import Operator
@@ -468,3 +469,11 @@ def test_a_file_of_the_hubs_cache_that_is_gone(
     gguf.unlink()
     assert launch("list", []) == 0 and "file is gone" in capsys.readouterr().out
     assert not store.models()
+
+
+def test_chunks_are_looked_for_in_the_store_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr("mdi.cli.session._stored_for", lambda path, store: folders.append(store.folder))
+    with pytest.raises(UsageError, match="no such file"):
+        found_chunk(Path("checkpoints/org/name/chunks/2nodes/model_starter"), tmp_path)
+    assert folders == [tmp_path]

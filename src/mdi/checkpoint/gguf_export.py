@@ -12,11 +12,12 @@ import numpy as np
 
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.gguftokenizer import tokenizer_fields
+from mdi.checkpoint.hfconfig import read_hf_config
 from mdi.checkpoint.packing import PartWeights, plain
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError, UsageError
 from mdi.families.names import Piece
-from mdi.families.registry import written_in_gguf
+from mdi.families.registry import stated_family, written_in_gguf
 from mdi.kernels.format_maps import matrix_pieces, runs_of_rows
 from mdi.kernels.layout import Matrix, bf16_from_float32, block_rows
 from mdi.kernels.weight_formats import BLOCK_TYPES
@@ -73,7 +74,8 @@ def export_gguf(
         raise UsageError(f"{path} is there already: name a new file")
     config = source.config
     shapes = model_shapes(config, str(source))
-    model = written_in_gguf(config, shapes)
+    stated = directory / "config.json"
+    model = written_in_gguf(config, shapes, stated_family(read_hf_config(stated)) if stated.is_file() else None)
     held = _held(model.pieces, is_tied=source.source.same_as(HEAD) != HEAD)
     kinds = {name: _type_of(source, rows, shapes, name) for name, rows in held.items()}
     fields = {

@@ -51,7 +51,7 @@ def with_model(options: Options, cancel: Cancel, is_litgpt: bool = True) -> Opti
     """
     from mdi.checkpoint.folder import check_folder
 
-    options = replace(options, chunk=found_chunk(options.chunk))
+    options = replace(options, chunk=found_chunk(options.chunk, options.ckpt_folder))
     if options.model:
         refuse({**facts_of(options), MODEL: options.model}, MODEL)
     if options.chunk is not None and options.ckpt is None and not options.model:
@@ -166,16 +166,20 @@ def _stored_for(path: Path, store: ModelStore) -> StoredModel | None:
     return store.find("/".join(path.parts[-2:]))
 
 
-def found_chunk(chunk: Path | None) -> Path | None:
-    """The file that --chunk means; the name that chunks had before, with .pth, will do. Raises UsageError if there is none."""
+def found_chunk(chunk: Path | None, home: Path | None = None) -> Path | None:
+    """The file that --chunk means; the name that chunks had before, with .pth, will do. Raises UsageError if there is none.
+
+    Args:
+        home: the store of models; None: the default one.
+    """
     from mdi.checkpoint.model_store import ModelStore
     from mdi.spec.cluster import nearest_existing
 
     if chunk is None or chunk.is_file() or chunk.with_suffix(".safetensors").is_file():
         return chunk
-    if len(chunk.parts) > 3 and (model := _stored_for(chunk.parents[2], store := ModelStore())) is not None:
+    if len(chunk.parts) > 3 and (model := _stored_for(chunk.parents[2], store := ModelStore(home))) is not None:
         logger.info("--chunk %s is not there; taking that of %s, which is in %s", chunk, model.name, model.home)
-        return found_chunk(store.folder_of(model).joinpath(*chunk.parts[-3:]))
+        return found_chunk(store.folder_of(model).joinpath(*chunk.parts[-3:]), home)
     if chunk.is_dir():
         raise UsageError(f"--chunk {chunk} is a directory; a checkpoint is given with --ckpt")
     raise UsageError(f"--chunk {chunk}: no such file (the nearest that exists is {nearest_existing(chunk)})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdi.families.config_json import BEHIND_EACH_OTHER, NOT_THERE, Json, refuse, words
 from mdi.families.family import Family
-from mdi.families.gguf import Gguf, layer_eps
+from mdi.families.gguf import FUSED, Gguf, layer_eps, names
 from mdi.families.names import NORMS_BEFORE, Names, fused_qkv
 from mdi.model.plain import ModelConfig
 
@@ -54,6 +54,6 @@ _PUBLISHED = {
 FAMILIES = (
     Family(
         "bloom", "BloomForCausalLM", _read, _write, lambda _: _NAMES, _RENAMED, _DEFAULTS,
-        gguf=Gguf("bloom", layer_eps), published=_PUBLISHED,
+        gguf=Gguf("bloom", layer_eps, names(FUSED)), published=_PUBLISHED,
     ),
 )  # fmt: skip

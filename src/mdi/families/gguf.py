@@ -109,6 +109,8 @@ BLOCK: dict[str, Any] = {
     "mlp.shared_experts.fc_2": "ffn_up_shexp",
     "mlp.shared_experts.proj": "ffn_down_shexp",
 }
+# Of architectures for which llama.cpp has one tensor of all three.
+FUSED = {"attn.qkv": Held(("attn_qkv",), otherwise=Held(("attn_q", "attn_k", "attn_v")))}
 ENDS: dict[str, Any] = {
     "transformer.wte": "token_embd",
     "transformer.wte_norm": "token_embd_norm",

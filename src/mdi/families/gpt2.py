@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdi.families.config_json import BEHIND_EACH_OTHER, NOT_THERE, Json, activation, plain_mlp, refuse, words
 from mdi.families.family import Family
-from mdi.families.gguf import Gguf, layer_eps
+from mdi.families.gguf import FUSED, Gguf, layer_eps, names
 from mdi.families.names import Held, Names
 from mdi.model.plain import ModelConfig
 
@@ -62,6 +62,6 @@ _PUBLISHED = {
 FAMILIES = (
     Family(
         "gpt2", "GPT2LMHeadModel", _read, _write, lambda _: _NAMES, _RENAMED, _DEFAULTS,
-        gguf=Gguf("gpt2", layer_eps), published=_PUBLISHED,
+        gguf=Gguf("gpt2", layer_eps, names(FUSED)), published=_PUBLISHED,
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdi.families.config_json import LLAMA_LIKE, SILU, TANH, Json, refuse, rotated_share, words
 from mdi.families.family import Family
-from mdi.families.gguf import Fields, Gguf, layer_eps, names, partial_rotary, rms_eps
+from mdi.families.gguf import FUSED, Fields, Gguf, layer_eps, names, partial_rotary, rms_eps
 from mdi.families.names import LLAMA_BLOCK, LLAMA_ENDS, Held, Names
 from mdi.model.plain import ModelConfig
 
@@ -67,7 +67,7 @@ def _read_gguf3(fields: Fields, hf: Json) -> Json:
 
 _GGUF = Gguf("phi2", _read_gguf)
 _HALVES = {f"mlp.fc_{half + 1}": Held(("ffn_up",), half=half) for half in (0, 1)}
-_GGUF3 = Gguf("phi3", _read_gguf3, names(_HALVES))
+_GGUF3 = Gguf("phi3", _read_gguf3, names({**FUSED, **_HALVES}))
 
 FAMILIES = (
     Family("phi", "PhiForCausalLM", _read_phi, _write_phi, lambda _: _PHI, gguf=_GGUF),

@@ -114,18 +114,24 @@ def _all_written(config: ModelConfig) -> Iterator[_Written]:
             )
 
 
-def written_in_gguf(config: ModelConfig, shapes: Mapping[str, Shape]) -> GgufWritten:
+def written_in_gguf(config: ModelConfig, shapes: Mapping[str, Shape], stated: Family | None = None) -> GgufWritten:
     """The architecture, fields and names with which a file is read back as the same model.
+
+    Other programs compute by the architecture, perhaps otherwise than is read here. So only those families are asked whose
+    tensors have the names of the model's own.
 
     Args:
         shapes: of all its tensors, by our names.
+        stated: the family that the model's files name; None: the one whose config.json is read back as the same model.
 
     Raises:
         CheckpointError: there is none.
     """
+    nearest = None if stated else min(_all_written(config), key=lambda one: len(one.differing), default=None)
+    own = stated or (nearest.family if nearest and not nearest.differing else None)
     least: list[str] | None = None
-    for family in FAMILIES.values():
-        if family.gguf is None:
+    for family in FAMILIES.values() if own is None else (own, *FAMILIES.values()):
+        if family.gguf is None or (own is not None and family.names(config) != own.names(config)):
             continue
         found = _in_gguf(family, family.gguf, config, shapes)
         if isinstance(found, GgufWritten):
