@@ -127,10 +127,10 @@ def hash_of_config(config: ModelConfig) -> Json:
 
 
 def caches(config: ModelConfig) -> Json:
-    """Bytes of a text of some lengths, of each node of an even split, by the type of caches."""
-    found = {}
+    """Bytes of a text of some lengths, of each node of an even split as far as it is allowed, by the type of caches."""
+    found, allowed = {}, spec_of(config).allowed_cuts()
     for n_nodes in (1, 2, 3):
-        bounds = [config.n_layer * i // n_nodes for i in range(n_nodes + 1)]
+        bounds = [cut for i in range(n_nodes + 1) if (cut := config.n_layer * i // n_nodes) in allowed]
         for cache_type in CACHE_TYPES:
             for start, stop in zip(bounds, bounds[1:], strict=False):
                 classes, _ = cache_classes(spec_of(config), start, stop, cache_type)
