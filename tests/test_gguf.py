@@ -144,7 +144,7 @@ def test_half_bytes_are_not_rounded_a_second_time(
 def test_numbers_that_are_no_minus_of_a_power_are_refused(tmp_path: Path) -> None:
     source = GgufSource(write_gguf(tmp_path / "m.gguf", "Qwen3-0.6B", *tiny_state("Qwen3-0.6B")))
     name = "transformer.ln_f.weight"
-    source._pieces[name] = [replace(piece, is_neg_exp=True) for piece in source._pieces[name]]
+    source.tensor_pieces[name] = [replace(piece, is_neg_exp=True) for piece in source.tensor_pieces[name]]
     with pytest.raises(CheckpointError, match="output_norm.weight has numbers that are not below zero"):
         source.array(name)
 

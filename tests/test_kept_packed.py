@@ -200,7 +200,7 @@ def test_what_is_searched_depends_on_the_version_of_the_search(
     tmp_path: Path, source: WeightSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def names(packing: Packing) -> tuple[str, str]:
-        return packed_form(source, packing), kept_packed._key(source, source.info(PART), packing)
+        return packed_form(source, packing), kept_packed.key_of(source, source.info(PART), packing)
 
     now = [names(packing) for packing in (Q4_K, INT4)]
     for module in (derived, kept_packed):

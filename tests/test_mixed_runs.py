@@ -233,10 +233,10 @@ def test_a_file_runs_at_its_own_bits(how: str, n_nodes: int, mixed_gguf: Path, t
 def test_it_is_stored_and_sent_at_its_own_bits(mixed_gguf: Path, tmp_path: Path) -> None:
     weights = ModelFamily().open_weights(gguf_directory(mixed_gguf, tmp_path), None, 2, None, None, False)
     plain = weights.part_bytes("block.1")
-    weights.take_format(weights.own_formats)
+    weights.take_format(weights.own_formats, tmp_path)
     assert weights.model.format == weights.own_formats == weights.quantize
     assert weights.part_bytes("block.1") < 0.6 * plain
-    weights.take_format("int8")
+    weights.take_format("int8", tmp_path)
     assert weights.model.format is None and weights.part_bytes("block.1") == plain
     weights.close()
 

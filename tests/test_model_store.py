@@ -473,7 +473,7 @@ def test_a_file_of_the_hubs_cache_that_is_gone(
 
 def test_chunks_are_looked_for_in_the_store_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
-    monkeypatch.setattr("mdi.cli.session._stored_for", lambda path, store: folders.append(store.folder))
+    monkeypatch.setattr("mdi.cli.session.stored_for", lambda path, store: folders.append(store.folder))
     with pytest.raises(UsageError, match="no such file"):
         found_chunk(Path("checkpoints/org/name/chunks/2nodes/model_starter"), tmp_path)
     assert folders == [tmp_path]

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -417,6 +417,10 @@ def test_two_models_that_are_given_up_at_the_same_time(monkeypatch: pytest.Monke
             await asyncio.sleep(0.001)
         raise AssertionError("what was waited for did not happen")
 
+    @dataclass
+    class Read:
+        tool_parser: str | None = None
+
     async def scenario() -> None:
         client: Any = Client()
         catalog: Any = SimpleNamespace(
@@ -442,7 +446,7 @@ def test_two_models_that_are_given_up_at_the_same_time(monkeypatch: pytest.Monke
         async with models.using(name):
             pass
 
-    monkeypatch.setattr(mdi.serve.models, "LoadedModel", SimpleNamespace(of=lambda facts: object()))
+    monkeypatch.setattr(mdi.serve.models, "LoadedModel", SimpleNamespace(of=lambda facts: Read()))
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
     assert entered == [True]
 

@@ -189,7 +189,7 @@ _NORMS_OF_QK = {
 }
 _GEMMA4 = {
     **_NORMS,
-    "norms of q and k": _settings(norm_qk=False),
+    "norms of q and k": Without(block=lambda one: replace(one, mixer=replace(one.mixer, qk_norm=None))),
     "weights of the norm of q": _ones(r"norm_q\.weight"),
     "weights of the norm of k": _ones(r"norm_k\.weight"),
     "norms of values": _settings(v_norm=False),
@@ -354,7 +354,8 @@ def _without(source: WeightSource, without: Without, n_ids: int) -> list[KernelS
 
     n_layer = config.n_layer
     spec = spec_of(config)
-    spec = replace(spec, blocks=tuple(map(without.block, spec.blocks)))
+    ends = replace(spec.ends, final_norm=spec_of(source.config).ends.final_norm)
+    spec = replace(spec, blocks=tuple(map(without.block, spec.blocks)), ends=ends)
     stage = KernelStage(spec, 0, n_layer, Resident(stage_parts(0, n_layer, starter=True), weights))
     stage.prepare(n_ids)
     return [stage]

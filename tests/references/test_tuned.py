@@ -32,8 +32,17 @@ from references.test_adapter_logits import ADAPTERS, pytestmark
 from tiny_checkpoint import tokenizer
 
 __all__ = ["pytestmark"]
+# peft 0.21 looks for a parameter that transformers takes since 5.24 without naming it.
 PROGRAM = """
-import json, os, sys, numpy, peft, torch, transformers
+import inspect, json, os, sys, numpy, peft, torch, transformers
+
+def name_caches(forward):
+    *others, more = inspect.signature(forward).parameters.values()
+    named = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
+    forward.__signature__ = inspect.Signature([*others, named, more])
+
+name_caches(transformers.LlamaForCausalLM.forward)
+name_caches(transformers.LlamaForSequenceClassification.forward)
 model_folder, *folders = sys.argv[1:]
 ids = torch.tensor([json.load(open(model_folder + "/ids.json"))])
 for folder in folders:

@@ -63,7 +63,7 @@ def test_the_oldest_spans_make_place() -> None:
 
 
 def test_all_that_a_node_keeps_fits_into_an_answer() -> None:
-    from mdi.control.client import ANSWER_LIMIT_BYTES
+    from mdi.net.message import ANSWER_LIMIT_BYTES
 
     assert len(pack([Span(Activity.SEND, 1, 2, 3)] * N_SPANS)) < ANSWER_LIMIT_BYTES * 0.9
 

@@ -75,10 +75,10 @@ class GgufSource(WeightSource):
         self.config, self._names = _derived(header)
         self.config_hash = config_hash(self.config)
         self.model = gguf_name(path)  # as the user knows it, and not as its publisher called it once
-        self._pieces = {
+        self.tensor_pieces = {
             name: self._pieces_of(name, shape) for name, shape in model_shapes(self.config, str(path)).items()
         }
-        self.specs = {name: self._spec(pieces) for name, pieces in self._pieces.items()}
+        self.specs = {name: self._spec(pieces) for name, pieces in self.tensor_pieces.items()}
         self.dtype = main_dtype(self.specs.values())
         kinds = {tensor.type_name for tensor in self._tensors.values()}
         self.native = next((form for kind, form in reversed(CARRIED_OVER.items()) if kind in kinds), None)
@@ -101,7 +101,7 @@ class GgufSource(WeightSource):
         return whole
 
     def rows(self, name: str) -> Rows:
-        pieces, spec = self._pieces[name], self.specs[name]
+        pieces, spec = self.tensor_pieces[name], self.specs[name]
 
         def read(piece: Piece, part: GgufTensor) -> np.ndarray:
             found = cast(read_tensor(part, piece.tensor), spec_of(part), spec.dtype)
@@ -118,7 +118,7 @@ class GgufSource(WeightSource):
 
     def _own_format(self, name: str) -> str:
         """The formats of a weight's rows, as the file has them."""
-        pieces = self._pieces[name]
+        pieces = self.tensor_pieces[name]
         parts = [self._part(piece) for piece in pieces]
         own = [
             (_n_rows(piece, part), OWN_FORMATS.get(part.type_name, ROUNDED_TO))
@@ -127,7 +127,7 @@ class GgufSource(WeightSource):
         return joined_pieces(own) or ROUNDED_TO
 
     def carried_over(self, name: str, form: str) -> Matrix | None:
-        pieces = self._pieces[name]
+        pieces = self.tensor_pieces[name]
         if not self._has_format(name) or self._own_format(name) != form or any(piece.plus for piece in pieces):
             return None
         kinds = [self._part(piece).type_name for piece in pieces]
@@ -142,7 +142,7 @@ class GgufSource(WeightSource):
 
     def _fill(self, into: Matrix, name: str, first: int) -> None:
         """Rows of a weight from `first` on, in the shape and format of `into`."""
-        pieces, where = self._pieces[name], f"{self.path}: {name}"
+        pieces, where = self.tensor_pieces[name], f"{self.path}: {name}"
         kind = next((kind for kind, form in HELD.items() if form == into.format), None)
         if kind is None:
             return pack_into(into, part_of_rows(self.rows(name), first, into.n_out), where)
@@ -157,7 +157,7 @@ class GgufSource(WeightSource):
             pack_blocks(into, read, where)
 
     def same_as(self, name: str) -> str:
-        is_tied = name == HEAD and self._pieces[HEAD] == self._pieces[EMBEDDING]
+        is_tied = name == HEAD and self.tensor_pieces[HEAD] == self.tensor_pieces[EMBEDDING]
         return EMBEDDING if is_tied else name
 
     def _some(

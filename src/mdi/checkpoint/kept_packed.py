@@ -63,7 +63,7 @@ class KeptPacked:
         """
         if not self.may_take(source, part.n_bytes):
             return source
-        key = _key(source, part, packing)
+        key = key_of(source, part, packing)
         info = self._find(key, part.name)
         if info is not None:
             keep.add(info.sha256)
@@ -183,7 +183,7 @@ def read_packed(folder: Path) -> dict[str, tuple[str, int]]:
     return read_kept(folder / FILE, take, {})
 
 
-def _key(source: WeightSource, part: Part, packing: Packing) -> str:
+def key_of(source: WeightSource, part: Part, packing: Packing) -> str:
     """A hash of everything that the packed bytes depend on."""
     form = packing.metadata(part.name)
     made_by = [source.folds_gains, source.native, mdi.__version__, LAYOUT_VERSION]

@@ -153,13 +153,13 @@ def found_ckpt(name: Path, home: Path | None = None) -> Path:
     if given.suffix == ".gguf" and not given.is_dir():
         return gguf_directory(given, store.folder)
     here = None if given.exists() else model_here(name.as_posix(), home)
-    if here is None and (model := _stored_for(given, store)) is not None:
+    if here is None and (model := stored_for(given, store)) is not None:
         logger.info("--ckpt %s is not there; taking %s, which is in %s", name, model.name, model.home)
         return store.folder_of(model)
     return find_folder(name, store.folder) if here is None else here[0]
 
 
-def _stored_for(path: Path, store: ModelStore) -> StoredModel | None:
+def stored_for(path: Path, store: ModelStore) -> StoredModel | None:
     """The model that a path named when models were in checkpoints/ of a clone: by its last two parts."""
     if path.exists() or len(path.parts) < 3 or path.parts[-3] != "checkpoints":
         return None
@@ -177,7 +177,7 @@ def found_chunk(chunk: Path | None, home: Path | None = None) -> Path | None:
 
     if chunk is None or chunk.is_file() or chunk.with_suffix(".safetensors").is_file():
         return chunk
-    if len(chunk.parts) > 3 and (model := _stored_for(chunk.parents[2], store := ModelStore(home))) is not None:
+    if len(chunk.parts) > 3 and (model := stored_for(chunk.parents[2], store := ModelStore(home))) is not None:
         logger.info("--chunk %s is not there; taking that of %s, which is in %s", chunk, model.name, model.home)
         return found_chunk(store.folder_of(model).joinpath(*chunk.parts[-3:]), home)
     if chunk.is_dir():
