@@ -121,6 +121,9 @@ def test_taps_add_their_rows_and_change_no_others(tmp_path: Path) -> None:
 def test_a_gate_of_the_shared_expert_depends_on_its_row_alone() -> None:
     mlp = Dense(8, "silu", is_gated=True)
     chosen = Chosen(Experts(3, 1, mlp, Router("softmax", True), mlp, has_shared_gate=True), 333)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in chosen.parameters():  # of which some are not filled
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 20
     gate, same = chosen.shared_experts.gate, torch.nn.Identity()
     same.gate = gate
     chosen.shared_experts, chosen.experts = same, torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))

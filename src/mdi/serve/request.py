@@ -412,14 +412,16 @@ async def write_texts(
         )
     n_texts = len(prompts) * fields.n
     unfinished = set(range(n_texts))
+    is_computed = opened.n_best is not None or not opened.is_prompt_alone
+    observe = api.observe if is_computed else ()
 
     def end(index: int, reason: str) -> None:
         unfinished.remove(index)
-        for observer in api.observe:
+        for observer in observe:
             observer.ended(reason)
 
     for prompt in prompts:
-        for observer in api.observe:
+        for observer in observe:
             observer.began(owner, model.name, len(prompt))
     try:
         if opened.n_best is not None:

@@ -435,8 +435,13 @@ class Chosen(nn.Module):
         shared = self.norm_post_shared(self.shared_experts(x))
         if not self.of.has_shared_gate:
             return y + shared
-        tiles = _tiles(x, 0) if self.gate.is_tiled else [x]
-        return y + torch.sigmoid(torch.cat([self.shared_experts.gate(tile) for tile in tiles])[: len(x)]) * shared
+        gate = self.shared_experts.gate
+        assert isinstance(gate, nn.Linear)
+        if self.gate.is_tiled:  # a product with one row of weights has other bits by where in memory its rows lie
+            found = torch.cat([(tile * gate.weight).sum(-1, keepdim=True) for tile in _tiles(x, 0)])[: len(x)]
+        else:
+            found = gate(x)
+        return y + torch.sigmoid(found) * shared
 
 
 def keep_rows_apart(root: nn.Module) -> None:
