@@ -50,6 +50,9 @@ FIRST = (
 )  # fmt: skip
 
 
+DEFAULT_PROMPT = 512  # tokens
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options(
         "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "example",
@@ -63,10 +66,14 @@ def add_arguments(parser: Parser) -> None:
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
-        "run", "replay_memory", "n_samples", "sequence_length", "draft", "draft_rate",
+        "run", "replay_memory", "n_samples", "sequence_length", "prompt_tokens", "memory", "draft", "draft_rate",
         draft={
             "help": "small model that guesses on the starter, which gets fewer blocks for it: its folder, or its name",
             "metavar": "DIR", "default": "none",
+        },
+        memory={
+            "help": "limit for the process of each node, such as 700MB: its weights are read from its disk while it computes "
+            "(default: as the profiles say; without a limit all weights are in memory)",
         },
         n_samples={"help": "sequences at once (%(default)s)", "metavar": "S", "default": 1},
         sequence_length={
@@ -266,6 +273,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
     from mdi.placement.planning import smaller_shapes
+    from mdi.placement.windows import NodeWindows
     from mdi.tensor.shares import why_not_shared_out
 
     if options.only:
@@ -273,6 +281,8 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     config = _config(options, profile)
     shape = model_shape(config, options.quantize or options.dtype or profile.format, options.kv_dtype)
     profile = with_paths(profile, config, shape.config_hash, shape.format)
+    if options.memory is not None:
+        profile = replace(profile, nodes=tuple(replace(node, window_bytes=options.memory) for node in profile.nodes))
     length = options.sequence_length or shape.context_length
     if not 1 <= length <= shape.context_length:
         raise UsageError(
@@ -288,15 +298,22 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         small = _config_of(options.draft)
         draft_bytes = model_shape(small, options.quantize or options.dtype or profile.format).weight_bytes
     n_samples = 1 if options.n_samples is None else options.n_samples
+    workload = Workload(n_samples, length, replay_bytes=options.replay_memory, draft_bytes=draft_bytes)
+    has_windows = any(node.window_bytes for node in profile.nodes)
+    n_prompt = options.prompt_tokens or min(DEFAULT_PROMPT, max(1, length - 1))
+    if n_prompt > length:
+        raise UsageError(f"--prompt-tokens {n_prompt}: a sequence has {length} tokens at most")
     found = plan(
         profile,
         shape,
-        Workload(n_samples, length, replay_bytes=options.replay_memory, draft_bytes=draft_bytes),
+        workload,
         method=options.placement or DEFAULT_PLACEMENT,
         layers=layers,
         measured=_measured(profile, config, shape),
         smaller=smaller_shapes(config, shape),
         may_share=why_not_shared_out(config) is None,
+        windows=NodeWindows(config, shape, profile, workload) if has_windows else None,
+        prompt_tokens=n_prompt,
     )
     if options.draft_rate is None:
         return found

@@ -731,6 +731,10 @@ class Options(StarterOptions):
         "the profiles were measured with)", metavar="NAME",
     )] = None
 
+    prompt_tokens: Annotated[Length | None, Option(
+        "tokens of a prompt whose time to the first token is predicted (default: 512, or what the sequence length leaves)",
+        metavar="P",
+    )] = None
     draft_rate: Annotated[Annotated[float, Meta(ge=0, lt=1)] | None, Option(
         "also predict the speed of one text with --draft, if this part of its guesses is right", metavar="P"
     )] = None
