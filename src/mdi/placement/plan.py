@@ -18,6 +18,7 @@ from mdi.engine.prices import MORE_ROW
 from mdi.engine.speculation import MOST_ROWS, most_frames, tokens_per_s
 from mdi.errors import PlacementError
 from mdi.kernels.format_maps import shown
+from mdi.placement.clients import Clients
 from mdi.placement.cost import CostModel, MemoryUse, Prediction
 from mdi.placement.methods import by_hand, place
 from mdi.placement.model import ModelShape, Workload
@@ -239,6 +240,7 @@ class PlanReport:
         stage_s_one, all_stages_s_one: of the slowest node, and of all nodes together, for one row.
         draft: the speed of one text whose next tokens are guessed; None: no rate of right guesses was given.
         first_token: of a prompt; None: none was given.
+        clients: the most texts at a pace, which `workload` has; None: that was not asked.
     """
 
     model: str
@@ -262,6 +264,7 @@ class PlanReport:
     all_stages_s_one: float = 0.0
     draft: DraftPlan | None = None
     first_token: FirstToken | None = None
+    clients: Clients | None = None
 
     def with_draft(self, rate: float, most_rows: int = MOST_ROWS) -> PlanReport:
         """The report with the speed of one text whose guesses are right with this probability; `stage_s_one` is known.
@@ -328,6 +331,7 @@ class PlanReport:
             "groups": [dataclasses.asdict(group) for group in self.groups],
             "draft": None if self.draft is None else dataclasses.asdict(self.draft),
             "first_token": None if self.first_token is None else dataclasses.asdict(self.first_token),
+            "clients": None if self.clients is None else dataclasses.asdict(self.clients),
         }
 
 
@@ -546,6 +550,8 @@ def format_plan(report: PlanReport) -> str:
     one = f"{_rate(report.tokens_s_one)} tokens/s for one sequence"
     many = f", {_rate(report.tokens_s)} for {n} ({report.n_frames} frames of {report.n_rows} rows)" if n > 1 else ""
     lines += [f"speed:    {one}{many}", f"limit:    {report.limit}"]
+    if report.clients is not None:
+        lines.append(_clients_line(report.clients))
     if report.first_token is not None:
         lines.append(_prompt_line(report.first_token))
     lines += [
@@ -578,6 +584,15 @@ def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
         if path == "torch":
             names.setdefault(reason, []).append(node.name)
     return [f"torch:    {', '.join(who)}: {reason}" for reason, who in names.items()]
+
+
+def _clients_line(clients: Clients) -> str:
+    shared = f", {clients.tensor_n} with every block on all nodes" if clients.tensor_n is not None else ""
+    more = f"; {clients.limit} allows no more" if clients.limit else ""
+    return (
+        f"clients:  {clients.n} texts of up to {clients.length} tokens have {clients.tokens_s:g} tokens/s each or more"
+        f"{shared}{more}"
+    )
 
 
 def _prompt_line(first: FirstToken) -> str:
