@@ -133,7 +133,7 @@ def main() -> None:
         print("| way | tokens of the prompt | predicted | measured, median (least to most) | predicted / measured |")
         print("| --- | --- | --- | --- | --- |")
         for way in args.ways:
-            chunks = folder / "chunks" / f"{NODES[way]}node{'s' * (NODES[way] > 1)}-{args.format}"
+            chunks = folder / "chunks" / f"{NODES[way]}nodes-{args.format}"
             if not chunks.is_dir():
                 make_chunks(folder, args.shape, args.format, NODES[way])
             predicted = alone(predictions, args, Path(temporary), way, config)

@@ -41,7 +41,7 @@ def test_the_example_is_a_profile_that_works(capsys: pytest.CaptureFixture[str],
     assert "starter" in out and "tokens/s" in out and "guessed" in out
 
 
-@pytest.mark.parametrize(("flags", "tokens_s"), [([], 101), (["--nodes", "starter"], 34)])
+@pytest.mark.parametrize(("flags", "tokens_s"), [([], 101), (["--nodes", "starter"], 35)])
 def test_plans_that_documents_show(
     capsys: pytest.CaptureFixture[str], profiles: str, flags: list[str], tokens_s: int
 ) -> None:
@@ -61,8 +61,8 @@ def test_the_first_token_of_a_prompt_and_windows(capsys: pytest.CaptureFixture[s
     assert (usual["n_tokens"], short["n_tokens"]) == (512, 64)
     assert short["seconds"] < usual["seconds"] < windowed["seconds"]
     assert [node["read_bytes"] > 0 for node in found[2]["nodes"]] == [True] * 3
-    with pytest.raises(UsageError, match="a sequence has 100 tokens at most"):
-        launch("plan", [*flags, "--sequence-length", "100", "--prompt-tokens", "101"])
+    assert launch("plan", [*flags, "--sequence-length", "100", "--prompt-tokens", "101"]) != 0
+    assert "a sequence has 100 tokens at most" in capsys.readouterr().err
 
 
 def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
@@ -79,8 +79,8 @@ def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
         (["--aim", "clients", "--per-client", "4096"], "expected the tokens of a text"),
         (["--aim", "clients", "--per-client", "64:1", "--memory", "1G"], "leave --memory out"),
     ):
-        with pytest.raises(UsageError, match=message):
-            launch("plan", [*flags, *wrong])
+        assert launch("plan", [*flags, *wrong]) != 0
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_json(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
