@@ -8,6 +8,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ["HF_HUB_CACHE"] = os.devnull  # no models of whoever runs the tests
 os.environ["MDI_PLACEMENT"] = "even"  # a test's cut must not depend on how fast the machine is at that moment
 
+import sys  # noqa: E402
+
+# The processes that tests start, and those of pytest itself, compile the project's modules once and not each again, also
+# where the shell forbids bytecode: that costs a second of each start, and a minute of each process of pytest.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+import gc  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
@@ -24,6 +32,13 @@ settings.load_profile("new" if os.environ.get("MDI_FUZZ") else "same")
 # A shell's background jobs ignore SIGINT, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What the modules and the collected tests hold lives as long as the process: no garbage collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
 
 DAEMONS_OF_LIBRARIES = ("tqdm", "pytest_timeout", "pytest-timeout", "Thread-tqdm", "InductorSubproc")
 
