@@ -22,12 +22,13 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references clients lm-eval real real-table lint types check kernels sanitize wheels first-hour bench figures venv clean
+.PHONY: help demo serve test slow fast numerical references clients lm-eval real real-table lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
-	@echo "make test   the whole test suite"
+	@echo "make test   the test suite, without what is marked as slow"
+	@echo "make slow   that: the kernels under sanitizers and as emulated ARM boards have them, long runs of training"
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make clients     installs openai, anthropic, ollama, litellm, langchain and agents beside the project; the suite then asks the server with them"
@@ -35,7 +36,7 @@ help:
 	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
 	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
-	@echo "make check  lint, types and tests, as the CI does"
+	@echo "make check  lint, types and all tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make wheels     builds the wheels for Linux, macOS and Windows, x86-64 and ARM64, into dist/"
 	@echo "make first-hour as a new user: a wheel, mdi demo, mdi run, three machines joined by code, one killed; timed (root)"
@@ -67,7 +68,11 @@ serve: $(VENV)/.installed
 	@$(PY) src/serve.py --nodes 3 --ckpt assets/nano-llama --open
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow"
+
+# One after the other where they come: few tests, and each of them takes long.
+slow: $(VENV)/.installed-dev
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist load --maxschedchunk 1 -m slow
 
 fast: $(VENV)/.installed-dev
 	$(PY) -m pytest -q -n 2 --dist worksteal $(FAST)
@@ -139,7 +144,7 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(PY) -m mypy
 
-check: lint types test
+check: lint types test slow
 
 # Both need a C++ compiler and nothing of .venv.
 kernels:

@@ -37,6 +37,8 @@ needs_emulator = pytest.mark.skipif(
 
 pytestmark = pytest.mark.skipif(not (build.CSRC / build.SELFTEST).is_file(), reason="there is no test program yet")
 
+LIMIT_S = 1500  # of a test that compiles or emulates: ten times what it takes on a machine with nothing else to do
+
 
 def _program(
     name: str,
@@ -59,7 +61,7 @@ def _program(
 
 def _sums(*command: str | Path) -> Sums:
     environment = os.environ | {"UBSAN_OPTIONS": "print_stacktrace=1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr or done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     sums = {(instruction_set, kernel): checksum for instruction_set, kernel, checksum in lines}
@@ -91,12 +93,16 @@ def _by_kernel(sums: Sums, fused: bool) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @needs_compiler
 def test_no_byte_is_read_or_written_beside_memory_and_nothing_is_undefined() -> None:
     sums = _sums_here()
     assert all(len(checksums) == 1 for checksums in _by_kernel(sums, fused=True).values())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @needs_compiler
 def test_threads_do_not_race() -> None:
     """Of one instruction set: the threads are the same for all."""
@@ -104,6 +110,8 @@ def test_threads_do_not_race() -> None:
     _sums(_program("thread", build.sanitizing("thread"), sets=few), "1")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @needs_compiler
 @needs_emulator
 @pytest.mark.parametrize("cpu", EXPECTED)
