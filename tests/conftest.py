@@ -34,6 +34,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where MDI_KERNELS names the instruction set of the kernels, as in `make numerical`, tests that name one themselves are
+    left out, and those that compute in torch: they do the same without it."""
+    if os.environ.get("MDI_KERNELS", "off") == "off":
+        return
+    from mdi.kernels.build import INSTRUCTION_SETS
+
+    named = {one.name for one in INSTRUCTION_SETS} | {"torch"}
+
+    def is_same(item: pytest.Item) -> bool:
+        params: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+        return params.get("force", params.get("name")) in named
+
+    config.hook.pytest_deselected(items=[item for item in items if is_same(item)])
+    items[:] = [item for item in items if not is_same(item)]
+
+
 def pytest_collection_finish() -> None:
     """What the modules and the collected tests hold lives as long as the process: no garbage collection looks at it again."""
     gc.collect()
