@@ -8,9 +8,11 @@ PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 PIP_FLAGS ?=
+CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # Most tests wait for processes that they start, so one more process than there are cores runs them. Four at most: each
-# loads torch, and starts several nodes that do.
-TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
+# loads torch, and starts several nodes that do. Those of numbers and the slow ones only compute.
+TEST_PROCESSES ?= $(shell n=$(CORES); echo $$((n < 3 ? n + 1 : 4)))
+NUMERICAL_PROCESSES ?= $(shell n=$(CORES); echo $$((n < 4 ? n : 4)))
 
 # Tests of numbers, which other processors compute with other instructions: once with every set of the kernels that this
 # machine has besides its best one, and once each with what torch computes with on older processors.
@@ -70,7 +72,7 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow"
 
-# One after the other where they come: few tests, and each of them takes long.
+# Each process takes one test after the other: they are few, and each of them takes long.
 slow: $(VENV)/.installed-dev
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist load --maxschedchunk 1 -m slow
 
@@ -133,7 +135,7 @@ numerical: $(VENV)/.installed-dev
 	sets=$$(PYTHONPATH=src:tests/kernels $(PY) -c \
 	  'from forced import instruction_sets; print(*("MDI_KERNELS=" + name for name in instruction_sets()[1:]))') || exit 1; \
 	for one in $$sets ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
-	  echo "$$one"; env "$$one" $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal $(NUMERICAL) || exit 1; \
+	  echo "$$one"; env "$$one" $(PY) -m pytest -n $(NUMERICAL_PROCESSES) --dist worksteal $(NUMERICAL) || exit 1; \
 	done
 
 lint: $(VENV)/.installed-dev
