@@ -51,10 +51,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not is_same(item)]
 
 
-def pytest_collection_finish() -> None:
-    """What the modules and the collected tests hold lives as long as the process: no garbage collection looks at it again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No garbage collection looks at what is to stay: modules and the collected tests live as long as the process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 DAEMONS_OF_LIBRARIES = ("tqdm", "pytest_timeout", "pytest-timeout", "Thread-tqdm", "InductorSubproc")
@@ -78,7 +83,7 @@ def own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
 def no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         left = [t for t in threading.enumerate() if t not in before and not _is_library_thread(t)]
         if not left:
