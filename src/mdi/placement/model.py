@@ -70,6 +70,7 @@ class ModelShape:
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
         cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
         cut_bytes: one position's activations on the wire at each cut (ModelSpec.row_at); None: `row_bytes` everywhere.
+        copied: at each cut, the blocks in front of it whose caches blocks behind it read (ModelSpec.caches_before); None: none.
     """
 
     name: str
@@ -90,6 +91,10 @@ class ModelShape:
     kv_dtype: str = "float32"
     cuts: tuple[int, ...] | None = None
     cut_bytes: tuple[int, ...] | None = None
+    copied: tuple[tuple[int, ...], ...] | None = None
+
+    def caches_before(self, cut: int) -> tuple[int, ...]:
+        return () if self.copied is None else self.copied[cut]
 
     def row_bytes_at(self, cut: int) -> int:
         return self.row_bytes if self.cut_bytes is None else self.cut_bytes[cut]
@@ -196,6 +201,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
+    copied = tuple(tuple(spec.caches_before(cut)) for cut in range(spec.n_layer + 1))
     widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
     return ModelShape(
         name=config.name,
@@ -216,6 +222,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         kv_dtype=kv_dtype,
         cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
         cut_bytes=tuple(n * form.value_bytes for n in widths) if max(widths) > spec.width else None,
+        copied=copied if any(copied) else None,
     )
 
 
