@@ -19,6 +19,7 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import Code, EngineError, KernelError, UsageError
+from mdi.kernels.cache_columns import CacheColumns
 from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
@@ -26,7 +27,7 @@ from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable, only_logits
 from mdi.kernels.weight_formats import check_packed, layout_of
-from mdi.model.caches import Paged, stage_places
+from mdi.model.caches import Paged, cache_numbers, stage_places
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Gated, Mlp, ModelSpec, Norm, Rotary
 from mdi.model.tensors import FINAL_NORM, HEAD
@@ -547,6 +548,10 @@ class Blocks:
         self.context = context
         self.n_embd, self.row_in = spec.width, spec.row_at(start)
         counts, self._places = stage_places(spec, start, stop)
+        self._numbers, self.cache_columns = (
+            cache_numbers(spec, start, stop),
+            CacheColumns(spec, start, stop, cache_type),
+        )
         self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}  # states are refused
         self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
         self._cache_type = cache_type
@@ -571,7 +576,7 @@ class Blocks:
         layouts = [
             KernelLayout(*one, self._cache_type, pool) for one, pool in zip(self._kinds.items(), pools, strict=True)
         ]
-        self.caches = CachePages(self.classes, pools, layouts, self._places, self.start, self._cache_type)
+        self.caches = CachePages(self.classes, pools, layouts, self._places, self._numbers, self._cache_type)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
@@ -788,6 +793,9 @@ class Blocks:
         shape = n_rows, self.row_in.width - self.n_embd
         if (np.empty((n_rows, 0), np.float32) if columns is None else columns).shape != shape:
             raise EngineError(f"rows without the {shape[1]} numbers that blocks read beside hidden")
+        if self.cache_columns.reads and not has_room:
+            assert columns is not None
+            self.cache_columns.put(self.caches, slices, columns)
         frame = MdiFrame(
             rows.ctypes.data, SliceTable.of(slices).records, pages.buffer_info()[0], first.buffer_info()[0],
             self._pool_address, self._page_bytes_address, len(slices), n_rows,

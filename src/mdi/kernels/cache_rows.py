@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mdi.errors import EngineError
-from mdi.kernels.layout import bf16_from_float32, padded
+from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, padded
 from mdi.kernels.pages import Pool
 from mdi.kernels.stage_caches import Piece
 from mdi.model.caches import CACHE_TYPES, PAGE, Paged, slot_bytes
@@ -88,6 +88,14 @@ def encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray |
     most = np.abs(rows).max(axis=2)
     inverse = np.where(most > 1e-35, np.float32(127) / np.maximum(most, np.float32(1e-35)), np.float32(0))
     return np.rint(rows * inverse[:, :, None]).astype(np.int8), (most / np.float32(127)).astype(np.float32)
+
+
+def decoded(rows: np.ndarray, scales: np.ndarray | None, cache_type: str) -> np.ndarray:
+    """The reverse of `encoded`, float32."""
+    if cache_type == "bf16":
+        return float32_from_bf16(rows)
+    found = rows.astype(np.float32)
+    return found if scales is None else found * scales[:, :, None]
 
 
 def piece_of(keys: np.ndarray, values: np.ndarray, cache_type: str) -> Piece:

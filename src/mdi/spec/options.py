@@ -767,6 +767,10 @@ class Options(StarterOptions):
     listen: Annotated[str | None, Option(
         "address for --invite (default: this machine's, port 8088)", metavar="ADDR[:PORT]"
     )] = None
+    compared: Annotated[str | None, Option(
+        "compute a few texts with this GGUF file here, and with llama.cpp (llama-cpp-python), and print what differs",
+        ("--model",), metavar="FILE",
+    )] = None
     deadline: Annotated[Annotated[float, Meta(ge=0.1, le=600)], Option(
         "time limit of each connection and each answer (%(default)s)", metavar="SECONDS"
     )] = 5.0
