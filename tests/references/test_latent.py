@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forced import forced, instruction_sets
 from safetensors.torch import load_file
 
 from mdi.checkpoint.convert import convert
@@ -95,6 +96,19 @@ def test_kernels_give_the_same_logits_with_the_same_bits_over_any_cut(name: str,
     assert np.array_equal(np.concatenate(rows), found)  # one row at a time, whose bits are those of rows of prompts
 
 
+@pytest.mark.parametrize("cache_type", ["float32", "bf16", "fp16", "int8"])
+@needs_kernels
+def test_all_instruction_sets_give_the_same_bits(cache_type: str) -> None:
+    source, found = open_source(FOLDER / "deepseek-v3"), set()
+    for name in instruction_sets():
+        with forced(name):
+            (stage,) = kernels.stages_of(source, [0, 4], 90, cache_type)
+            found.add(
+                kernels.logits_of([stage], json.loads((FOLDER / "deepseek-v3" / "ids.json").read_text())).tobytes()
+            )
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(("cache_type", "most"), [("bf16", 0.3), ("fp16", 0.05), ("int8", 0.3)])
 @needs_kernels
 def test_latent_rows_in_fewer_bits_stay_close(cache_type: str, most: float) -> None:
@@ -108,9 +122,9 @@ def test_latent_rows_in_fewer_bits_stay_close(cache_type: str, most: float) -> N
     assert 1e-5 < np.median(np.abs(found - expected).max(axis=1)) < most
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "q4_k"])
+@pytest.mark.parametrize(("form", "least"), [("bf16", 0.999), ("int8", 0.95), ("int4", 0.5), ("mxfp4", 0.3)])
 @needs_kernels
-def test_weights_in_fewer_bits_give_the_same_over_any_cut(form: str) -> None:
+def test_weights_in_fewer_bits_give_the_same_over_any_cut(form: str, least: float) -> None:
     folder = FOLDER / "deepseek-v3-fp8"
     source, ids, expected = (
         open_source(folder),
@@ -120,8 +134,7 @@ def test_weights_in_fewer_bits_give_the_same_over_any_cut(form: str) -> None:
     packed = PackedSource(source, Packing(form, form if form == "bf16" else "int8"))
     found = kernels.logits_of(kernels.stages_of(packed, [0, 3], len(ids)), ids)
     assert np.array_equal(kernels.logits_of(kernels.stages_of(packed, [0, 1, 2, 3], len(ids)), ids), found)
-    close = np.corrcoef(found.ravel(), expected.ravel())[0, 1]
-    assert close > (0.99 if form in ("bf16", "int8") else 0.9)
+    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > least  # rounding sends some rows to other experts
 
 
 @pytest.mark.parametrize("name", ["glm4-moe-lite", "deepseek-v3", "moonlight"])
