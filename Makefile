@@ -96,6 +96,9 @@ $(REFERENCES)/logits/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/delta/version.txt: $(REFERENCES)/.installed tests/references/write_delta_nets.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_delta_nets.py $(REFERENCES)/delta
 
+$(REFERENCES)/latent/version.txt: $(REFERENCES)/.installed tests/references/write_latent.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_latent.py $(REFERENCES)/latent
+
 $(REFERENCES)/adapters/version.txt: $(REFERENCES)/.installed tests/references/write_adapters.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_adapters.py $(REFERENCES)/adapters
 
@@ -105,7 +108,7 @@ $(REFERENCES)/packed/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/tokens/tokens.json: $(REFERENCES)/.installed tests/references/write_tokens.py
 	$(REFERENCES)/bin/python tests/references/write_tokens.py $(REFERENCES)/tokens
 
-references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/delta/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
+references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/delta/version.txt $(REFERENCES)/latent/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
   $(REFERENCES)/tokens/tokens.json
 
 $(CLIENTS)/.installed: requirements-clients.txt

@@ -66,8 +66,8 @@ class ModelConfig:
         first_k_dense_replace: so many blocks at the beginning have no experts.
         sigmoid_router: an expert's score is a sigmoid. Those with the largest sums of score and correction are taken (in one
             group), and weighted by their scores without it, over the sum of these; else by a softmax over the largest scores.
-        latent_attention: ranks and sizes of DeepSeek's attention; where its "q_lora_rank" is null, queries are not compressed. Its
-            "norm_eps" is that of the norms of compressed rows, without which it is that of all.
+        latent_attention: ranks and sizes of DeepSeek's attention; where its "q_lora_rank" is null, queries are not compressed.
+            Its "norm_eps" is that of the norms of compressed rows, without which it is that of all.
         alibi: scores get less with the distance, and nothing is rotated: "bloom", or "falcon", which rounds to bfloat16.
         learned_positions: an embedding of positions (block_size, n_embd) is added to that of tokens, and nothing is rotated.
         embedding_norm: a norm follows the embedding.
