@@ -519,7 +519,10 @@ def _contradiction_of_mlp(of: Mlp) -> str | None:
 
 
 # Layers to which adapters may add something, as csrc/model.h numbers them.
-LAYERS = {"attn.qkv": 0, "attn.proj": 1, "mlp.fc": 2, "mlp.fc_1": 2, "mlp.fc_2": 3, "mlp.proj": 4}
+LAYERS = {
+    "attn.qkv": 0, "attn.proj": 1, "mlp.fc": 2, "mlp.fc_1": 2, "mlp.fc_2": 3, "mlp.proj": 4, "attn.out_gate": 5,
+    "delta.qkv": 0, "delta.proj": 1, "delta.out_gate": 5, "delta.gates": 6,
+}  # fmt: skip
 MOST_RANK = 256
 MOST_ADAPTERS = 64  # of a model at the same time
 
@@ -655,10 +658,13 @@ class Blocks:
         """Check what adapters add against the layers, and keep its memory."""
         found = []
         for block, own in zip(self._blocks, of_blocks, strict=True):
-            attention, mlp = block.attention, block.mlp
-            layers = attention.qkv, attention.proj, mlp.fc_1, mlp.fc_2, mlp.proj
+            mlp, of_mlp = block.mlp, ("mlp.fc_1", "mlp.fc_2", "mlp.proj") if block.mlp.fc_2.data else ("mlp.fc", "", "mlp.proj")
+            layers = dict(zip(of_mlp, (mlp.fc_1, mlp.fc_2, mlp.proj), strict=True))
+            kind, mixer = ("delta", block.delta) if block.delta.n_head else ("attn", block.attention)
+            layers |= {f"{kind}.{name}": getattr(mixer, name) for name in ("qkv", "proj", "out_gate")}
+            layers["delta.gates"] = block.delta.gates
             for part in own:
-                check_low_rank(part, layers[LAYERS[part.layer]], bool(block.experts.n))
+                check_low_rank(part, layers.get(part.layer, MdiMatrix()), bool(block.experts.n))
                 self._kept.append(part)
                 found.append(
                     MdiLowRank(
