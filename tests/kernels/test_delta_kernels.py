@@ -35,6 +35,7 @@ from mdi.model.plain import spec_of
 from mdi.net.ring import LoopbackRing
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.torch_stage import StarterStage
 from mdi.stages.window import open_window
 from mdi.stages.window_budget import RunMemory
@@ -251,3 +252,17 @@ def test_rows_of_a_module_are_those_of_its_layer(tmp_path: Path) -> None:
     assert (queries.layer, gates.layer) == ("attn.qkv", "attn.out_gate")
     assert queries.numbers(spec).tolist() == [head * 64 + i for head in range(6) for i in range(32)]
     assert gates.numbers(spec).tolist() == [head * 64 + 32 + i for head in range(6) for i in range(32)]
+
+
+def test_gradients_are_those_of_small_changes(tmp_path: Path) -> None:
+    """Of whole texts, in torch; what blocks give is what the kernels give."""
+    source, generator = made("dense", tmp_path), np.random.default_rng(1)
+    blocks = PlainBlocks(spec_of(source.config), lambda block: source.weights(f"block.{block}"))
+    x, change, weight = (generator.standard_normal((2, 9, 48), dtype=np.float32) for _ in range(3))
+    found = blocks.forward(x, 0, 4)
+    rows = stage_of(source)(x.reshape(18, 48), [Slice(i, 0, 9, 9) for i in (1, 2)])
+    assert np.abs(found.reshape(18, 48) - rows).max() < TOLERANCE
+    gradient, _ = blocks.backward(x, weight, 0, 4)
+    step = np.float32(1e-3)
+    changed = [float((blocks.forward(x + sign * change, 0, 4).astype(np.float64) * weight).sum()) for sign in (step, -step)]
+    assert (changed[0] - changed[1]) / (2 * step) == pytest.approx(float((gradient * change).sum()), rel=2e-2)
