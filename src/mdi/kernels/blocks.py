@@ -253,7 +253,9 @@ class BlockReader:
         )
 
     def delta(self, of: DeltaNet, width: int) -> MdiDelta:
-        """Without the place of its states."""
+        """Without the place of its states; nothing for a node of a group that has no heads."""
+        if not of.n_head:
+            return MdiDelta()
         n_values = of.n_head * of.v_size
         return MdiDelta(
             qkv=self.matrix("delta.qkv", of.n_channels, width),
