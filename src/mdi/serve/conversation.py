@@ -135,7 +135,7 @@ def _encoded_in_parts(model: LoadedModel, cut: str, is_plain: bool, text: str) -
     first, *others = text.split(cut) if cut else [text]
     ids = list(model.codec.encode(first) if is_plain else model.tokenizer.encode_rendered(first))
     for part in others:
-        ids += model.tokenizer.encode_rendered(part)
+        ids += model.tokenizer.encode_rendered(part, is_within=True)
     return ids
 
 

@@ -29,7 +29,7 @@ from mdi.serve.endpoint import Answers, Exchange, Surface
 from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
 from mdi.serve.request import LONGEST_STOP, MOST_STOPS, Limit, TextFields, grammar_of, one_text, read_fields
-from mdi.serve.tools import functions_of, parse_tools
+from mdi.serve.tools import flat_place, functions_of, parse_tools
 from mdi.text.answers.calls import parsed_arguments
 from mdi.text.answers.events import Call, Reasoning
 
@@ -37,6 +37,7 @@ ROLES = ("user", "assistant", "system")
 TEXTS = {"text": "text"}
 OF_USERS = ("image", "document", "search_result", "container_upload")  # blocks that say what cannot be left out
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # types of a tool_choice as chats have them
+OWN_TOOLS = (None, "custom"), "input_schema"  # types of tools that are functions, and the field with the schema
 BILLING = "x-anthropic-billing-header:"  # begins a block that is another one in each request: no prefix would be kept
 OWN_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -69,8 +70,8 @@ class MessageRequest(ChatRequest):
         fields = read_fields(MessageFields, body)
         if fields.max_tokens is None and not is_counted:
             raise invalid("max_tokens", "the field is required")
-        functions = functions_of("/v1/messages", fields.tools, (None, "custom"), "input_schema")
-        tools = parse_tools(functions, _choice(fields.tool_choice))
+        functions = functions_of("/v1/messages", fields.tools, *OWN_TOOLS)
+        tools = parse_tools(functions, _choice(fields.tool_choice), flat_place(fields.tools, *OWN_TOOLS))
         form = fields.output_config.format or {}
         grammar = tools.grammar or grammar_of("output_config.format", form, form.get("schema"))
         self.fields = replace(one_text(fields, fields.max_tokens, fields.stop_sequences), grammar=grammar)

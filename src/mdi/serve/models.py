@@ -27,6 +27,7 @@ from mdi.text.tokenizer import FileTokenizer, panics_as_errors
 LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
 RETRY_S = "2"
+MOST_NAMED = 8  # models in an error
 SHORTENED = 4  # a tokenizer may first make a text shorter: put accents on their letters, drop blanks
 
 
@@ -72,11 +73,9 @@ class LoadedModel:
         tokenizer = ServedTokenizer(facts["tokenizer"])
         codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"], drawing=facts["tokenizer"]["drawing"])
         template = read_template(Path(facts["tokenizer"]["directory"]))
-        if tokenizer.backend == "huggingface":  # chats are quoted for all marks that the template writes
-            source = f"{template.source}{template.for_chat(True).source}"
-            added = (one.content for one in tokenizer.processor.get_added_tokens_decoder().values())
-            marks = (name for name in added if name in source and name.strip() and not name.isalnum())
-            codec.quotes = Quotes({*codec.special_ids, *marks})
+        source = f"{template.source}{template.for_chat(True).source}"  # chats are quoted for all marks that it writes
+        marks = (name for name in tokenizer.own_tokens() if name in source and name.strip() and not name.isalnum())
+        codec.quotes = Quotes({*codec.special_ids, *marks})
         context = facts["context"]
         most = SHORTENED * context * tokenizer.longest_token
         return cls(
@@ -222,7 +221,12 @@ class Models:
     def _check(self, name: str) -> None:
         self._refuse()
         if name and name not in self._catalog.names():
-            raise ApiError(404, f"there is no model {name[:100]!r}: /v1/models lists them", "model_not_found", "model")
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!r}; there are {', '.join(self._catalog.names()[:MOST_NAMED])}",
+                "model_not_found",
+                "model",
+            )
         if not self._engine.state.models:  # the first one is still being loaded
             raise self.progress_error()
 

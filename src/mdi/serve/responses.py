@@ -29,12 +29,13 @@ from mdi.serve.endpoint import Answers
 from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
 from mdi.serve.request import Limit, TextFields, grammar_of, one_text, read_fields
-from mdi.serve.tools import functions_of, parse_tools
+from mdi.serve.tools import flat_place, functions_of, parse_tools
 from mdi.text.answers.events import Call, Reasoning, Text
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
 KEPT = ("previous_response_id", "conversation", "prompt", "background")  # fields that need what a server has kept
+OWN_TOOLS = ("function",), "parameters"  # types of tools that are functions, and the field with the schema
 SEALED = "reasoning.encrypted_content"  # what `include` may ask for
 NO_LOGPROBS: dict[Said, dict[str, Any]] = {Text: {"logprobs": []}, Reasoning: {}}
 
@@ -76,7 +77,8 @@ class ResponseRequest(ChatRequest):
         for name in KEPT:
             if getattr(fields, name):
                 raise invalid(name, "this server keeps no responses: send the whole conversation as input")
-        tools = parse_tools(_functions(fields.tools), _choice(fields.tool_choice))
+        place = flat_place(fields.tools, *OWN_TOOLS)
+        tools = parse_tools(_functions(fields.tools), _choice(fields.tool_choice), place)
         form = fields.text.format or {}
         grammar = tools.grammar or grammar_of("text.format", form, form.get("schema"))
         self.fields = replace(one_text(fields, fields.max_output_tokens), grammar=grammar)
@@ -85,7 +87,7 @@ class ResponseRequest(ChatRequest):
 
 
 def _functions(given: Any) -> Any:
-    return functions_of("/v1/responses", given, ("function",), "parameters")
+    return functions_of("/v1/responses", given, *OWN_TOOLS)
 
 
 def _choice(given: Any) -> Any:
