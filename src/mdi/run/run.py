@@ -359,15 +359,13 @@ class Run(StatusOnly):
         self._change_adapters([*present, adapter])
 
     def unload_adapter(self, name: str) -> None:
-        """From any thread, one at a time: no node has it any more. No text may use it, or it is computed without. Raises MdiError."""
+        """From any thread, one at a time: no node has it any more, and no text may have it. Raises MdiError."""
         present = self.model.weights.adapters
         if name not in (one.name for one in present):
             raise UsageError(f"there is no adapter {name[:100]!r} that can be unloaded", code=Code.ADAPTER)
         kept = [one for one in present if one.name != name]
-        before, self.engine.adapters = (
-            self.engine.adapters,
-            {known: one for known, one in self.engine.adapters.items() if known != name},
-        )
+        before = self.engine.adapters
+        self.engine.adapters = {known: one for known, one in before.items() if known != name}
         try:
             self._change_adapters(kept)
         except MdiError:

@@ -31,7 +31,7 @@ from mdi.serve.openai import PACE
 from mdi.serve.request import LONGEST_STOP, MOST_STOPS, Limit, TextFields, grammar_of, one_text, read_fields
 from mdi.serve.tools import flat_place, functions_of, parse_tools
 from mdi.text.answers.calls import parsed_arguments
-from mdi.text.answers.events import Call, Reasoning
+from mdi.text.answers.events import Call, CallBegun, Reasoning
 
 ROLES = ("user", "assistant", "system")
 TEXTS = {"text": "text"}
@@ -167,6 +167,7 @@ class _Message(Growing):
         named = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
         self._fixed = {**named, "model": answers.model.asked_name}
         self._blocks: list[dict[str, Any]] = []
+        self._call: dict[str, Any] = {}  # that is under way
 
     def begin(self) -> Iterator[Sent]:
         yield {"type": "message_start", "message": {**self.whole(), "stop_reason": None}}
@@ -189,13 +190,22 @@ class _Message(Growing):
             yield self._sent("delta", delta={"type": "signature_delta", "signature": block["signature"]})
         yield self._stopped(block)
 
+    def calling(self, call: CallBegun) -> Iterator[Sent]:
+        self._call = {"type": "tool_use", "id": call.id or new_call_id(), "name": call.name, "input": {}}
+        yield self._sent("start", content_block=self._call)
+
+    def arguing(self, piece: str) -> Iterator[Sent]:
+        yield self._sent("delta", delta={"type": "input_json_delta", "partial_json": piece})
+
     def called(self, call: Call) -> Iterator[Sent]:
+        yield self._stopped({**self._call, "input": self._input(call)})
+
+    def arguments_of(self, call: Call) -> str:
+        return json.dumps(self._input(call))
+
+    def _input(self, call: Call) -> dict[str, Any]:
         found = parsed_arguments(call.arguments)
-        given = found if isinstance(found, dict) else {"arguments": found}  # the client will say what is wrong
-        block = {"type": "tool_use", "id": call.id or new_call_id(), "name": call.name, "input": given}
-        yield self._sent("start", content_block={**block, "input": {}})
-        yield self._sent("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(given)})
-        yield self._stopped(block)
+        return found if isinstance(found, dict) else {"arguments": found}  # the client will say what is wrong
 
     def end(self) -> Iterator[Sent]:
         yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}

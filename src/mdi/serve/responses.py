@@ -30,7 +30,8 @@ from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
 from mdi.serve.request import Limit, TextFields, grammar_of, one_text, read_fields
 from mdi.serve.tools import flat_place, functions_of, parse_tools
-from mdi.text.answers.events import Call, Reasoning, Text
+from mdi.text.answers.calls import parsed_arguments
+from mdi.text.answers.events import Call, CallBegun, Reasoning, Text
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
@@ -185,12 +186,19 @@ class _Response(Growing):
         is_cut = self.ending is not None and self.ending.reason == "length"
         yield self._done({**self._open, "status": "incomplete" if is_cut else "completed", "content": [part], **seal})
 
-    def called(self, call: Call) -> Iterator[Sent]:
+    def calling(self, call: CallBegun) -> Iterator[Sent]:
         self._open = {"id": _id("fc"), "type": "function_call", "call_id": call.id or new_call_id(), "name": call.name}
         yield self._added({**self._open, "status": "in_progress", "arguments": ""})
-        yield self._of_open("function_call_arguments.delta", delta=call.arguments)
+
+    def arguing(self, piece: str) -> Iterator[Sent]:
+        yield self._of_open("function_call_arguments.delta", delta=piece)
+
+    def called(self, call: Call) -> Iterator[Sent]:
         yield self._of_open("function_call_arguments.done", name=call.name, arguments=call.arguments)
-        yield self._done({**self._open, "status": "completed", "arguments": call.arguments})
+        is_whole = isinstance(parsed_arguments(call.arguments), dict)
+        yield self._done(
+            {**self._open, "status": "completed" if is_whole else "incomplete", "arguments": call.arguments}
+        )
 
     def end(self) -> Iterator[Sent]:
         whole = self.whole()
