@@ -243,7 +243,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
     def run(self: Bench, *args: Any) -> Any:
         self.progress("disk", 0, 8)
         began.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         raise MemoryError("no more of it")
 
     monkeypatch.setattr(Bench, "run", run)
@@ -258,7 +258,7 @@ def test_runs_and_measurements_wait_for_each_other(node: SecondaryNode, monkeypa
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert began.wait(30)
+    assert began.wait(60)
     try:
         assert client.status()["measuring"] == {"what": "disk", "done": 0, "total": 8}
         for refused in (lambda: client.profile(REQUEST), lambda: client.init(init_request())):

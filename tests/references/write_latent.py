@@ -4,9 +4,9 @@
 
     .venv-references/bin/python tests/references/write_latent.py FOLDER
 
-For each case, FOLDER gets a directory as that of write_logits.py. Kimi K2 is no model_type of transformers: its models are those
-of DeepSeek V3 with its settings, and K2.5 has its composite form, with tensors of images beside the others. Published forms have
-a block that predicts a further token, or weights in FP8.
+For each case, FOLDER gets a directory as that of write_logits.py. Kimi K2 is no model_type of transformers: its models are
+those of DeepSeek V3 with its settings, and K2.5 has its composite form, with tensors of images beside the others. Published
+forms have a block that predicts a further token, or weights in FP8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ N_IDS = 90
 SIZES: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 320,
     "max_position_embeddings": 160, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "num_hidden_layers": 4,
-    "kv_lora_rank": 20, "q_lora_rank": 28, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "kv_lora_rank": 32, "q_lora_rank": 28, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
 }  # fmt: skip
@@ -38,10 +38,10 @@ OF_KIMI: dict[str, Any] = {
     "rope_parameters": {
         **YARN, "beta_fast": 1, "mscale_all_dim": 1.0, "rope_theta": 50000.0, "original_max_position_embeddings": 4096,
     },
-    "rms_norm_eps": 1e-2, "qk_rope_head_dim": 16,
+    "rms_norm_eps": 1e-2,
 }  # fmt: skip
 LARGER = {
-    "hidden_size": 192, "intermediate_size": 160, "moe_intermediate_size": 144, "kv_lora_rank": 132, "q_lora_rank": 136,
+    "hidden_size": 192, "intermediate_size": 160, "moe_intermediate_size": 144, "kv_lora_rank": 144, "q_lora_rank": 136,
 }  # fmt: skip
 
 # directory -> class of transformers, and settings
@@ -142,7 +142,10 @@ def publish(name: str, folder: Path, model: Any) -> Any:
         config["num_nextn_predict_layers"] = 1
     if name == "kimi-k25":
         tensors = {f"language_model.{key}": tensor for key, tensor in tensors.items()}
-        tensors |= {"vision_tower.patch_embed.proj.weight": torch.randn(8, 3), "mm_projector.proj.0.weight": torch.randn(8, 8)}
+        tensors |= {
+            "vision_tower.patch_embed.proj.weight": torch.randn(8, 3),
+            "mm_projector.proj.0.weight": torch.randn(8, 8),
+        }
         own = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}}
         config = {**own, "text_config": config}
     where.write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, said, words
 from mdi.families.family import Family
-from mdi.families.names import EXPERTS, GATED, GATED_MLP, LLAMA_ENDS, NORMS_BEFORE, Names
+from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, rms_eps
+from mdi.families.names import EXPERTS, GATED, GATED_MLP, LLAMA_ENDS, NORMS_BEFORE, Held, Names
 from mdi.model.plain import ModelConfig
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -75,7 +76,9 @@ def _write_lite(config: ModelConfig) -> Json:
 
 
 def _read_sparse(hf: Json) -> NoReturn:
-    raise ValueError("its attention reads keys that an indexer chooses (DeepSeek sparse attention), which is not supported")
+    raise ValueError(
+        "its attention reads keys that an indexer chooses (DeepSeek sparse attention), which is not supported"
+    )
 
 
 _ATTENTION: dict[str, Any] = {
@@ -90,6 +93,56 @@ _ATTENTION: dict[str, Any] = {
 }
 _SHARED = {f"mlp.shared_experts.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in GATED.items()}
 _NAMES = Names({**NORMS_BEFORE, **_ATTENTION, **GATED_MLP, **EXPERTS, **_SHARED}, LLAMA_ENDS)
+
+
+def _whole_heads(fields: Fields) -> Fields:
+    """As files of other attention are: with keys and values of all heads, of one size. Old files say it so."""
+    n_head, name = fields.size("attention.head_count"), f"blk.0.{_of_queries(fields)}.weight"
+    size = fields.size("attention.key_length_mla", fields.get("attention.key_length"))
+    own = {"attention.key_length": size, "attention.value_length": size, "attention.head_count_kv": n_head}
+    return fields.replaced(own, {"blk.0.attn_q.weight": fields.shape(name)})
+
+
+def _of_queries(fields: Fields) -> str:
+    return "attn_q_b" if "blk.0.attn_q_b.weight" in fields.shapes else "attn_q"
+
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    check_sigmoid(fields)
+    rotated, size = fields.size("rope.dimension_count"), hf["head_dim"]
+    is_compressed = _of_queries(fields) == "attn_q_b"
+    n_dense = fields.count("leading_dense_block_count")
+    found: Json = {
+        **rms_eps(fields, hf), **experts(fields, "n_routed_experts", n_dense), "head_dim": None,
+        "q_lora_rank": fields.size("attention.q_lora_rank") if is_compressed else None,
+        "kv_lora_rank": fields.size("attention.kv_lora_rank"), "qk_rope_head_dim": rotated, "qk_nope_head_dim": size - rotated,
+        "v_head_dim": fields.size("attention.value_length_mla", fields.get("attention.value_length")),
+        "first_k_dense_replace": n_dense, "moe_intermediate_size": fields.size("expert_feed_forward_length"),
+        "n_shared_experts": fields.count("expert_shared_count"), "n_group": fields.count("expert_group_count", 1) or 1,
+        "topk_group": fields.count("expert_group_used_count", 1) or 1,
+        "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
+        "routed_scaling_factor": float(fields.get("expert_weights_scale", 0.0)) or 1.0,
+    }  # fmt: skip
+    if (scaling := hf.get("rope_scaling")) is None:
+        return found
+    # What multiplies cosines and sines is one, and the softmax has a factor that this tells.
+    scale = 10.0 * float(fields.need("rope.scaling.yarn_log_multiplier"))
+    own = {key: value for key, value in scaling.items() if key != "attention_factor"}
+    return {**found, "rope_scaling": {**own, "mscale": scale, "mscale_all_dim": scale}}
+
+
+_GGUF_NAMES = names(
+    {
+        "attn.q_proj": "attn_q",
+        "attn.q_a_proj": "attn_q_a",
+        "attn.q_a_norm": "attn_q_a_norm",
+        "attn.q_b_proj": "attn_q_b",
+        "attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "attn.kv_a_norm": "attn_kv_a_norm",
+        "attn.kv_b_proj": Held(("attn_k_b", "attn_v_b"), is_by_head=True, otherwise=Held(("attn_kv_b",))),
+    }
+)
+_GGUF = Gguf("deepseek2", _read_gguf, _GGUF_NAMES, sized=_whole_heads)
 
 _HEADS: Json = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _YARN: Json = {
@@ -134,7 +187,7 @@ FAMILIES = (
         published={"zai-org/GLM-4.7-Flash": _FLASH},
     ),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", _read, _write, **_ALL,
+        "deepseek_v3", "DeepseekV3ForCausalLM", _read, _write, gguf=_GGUF, **_ALL,
         published={**_OF_V3, "moonshotai/Moonlight-16B-A3B": _MOONLIGHT},
     ),
     Family(

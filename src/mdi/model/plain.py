@@ -36,6 +36,7 @@ from mdi.model.spec import (
     Norm,
     Rotary,
     Router,
+    cache_column,
 )
 from mdi.spec.decode import decode, shown
 from mdi.spec.limits import excess
@@ -65,8 +66,8 @@ class ModelConfig:
         first_k_dense_replace: so many blocks at the beginning have no experts.
         sigmoid_router: an expert's score is a sigmoid. Those with the largest sums of score and correction are taken (in one
             group), and weighted by their scores without it, over the sum of these; else by a softmax over the largest scores.
-        latent_attention: ranks and sizes of DeepSeek's attention; where its "q_lora_rank" is null, queries are not compressed. Its
-            "norm_eps" is that of the norms of compressed rows, without which it is that of all.
+        latent_attention: ranks and sizes of DeepSeek's attention; where its "q_lora_rank" is null, queries are not compressed.
+            Its "norm_eps" is that of the norms of compressed rows, without which it is that of all.
         alibi: scores get less with the distance, and nothing is rotated: "bloom", or "falcon", which rounds to bfloat16.
         learned_positions: an embedding of positions (block_size, n_embd) is added to that of tokens, and nothing is rotated.
         embedding_norm: a norm follows the embedding.
@@ -602,10 +603,20 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
         raise ValueError("a norm that attention and MLP share, without parallel residuals")
     norm, is_shared = _norm(config), config.shared_attention_norm
     column, gated = BlockInputs.column(index), None
+    mixer, cache_of = _mixer(config, index), _cache_of(config, index)
+    is_read = index in {_cache_of(config, i) for i in range(config.n_layer - config.n_shared_kv, config.n_layer)}
+    gives: tuple[Column, ...] = ()
+    read = [column] if config.block_inputs else []
+    if is_read:
+        assert isinstance(mixer, Attention)
+        gives = (cache_column(index, mixer),)
+    if cache_of is not None:
+        assert isinstance(mixer, Attention)
+        read.append(cache_column(cache_of, mixer).name)
     if config.block_inputs:
         gated = Gated(column, config.block_inputs, "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu", norm)
     return BlockSpec(
-        mixer=_mixer(config, index),
+        mixer=mixer,
         mlp=_mlp(config, index),
         residual="parallel" if config.parallel_residual else "behind" if config.norm_after_residual else "sequential",
         norm_1=norm if config.norm_1 else None,
@@ -615,8 +626,9 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
         norm_is_shared=is_shared,
         gated=gated,
         has_scalar=config.block_scalars,
-        cache_of=_cache_of(config, index),
-        reads=(column,) if gated else (),
+        cache_of=cache_of,
+        gives=gives,
+        reads=tuple(read),
     )
 
 

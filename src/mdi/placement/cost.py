@@ -136,16 +136,17 @@ class Terms:
     def fits(self, i: int, start: int, stop: int) -> bool:
         running, loading = self.capacity(i)
         weights = self._cost.weights[stop] - self._cost.weights[start]
-        caches = self._cost.caches[stop] - self._cost.caches[start]
+        caches = self._cost.caches_bytes(start, stop)
         return weights + caches <= running and weights <= loading
 
     def reach(self, i: int, start: int, stage_s: float) -> int:
         """Where a stage that begins with block `start` has to end, to fit the node and to take at most `stage_s`."""
         running, loading = self.capacity(i)
         weights, held, prefix = self._cost.weights, self._cost.held, self.prefix_s(i)
+        begin = self._cost.begins[start]
         if min(running, loading) < 0 or self.base_s[i] > stage_s:
             return start
-        stop = bisect.bisect_right(held, held[start] + running) - 1
+        stop = bisect.bisect_right(held, begin + running) - 1
         stop = min(stop, bisect.bisect_right(weights, weights[start] + loading) - 1)
         return min(stop, bisect.bisect_right(prefix, prefix[start] + stage_s - self.base_s[i]) - 1)
 
@@ -189,6 +190,10 @@ class CostModel:
         self.weights = shape.sums(lambda b: b.weight_bytes)
         self.caches = shape.sums(lambda b: n_sequences * b.cache_bytes(length))
         self.held = [weight + cache for weight, cache in zip(self.weights, self.caches, strict=True)]
+        # Of caches in front of a cut, a stage behind it has copies, as far as a block behind it reads them.
+        each = [n_sequences * b.cache_bytes(length) for b in shape.blocks]
+        self._copies = [sum(each[i] for i in shape.caches_before(cut)) for cut in range(shape.n_layer + 1)]
+        self.begins = [held - copied for held, copied in zip(self.held, self._copies, strict=True)]
         # While a sequence grows, its cache is half full on average.
         self.looks = shape.sums(lambda b: b.read_bytes(-(-length // 2)))
         self._terms: dict[tuple[int, int, tuple[int, int]], Terms] = {}
@@ -271,9 +276,13 @@ class CostModel:
         buffers = 2 * n_frames * rows * shape.widest_row_bytes
         return 2 * rows * shape.work_row_bytes + scores + shape.table_bytes * length + buffers + logits
 
+    def caches_bytes(self, start: int, stop: int) -> float:
+        """Of the blocks [start, stop), copies included."""
+        return self.caches[stop] - self.caches[start] + (self._copies[start] if stop > start else 0)
+
     def memory(self, i: int, start: int, stop: int, n_used: int) -> MemoryUse:
         """Memory of node `i` for the blocks [start, stop) in a ring of `n_used` nodes."""
-        caches = self.caches[stop] - self.caches[start]
+        caches = self.caches_bytes(start, stop)
         running = self.activation_bytes(i, self.workload.rows_per_frame(n_used), self.workload.frames(n_used))
         return MemoryUse(
             weights=int(self.own_bytes(i) + self.weights[stop] - self.weights[start]),

@@ -96,6 +96,7 @@ class ModelShape:
         cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
         cut_bytes: one position's activations on the wire at each cut (ModelSpec.row_at); None: `row_bytes` everywhere.
         skipped_from: the block from which on only rows that give logits are computed; None: all compute all rows.
+        copied: at each cut, the blocks in front of it whose caches blocks behind it read (ModelSpec.caches_before); None: none.
     """
 
     name: str
@@ -117,6 +118,10 @@ class ModelShape:
     cuts: tuple[int, ...] | None = None
     cut_bytes: tuple[int, ...] | None = None
     skipped_from: int | None = None
+    copied: tuple[tuple[int, ...], ...] | None = None
+
+    def caches_before(self, cut: int) -> tuple[int, ...]:
+        return () if self.copied is None else self.copied[cut]
 
     def row_bytes_at(self, cut: int) -> int:
         return self.row_bytes if self.cut_bytes is None else self.cut_bytes[cut]
@@ -224,6 +229,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
+    copied = tuple(tuple(spec.caches_before(cut)) for cut in range(spec.n_layer + 1))
     widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
     return ModelShape(
         name=config.name,
@@ -245,6 +251,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
         cut_bytes=tuple(n * form.value_bytes for n in widths) if max(widths) > spec.width else None,
         skipped_from=spec.skipped_from if spec.skipped_from < spec.n_layer else None,
+        copied=copied if any(copied) else None,
     )
 
 
