@@ -117,15 +117,16 @@ class LatentAttention:
     """DeepSeek's attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one row of `kv_rank` numbers.
 
     Attributes:
-        q_rank, kv_rank: of the compressed rows of queries, and of keys and values.
+        q_rank, kv_rank: of the compressed rows of queries, and of keys and values; None: queries are not compressed.
         rope_size, nope_size: numbers of a head's query and key that are rotated, and that are not.
         value_size: of a head.
+        norm_eps: of the norms of compressed rows.
         a_bias, bias: biases of the layers that compress, and of the others.
         Others are those of Attention.
     """
 
     n_head: int
-    q_rank: int
+    q_rank: int | None
     kv_rank: int
     rope_size: int
     nope_size: int

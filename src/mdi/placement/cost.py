@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from mdi.model.caches import CHUNK_ROWS
 from mdi.placement.model import ModelShape, Workload
@@ -112,7 +113,7 @@ class Terms:
 
     def stage_s(self, i: int, start: int, stop: int) -> float:
         prefix = self.prefix_s(i)
-        return self.base_s[i] + prefix[stop] - prefix[start]
+        return max(self.base_s[i] + prefix[stop] - prefix[start], self._cost.reads_s(i, start, stop))
 
     def link_s(self, a: int, b: int, cut: int) -> tuple[float, float]:
         """A frame's way from node `a` to node `b` with the rows at a cut, and how long the link is busy with it."""
@@ -159,17 +160,28 @@ class Terms:
         return self._most[i]
 
 
+class Windows(Protocol):
+    """Nodes that keep a part of their weights on the disk."""
+
+    prompt_rows: int
+
+    def reads_s(self, i: int, start: int, stop: int) -> float:
+        """Seconds in which node `i` reads what one frame needs of the blocks [start, stop) and, on the starter, the head."""
+
+
 class CostModel:
     """A cluster, a model and a run of it.
 
     Args:
         timed: sequences that the times are for, if other than the workload's; memory is always for the workload.
+        windows: nodes that read weights while they compute; None: none does.
     """
 
     def __init__(
-        self, profile: ClusterProfile, shape: ModelShape, workload: Workload, timed: int | None = None
-    ) -> None:
-        self.profile, self.shape, self.workload = profile, shape, workload
+        self, profile: ClusterProfile, shape: ModelShape, workload: Workload, timed: int | None = None,
+        windows: Windows | None = None,
+    ) -> None:  # fmt: skip
+        self.profile, self.shape, self.workload, self._windows = profile, shape, workload, windows
         self.timed = Workload(timed or workload.n_sequences, workload.sequence_length)
         self.links = Links(profile)
         length, n_sequences = workload.sequence_length, workload.n_sequences
@@ -215,6 +227,15 @@ class CostModel:
         """The reference block on node `i`, without looking at the cache."""
         return block_s(self.profile.nodes[i], self.shape, n_rows)
 
+    def reads_s(self, i: int, start: int, stop: int) -> float:
+        """Seconds in which node `i` reads from its disk what a frame needs of these blocks: it computes meanwhile."""
+        return 0.0 if self._windows is None else self._windows.reads_s(i, start, stop)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of prompts in a frame at most."""
+        return CHUNK_ROWS if self._windows is None else self._windows.prompt_rows
+
     def cache_read_s(self, i: int, n_rows: int) -> float:
         """Seconds per byte of one sequence's caches that a frame looks at."""
         speed = self.profile.nodes[i].read_bytes_s
@@ -223,10 +244,10 @@ class CostModel:
     def head_s(self, n_rows: int) -> float:
         """Embedding, final norm and head on the starter, and the small model for one token, by its bytes."""
         starter, shape = self.profile.nodes[0], self.shape
-        draft_s = block_s(starter, shape, 1) * self.workload.draft_bytes / shape.reference.weight_bytes
+        draft_s = block_s(starter, shape, 1) * self.workload.draft_bytes / shape.reference.weights_read(1)
         if starter.head_s:
             return time_of(starter.head_s, n_rows) + draft_s
-        return block_s(starter, shape, n_rows) * shape.head_bytes / shape.reference.weight_bytes + draft_s
+        return block_s(starter, shape, n_rows) * shape.head_bytes / shape.reference.weights_read(n_rows) + draft_s
 
     def own_bytes(self, i: int) -> int:
         """Weights of a node besides its blocks."""
@@ -312,10 +333,11 @@ def _pace(
 
 
 def block_s(node: NodeProfile, shape: ModelShape, n_rows: int) -> float:
-    """The reference block on a node: as measured, or else the time to read its weights."""
+    """The reference block on a node: as measured, or else the time to read its weights, or to compute with many rows."""
     if node.block_s:
         return time_of(node.block_s, n_rows)
-    return time_of(((1, shape.reference.weight_bytes / node.read_bytes_s),), n_rows)
+    of = shape.reference
+    return max(of.weights_read(n_rows), of.weights_read(1) * n_rows / FLAT_ROWS) / node.read_bytes_s
 
 
 @dataclass(frozen=True)
