@@ -70,7 +70,7 @@ def _compare(options: Options, cancel: Cancel) -> int:
     from mdi.run.run import Run
     from mdi.spec.cluster import standalone
 
-    options = with_model(replace(options, model=options.compared), cancel)
+    options = with_model(replace(options, model=options.compared or ""), cancel)
     file = None if options.ckpt is None else gguf_file(options.ckpt)
     if file is None:
         raise UsageError(

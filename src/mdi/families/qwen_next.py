@@ -183,32 +183,37 @@ def _read_gguf_moe(fields: Fields, hf: Json) -> Json:
     return {**_read_gguf(fields, hf), **{word: fields.size(key) for word, key in (own | widths).items()}}
 
 
+def _read_gguf_next(fields: Fields, hf: Json) -> Json:
+    """Heads of values are in the order of config.json."""
+    return {**_read_gguf_moe(fields, hf), _IN_TURN: False, "norm_topk_prob": True}
+
+
 def _in_gguf(ours: str, module: str, half: int) -> dict[str, Any]:
     both = Held(("ffn_gate_up_exps",), half, is_stacked=True)
     return {f"mlp.experts.{{i}}.{ours}": Held((module,), is_stacked=True, otherwise=both)}
 
 
-_GGUF_NAMES = names(
-    {
-        "norm_1": Held(("attn_norm",), plus=1.0),
-        "norm_2": Held(("post_attention_norm",), plus=1.0),
-        **gated_qkv(("attn_q", "attn_k", "attn_v")),
-        "attn.norm_q": Held(("attn_q_norm",), plus=1.0),
-        "attn.norm_k": Held(("attn_k_norm",), plus=1.0),
-        "delta.qkv": "attn_qkv",
-        "delta.out_gate": "attn_gate",
-        "delta.gates": Held(("ssm_beta", "ssm_alpha"), heads=_of_gates),
-        "delta.conv": "ssm_conv1d",
-        "delta.dt_bias": "ssm_dt.bias",
-        "delta.A_log": Held(("ssm_a",), is_neg_exp=True),
-        "delta.norm": "ssm_norm",
-        "delta.proj": "ssm_out",
-        "mlp.shared_experts.gate": "ffn_gate_inp_shexp",
-        **_in_gguf("fc_1", "ffn_gate_exps", 0),
-        **_in_gguf("fc_2", "ffn_up_exps", 1),
-    },
-    {"transformer.ln_f": Held(("output_norm",), plus=1.0)},
-)
+_IN_GGUF: dict[str, Any] = {
+    "norm_1": Held(("attn_norm",), plus=1.0),
+    "norm_2": Held(("post_attention_norm",), plus=1.0),
+    **gated_qkv(("attn_q", "attn_k", "attn_v")),
+    "attn.norm_q": Held(("attn_q_norm",), plus=1.0),
+    "attn.norm_k": Held(("attn_k_norm",), plus=1.0),
+    "delta.qkv": "attn_qkv",
+    "delta.out_gate": "attn_gate",
+    "delta.gates": Held(("ssm_beta", "ssm_alpha"), heads=_of_gates),
+    "delta.conv": "ssm_conv1d",
+    "delta.dt_bias": "ssm_dt.bias",
+    "delta.A_log": Held(("ssm_a",), is_neg_exp=True),
+    "delta.norm": "ssm_norm",
+    "delta.proj": "ssm_out",
+    "mlp.shared_experts.gate": "ffn_gate_inp_shexp",
+    **_in_gguf("fc_1", "ffn_gate_exps", 0),
+    **_in_gguf("fc_2", "ffn_up_exps", 1),
+}
+_ENDS_IN_GGUF = {"transformer.ln_f": Held(("output_norm",), plus=1.0)}
+_GGUF_NAMES = names(_IN_GGUF, _ENDS_IN_GGUF)
+_NEXT_GGUF_NAMES = names({**_IN_GGUF, "delta.gates": Held(("ssm_ba",) * 2, heads=_gates_of_keys)}, _ENDS_IN_GGUF)
 
 _PUBLISHED_NEXT: Json = {
     "model_type": "qwen3_next", "head_dim": 256, "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
@@ -254,6 +259,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_next, lambda _: _NEXT,
+        gguf=Gguf("qwen3next", _read_gguf_next, _NEXT_GGUF_NAMES),
         published={"Qwen/Qwen3-Next-80B-A3B-Instruct": _PUBLISHED_NEXT},
     ),
 )  # fmt: skip

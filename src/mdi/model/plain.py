@@ -605,13 +605,8 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
     column, gated = BlockInputs.column(index), None
     mixer, cache_of = _mixer(config, index), _cache_of(config, index)
     is_read = index in {_cache_of(config, i) for i in range(config.n_layer - config.n_shared_kv, config.n_layer)}
-    gives: tuple[Column, ...] = ()
     read = [column] if config.block_inputs else []
-    if is_read:
-        assert isinstance(mixer, Attention)
-        gives = (cache_column(index, mixer),)
     if cache_of is not None:
-        assert isinstance(mixer, Attention)
         read.append(cache_column(cache_of, mixer).name)
     if config.block_inputs:
         gated = Gated(column, config.block_inputs, "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu", norm)
@@ -627,7 +622,7 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
         gated=gated,
         has_scalar=config.block_scalars,
         cache_of=cache_of,
-        gives=gives,
+        gives=(cache_column(index, mixer),) if is_read else (),
         reads=tuple(read),
     )
 

@@ -311,8 +311,9 @@ class BlockSpec:
         return self.mlp if isinstance(self.mlp, Dense) else self.mlp.expert
 
 
-def cache_column(block: int, mixer: Attention) -> Column:
+def cache_column(block: int, mixer: Mixer) -> Column:
     """Keys and then values that a block has put into its cache, as float32 numbers, for blocks that read these elsewhere."""
+    assert isinstance(mixer, Attention)
     return Column(f"cache.{block}", 2 * mixer.n_groups * mixer.head_size, is_cached=True)
 
 
