@@ -184,7 +184,8 @@ def test_a_form_is_a_grammar() -> None:
     def grammar(form: Any) -> Any:
         return OllamaChat({**BODY, "format": form}).fields.grammar
 
-    assert grammar("json") == {"type": "schema", "schema": {"type": "object"}} and grammar("") is grammar(None) is None
+    assert grammar("json") == {"type": "schema", "schema": {"type": "object"}, "param": "format"}
+    assert grammar("") is grammar(None) is None
     assert grammar(HOUSE) == {"type": "schema", "schema": HOUSE}
 
 
@@ -202,7 +203,7 @@ def said(**message: Any) -> dict[str, Any]:
         (said(tool_calls=[{"function": {"name": 1, "arguments": {}}}]), "messages[0]"),
         (said(tool_calls=[{"function": {"name": "a", "arguments": "{}"}}]), "messages[0]"),
         (said(tool_calls=[{"function": {"name": "a", "arguments": {"a": "\ud800"}}}]), "messages[0]"),
-        ({"tools": {}}, "tools"), ({"tools": [{"name": "look"}]}, "tools"), ({"think": "much"}, "think"),
+        ({"tools": {}}, "tools"), ({"tools": [{"name": "look"}]}, "tools[0]"), ({"think": "much"}, "think"),
         ({"format": "xml"}, "format"), ({"format": 1}, "format"), ({"stream": "yes"}, "stream"),
         ({"keep_alive": []}, "keep_alive"),
         ({"options": 1}, "options"), ({"options": {"temperature": 3}}, "options.temperature"),

@@ -141,7 +141,7 @@ class FileTokenizer:
             added = self.processor.get_added_tokens_decoder().values()
             return [token.content for token in added if not token.special]
         model = self.processor.serialized_model_proto()
-        pieces = [dict(_fields(piece)) for number, piece in _fields(model) if number == _PIECES]
+        pieces = [dict(_fields(bytes(piece))) for number, piece in _fields(model) if number == _PIECES]
         return [bytes(one[_PIECE]).decode() for one in pieces if one.get(_TYPE) == _USER_DEFINED]
 
     def _control_ids(self) -> list[int]:
