@@ -264,5 +264,7 @@ def test_gradients_are_those_of_small_changes(tmp_path: Path) -> None:
     assert np.abs(found.reshape(18, 48) - rows).max() < TOLERANCE
     gradient, _ = blocks.backward(x, weight, 0, 4)
     step = np.float32(1e-3)
-    changed = [float((blocks.forward(x + sign * change, 0, 4).astype(np.float64) * weight).sum()) for sign in (step, -step)]
+    changed = [
+        float((blocks.forward(x + sign * change, 0, 4).astype(np.float64) * weight).sum()) for sign in (step, -step)
+    ]
     assert (changed[0] - changed[1]) / (2 * step) == pytest.approx(float((gradient * change).sum()), rel=2e-2)

@@ -81,7 +81,11 @@ def folder_of(name: str, tmp_path: Path) -> tuple[Path, list[int], np.ndarray]:
 
 
 def stages_of(
-    source: WeightSource, bounds: Sequence[int], max_length: int, config: ModelConfig | None = None, computing: str = "torch"
+    source: WeightSource,
+    bounds: Sequence[int],
+    max_length: int,
+    config: ModelConfig | None = None,
+    computing: str = "torch",
 ) -> list[AnyStage]:
     spec, cpu, stages = spec_of(config or source.config), torch.device("cpu"), list[AnyStage]()
     for node, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):

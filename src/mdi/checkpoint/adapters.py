@@ -116,7 +116,9 @@ class AdaptedRows:
     first: int
     rows: tuple[int, int]
     is_interleaved: bool = False
-    of_heads: tuple[int, int, int] | None = None  # of each so many of these rows, those from one on: see families.names.Piece
+    of_heads: tuple[int, int, int] | None = (
+        None  # of each so many of these rows, those from one on: see families.names.Piece
+    )
 
     def numbers(self, spec: ModelSpec) -> np.ndarray:
         """Of the rows of B that the layer gets, in its order."""

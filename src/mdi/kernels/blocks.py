@@ -25,11 +25,23 @@ from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable, only_logits
-from mdi.kernels.weight_formats import check_packed, layout_of
 from mdi.kernels.states import StateEntry, StateStore
+from mdi.kernels.weight_formats import check_packed, layout_of
 from mdi.model.caches import Paged, State, stage_places
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Gated, LatentAttention, Mlp, ModelSpec, Norm, Rotary
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Rotary,
+)
 from mdi.model.tensors import FINAL_NORM, HEAD
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
@@ -600,7 +612,9 @@ class Blocks:
         self.n_embd, self.row_in = spec.width, spec.row_at(start)
         counts, self._places = stage_places(spec, start, stop)
         self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}
-        self._states = {kind: n for kind, n in counts.items() if isinstance(kind, State)}  # their classes are the last ones
+        self._states = {
+            kind: n for kind, n in counts.items() if isinstance(kind, State)
+        }  # their classes are the last ones
         self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
         self._cache_type = cache_type
         self._kept: list[Any] = []  # keeps alive what the structures refer to
@@ -660,7 +674,10 @@ class Blocks:
         """Check what adapters add against the layers, and keep its memory."""
         found = []
         for block, own in zip(self._blocks, of_blocks, strict=True):
-            mlp, of_mlp = block.mlp, ("mlp.fc_1", "mlp.fc_2", "mlp.proj") if block.mlp.fc_2.data else ("mlp.fc", "", "mlp.proj")
+            mlp, of_mlp = (
+                block.mlp,
+                ("mlp.fc_1", "mlp.fc_2", "mlp.proj") if block.mlp.fc_2.data else ("mlp.fc", "", "mlp.proj"),
+            )
             layers = dict(zip(of_mlp, (mlp.fc_1, mlp.fc_2, mlp.proj), strict=True))
             kind, mixer = ("delta", block.delta) if block.delta.n_head else ("attn", block.attention)
             layers |= {f"{kind}.{name}": getattr(mixer, name) for name in ("qkv", "proj", "out_gate")}

@@ -160,7 +160,6 @@ class BlockShare:
         expert = _of_width(mlp.expert, self.columns(mlp.expert.width))
         return replace(self.block, mixer=mixer, mlp=replace(mlp, expert=expert, shared=shared))
 
-
     def _mixer(self) -> Attention | DeltaNet:
         whole, (first, end), n_groups = self.mixer, self.heads, self.groups[1] - self.groups[0]
         if isinstance(whole, DeltaNet):
