@@ -117,6 +117,9 @@ class Runner {
     Products products;
     products.add(of.qkv, qkv), products.add(of.out_gate, out_gate), products.add(of.gates, gates);
     multiply(products, normed, n_);
+    adapt(block, kQkv, normed, qkv, of.qkv.n_out);
+    adapt(block, kOutGate, normed, out_gate, wide);
+    adapt(block, kGates, normed, gates, of.gates.n_out);
     DeltaStates(of, stage_, frame_, team_, scratch_.delta).take_in(qkv, gates, given);
     team_.run_rows(n_, [&](int m, int) {
       for (int h = 0; h < of.n_head; h++) {
@@ -129,6 +132,7 @@ class Runner {
       }
     });
     multiply(of.proj, given, n_, y);
+    adapt(block, kAttentionProj, given, y, stage_.n_embd);
   }
 
   // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions; gate: of what heads give, or null.
@@ -139,6 +143,7 @@ class Runner {
     if (gate) products.add(block.attention.out_gate, gate);
     multiply(products, normed, n_);
     adapt(block, kQkv, normed, heads, block.attention.qkv.n_out);
+    if (gate) adapt(block, kOutGate, normed, gate, block.attention.out_gate.n_out);
   }
 
   // heads as `project` gives them, changed in place, and gate -> y (n, n_embd).
