@@ -274,10 +274,6 @@ class Adapter(ABC):
         """The same as numbers, float32."""
 
     @property
-    def _spec(self) -> ModelSpec:
-        return spec_of(self._config)
-
-    @property
     def _settings_path(self) -> Path:
         return self.folder / CONFIG_FILE
 
@@ -370,7 +366,7 @@ class LowRankAdapter(Adapter):
             for piece in module.pieces:
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = TensorSpec("F32", (rank, n_in))
-                found[f"{name}.b"] = TensorSpec("F32", (rank, len(piece.numbers(self._spec))))
+                found[f"{name}.b"] = TensorSpec("F32", (rank, len(piece.numbers(spec_of(self._config)))))
         return found
 
     def arrays(self, block: int) -> dict[str, np.ndarray]:
@@ -380,7 +376,7 @@ class LowRankAdapter(Adapter):
             for piece in module.pieces:
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = a
-                found[f"{name}.b"] = np.ascontiguousarray(b[piece.numbers(self._spec)].T * self._factor)
+                found[f"{name}.b"] = np.ascontiguousarray(b[piece.numbers(spec_of(self._config))].T * self._factor)
         return found
 
 
