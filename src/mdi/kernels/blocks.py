@@ -19,6 +19,7 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import Code, EngineError, KernelError, UsageError
+from mdi.kernels.cache_columns import CacheColumns
 from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
@@ -27,7 +28,7 @@ from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable, only_logits
 from mdi.kernels.states import StateEntry, StateStore
 from mdi.kernels.weight_formats import check_packed, layout_of
-from mdi.model.caches import Paged, State, stage_places
+from mdi.model.caches import Paged, State, cache_numbers, stage_places
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import (
     Attention,
@@ -117,6 +118,15 @@ class MdiAttention(ctypes.Structure):
     ]
 
 
+class MdiLatent(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiNorm) for n in ("norm_q", "norm_kv")),
+        *((n, MdiMatrix) for n in ("q_a", "q_b")),
+        *((n, POINTER(MdiMatrix)) for n in ("up_k", "up_v")),
+        *((n, c_int32) for n in ("kv_rank", "nope_size", "value_size", "reserved")),
+    ]
+
+
 class MdiDelta(ctypes.Structure):
     _fields_ = [
         *((n, MdiMatrix) for n in ("qkv", "out_gate", "gates", "proj")),
@@ -136,9 +146,8 @@ class MdiExperts(ctypes.Structure):
         *((n, c_void_p) for n in ("correction", "scales")),
         ("experts", POINTER(MdiMlp)),
         ("shared_gate", MdiMatrix),
-        *((n, c_int32) for n in ("n", "n_used")),
+        *((n, c_int32) for n in ("n", "n_used", "n_groups", "n_used_groups", "n_scores")),
         ("scale", c_float),
-        ("reserved", c_int32),
     ]
 
 
@@ -154,6 +163,7 @@ class MdiBlock(ctypes.Structure):
     _fields_ = [
         *((n, MdiNorm) for n in ("norm_1", "post_attention_norm", "norm_2", "post_mlp_norm")),
         ("attention", MdiAttention),
+        ("latent", MdiLatent),
         ("delta", MdiDelta),
         ("mlp", MdiMlp),
         ("experts", MdiExperts),
@@ -264,6 +274,55 @@ class BlockReader:
             softcap=of.softcap or 0.0,
         )
 
+    def shared_part(self, of: LatentAttention, width: int) -> MdiAttention:
+        """What latent attention has in common with other attention, without positions and the places of its cache."""
+        size = of.kv_rank + of.rope_size
+        return MdiAttention(
+            qkv=self.matrix("attn.kv_a_proj_with_mqa", size, width),
+            proj=self.matrix("attn.proj", width, of.n_head * of.value_size),
+            n_head=of.n_head,
+            n_groups=1,
+            head_size=size,
+            rope_n_elem=of.rope_size,
+            rope_interleaved=of.positions.interleaved,
+            window=of.window or 0,
+            scale=of.scale,
+            softcap=of.softcap or 0.0,
+        )
+
+    def latent(self, of: LatentAttention, width: int) -> MdiLatent:
+        norm, n_queries = Norm("rms", of.norm_eps), of.n_head * (of.nope_size + of.rope_size)
+        found = MdiLatent(
+            norm_kv=self.norm("attn.kv_a_norm", of.kv_rank, norm),
+            kv_rank=of.kv_rank,
+            nope_size=of.nope_size,
+            value_size=of.value_size,
+        )
+        if of.q_rank is None:
+            found.q_b = self.matrix("attn.q_proj", n_queries, width)
+        else:
+            found.q_a = self.matrix("attn.q_a_proj", of.q_rank, width)
+            found.norm_q = self.norm("attn.q_a_norm", of.q_rank, norm)
+            found.q_b = self.matrix("attn.q_b_proj", n_queries, of.q_rank)
+        found.up_k, found.up_v = self._absorbed(of)
+        return found
+
+    def _absorbed(self, of: LatentAttention) -> tuple[Any, Any]:
+        """Of each head, what makes keys and values: numbers of which bfloat16 loses nothing are that."""
+        name, n = "attn.kv_b_proj.weight", of.nope_size + of.value_size
+        up = self._tensors.get(name)
+        if not isinstance(up, np.ndarray) or up.shape != (of.n_head * n, of.kv_rank):
+            raise KernelError(f"block {self._block}: {name} is no array of {of.n_head * n} x {of.kv_rank}")
+        up = np.ascontiguousarray(up, dtype=np.float32)
+        form = "float32" if (up.view(np.uint32) & 0xFFFF).any() else "bf16"
+        found = []
+        for rows, is_turned in ((slice(0, of.nope_size), True), (slice(of.nope_size, n), False)):
+            own = [head[rows].T if is_turned else head[rows] for head in up.reshape(of.n_head, n, of.kv_rank)]
+            packed = [MdiMatrix.of(pack(form, np.ascontiguousarray(one)), None, self._kept) for one in own]
+            found.append((MdiMatrix * len(packed))(*packed))
+        self._kept.append(found)
+        return found[0], found[1]
+
     def delta(self, of: DeltaNet, width: int) -> MdiDelta:
         """Without the place of its states; nothing for a node of a group that has no heads."""
         if not of.n_head:
@@ -297,11 +356,16 @@ class BlockReader:
         )
 
     def experts(self, width: int, of: Experts) -> MdiExperts:
-        name = "mlp.gate"
-        found = MdiExperts(self.small_matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=of.router.scale)
-        if of.router.has_correction:
+        name, router = "mlp.gate", of.router
+        found = MdiExperts(self.small_matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=router.scale)
+        found.n_groups, found.n_used_groups, found.n_scores = (
+            router.n_groups,
+            router.n_used_groups,
+            router.n_scores_per_group,
+        )
+        if router.has_correction:
             found.correction = self._array(f"{name}.e_score_correction_bias", of.n).ctypes.data
-        if of.router.has_expert_scales:
+        if router.has_expert_scales:
             found.scales = self._array(f"{name}.expert_scales", of.n).ctypes.data
         if of.has_shared_gate:
             found.shared_gate = self.small_matrix("mlp.shared_experts.gate", 1, width)
@@ -484,6 +548,7 @@ def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
 
 
 MOST_ROPE = 1024  # csrc/rotary.h
+LATENTS_TOGETHER = 16  # csrc/latent.h
 
 
 def why_not_in_kernels(config: ModelConfig) -> str | None:
@@ -497,12 +562,13 @@ def why_not_in_kernels(config: ModelConfig) -> str | None:
 
 def _why_not(block: BlockSpec) -> str | None:
     mixer, mlp = block.mixer, block.mlp
-    if isinstance(mixer, LatentAttention):
-        return "latent attention"
-    if isinstance(mlp, Experts) and mlp.router.n_groups > 1:
-        return "experts in groups"
-    of_mixer = _contradiction_of_net(mixer) if isinstance(mixer, DeltaNet) else _contradiction(mixer)
-    return of_mixer or _contradiction_of_mlp(mlp)
+    if isinstance(mlp, Experts) and mlp.router.has_correction and not mlp.router.is_normed:
+        return "weights of experts that do not add up to one"
+    if isinstance(mixer, DeltaNet):
+        wrong = _contradiction_of_net(mixer)
+    else:
+        wrong = _contradiction_of_latents(mixer) if isinstance(mixer, LatentAttention) else _contradiction(mixer)
+    return wrong or _contradiction_of_mlp(mlp)
 
 
 def _contradiction(of: Attention) -> str | None:
@@ -518,6 +584,14 @@ def _contradiction(of: Attention) -> str | None:
     return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
 
 
+def _contradiction_of_latents(of: LatentAttention) -> str | None:
+    if of.bias or of.a_bias:
+        return "biases of latent attention"
+    if of.kv_rank % LATENTS_TOGETHER or of.rope_size % LATENTS_TOGETHER or of.rope_size > MOST_ROPE:
+        return f"latent attention with rows of {of.kv_rank} and {of.rope_size} numbers"
+    return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
+
+
 def _contradiction_of_net(of: DeltaNet) -> str | None:
     sizes = of.n_head, of.n_groups, of.k_size, of.v_size, of.n_taps
     if min(sizes[1:]) < 1 or of.n_head < 0 or of.n_head % of.n_groups:
@@ -528,6 +602,11 @@ def _contradiction_of_net(of: DeltaNet) -> str | None:
 def _contradiction_of_mlp(of: Mlp) -> str | None:
     if isinstance(of, Experts) and not 1 <= of.n_used <= of.n:
         return f"{of.n_used} of {of.n} experts"
+    if isinstance(of, Experts) and of.router.n_groups > 1:
+        router, each = of.router, of.n // of.router.n_groups
+        is_whole = each * router.n_groups == of.n and router.has_correction and router.n_scores_per_group <= each
+        if not is_whole or not of.n_used <= router.n_used_groups * each <= of.n:
+            return f"{of.n_used} of {of.n} experts in {router.n_groups} groups"
     dense = of if isinstance(of, Dense) else of.expert
     return "clamped MLPs of two layers" if dense.activation == "clamped_glu" and not dense.is_gated else None
 
@@ -611,6 +690,10 @@ class Blocks:
         self.context = context
         self.n_embd, self.row_in = spec.width, spec.row_at(start)
         counts, self._places = stage_places(spec, start, stop)
+        self._numbers, self.cache_columns = (
+            cache_numbers(spec, start, stop),
+            CacheColumns(spec, start, stop, cache_type),
+        )
         self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}
         self._states = {
             kind: n for kind, n in counts.items() if isinstance(kind, State)
@@ -644,7 +727,7 @@ class Blocks:
             KernelLayout(*one, self._cache_type, pool) for one, pool in zip(self._kinds.items(), pools, strict=True)
         ]
         states = [StateStore(kind, n, limit_bytes) for kind, n in self._states.items()]
-        self.caches = CachePages(self.classes, pools, layouts, self._places, self.start, self._cache_type, states)
+        self.caches = CachePages(self.classes, pools, layouts, self._places, self._numbers, self._cache_type, states)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
@@ -660,13 +743,13 @@ class Blocks:
         self._tables = []
         for block, spec in zip(self._blocks, self.spec.blocks[self.start : self.stop], strict=True):
             attention, mixer = block.attention, spec.mixer
-            if not isinstance(mixer, Attention):
+            if isinstance(mixer, DeltaNet):
                 continue
             if isinstance(mixer.positions, Rotary):
                 cos, sin = rotary(mixer.positions)
                 attention.cos, attention.sin = cos.ctypes.data, sin.ctypes.data
                 self._tables += [cos, sin]
-            elif (bias := biases(mixer)) is not None:
+            elif isinstance(mixer, Attention) and (bias := biases(mixer)) is not None:
                 attention.score_bias, attention.score_bias_floats = bias.ctypes.data, bias.shape[1]
                 self._tables.append(bias)
 
@@ -871,6 +954,9 @@ class Blocks:
         shape = n_rows, self.row_in.width - self.n_embd
         if (np.empty((n_rows, 0), np.float32) if columns is None else columns).shape != shape:
             raise EngineError(f"rows without the {shape[1]} numbers that blocks read beside hidden")
+        if self.cache_columns.reads and not has_room:
+            assert columns is not None
+            self.cache_columns.put(self.caches, slices, columns)
         frame = MdiFrame(
             rows.ctypes.data, SliceTable.of(slices).records, pages.buffer_info()[0], first.buffer_info()[0],
             self._pool_address, self._page_bytes_address, len(slices), n_rows,
@@ -891,13 +977,15 @@ class Blocks:
             residual=RESIDUALS[spec.residual],
             norm_is_shared=spec.norm_is_shared,
         )
-        cache_class, layer = self._places[index - self.start]
-        if isinstance(spec.mixer, DeltaNet):
-            block.delta = reader.delta(spec.mixer, width)
+        mixer, (cache_class, layer) = spec.mixer, self._places[index - self.start]
+        if isinstance(mixer, DeltaNet):
+            block.delta = reader.delta(mixer, width)
             block.delta.cache_class, block.delta.cache_layer = cache_class - len(self._kinds), layer
         else:
-            assert isinstance(spec.mixer, Attention)
-            block.attention = reader.mixer(spec.mixer, width)
+            if isinstance(mixer, LatentAttention):
+                block.attention, block.latent = reader.shared_part(mixer, width), reader.latent(mixer, width)
+            else:
+                block.attention = reader.mixer(mixer, width)
             block.attention.cache_type = CACHE_TYPES[self._cache_type]
             block.attention.cache_class, block.attention.cache_layer = cache_class, layer
         if spec.gated is not None:

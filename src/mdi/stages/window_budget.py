@@ -127,11 +127,13 @@ def _work_per_row(block: BlockSpec, n_embd: int) -> int:
     width = block.dense.width
     if isinstance(mlp, Experts):
         experts, width = 3 * n_embd, max(width, mlp.shared.width if mlp.shared else 0)
-    if isinstance(mixer, LatentAttention):
-        return 0  # the kernels do not compute it
     if isinstance(mixer, DeltaNet):
         wide = mixer.n_head * mixer.v_size
         heads = mixer.n_channels + 2 * mixer.n_head + wide
+    elif isinstance(mixer, LatentAttention):
+        queries, values = mixer.nope_size + mixer.rope_size, 2 * mixer.kv_rank + mixer.rope_size
+        heads = mixer.n_head * (queries + values) + (mixer.q_rank or 0) + mixer.kv_rank + mixer.rope_size
+        wide = mixer.n_head * mixer.value_size
     else:
         wide = mixer.n_head * mixer.head_size
         heads = wide + 2 * mixer.n_groups * mixer.head_size + wide * mixer.has_gate

@@ -1,6 +1,7 @@
 """The division of every block among nodes: query heads and MLP columns, shared over the nodes of a group.
 
-Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group.
+Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group. Latent rows
+are of all heads, so each node computes and keeps the same ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Range, skipped
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Alibi, Attention, BlockSpec, DeltaNet, Dense, Experts, LatentAttention, ModelSpec
+from mdi.model.spec import Alibi, Attention, BlockSpec, DeltaNet, Dense, Experts, LatentAttention, Mixer, ModelSpec
 
 COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
 ROWS_TOGETHER = 16  # of the head
@@ -103,22 +104,24 @@ class BlockShare:
     block: BlockSpec
 
     @property
-    def mixer(self) -> Attention | DeltaNet:
-        mixer = self.block.mixer
-        assert not isinstance(mixer, LatentAttention)  # it is not shared out
-        return mixer
+    def mixer(self) -> Mixer:
+        return self.block.mixer
+
+    @property
+    def n_per_group(self) -> int:
+        """Heads of queries that share keys and values."""
+        return self.mixer.queries_per_group if isinstance(self.mixer, Attention) else self.mixer.n_head
 
     @property
     def heads(self) -> Range:
         """Of queries, or of the values of a delta net, all that a key serves."""
         if isinstance(self.mixer, DeltaNet):
-            return _times(self._keys, self.mixer.n_head // self.mixer.n_groups)
+            return _times(self._keys(self.mixer), self.mixer.n_head // self.mixer.n_groups)
         return _scaled(self.share.shares.heads, self.share.rank, self.mixer.n_head)
 
-    @property
-    def _keys(self) -> Range:
+    def _keys(self, of: DeltaNet) -> Range:
         """Heads of keys of a delta net."""
-        return _scaled(self.share.shares.heads, self.share.rank, self.mixer.n_groups)
+        return _scaled(self.share.shares.heads, self.share.rank, of.n_groups)
 
     @property
     def groups(self) -> Range:
@@ -127,8 +130,8 @@ class BlockShare:
         if first == end:
             return 0, 1
         if isinstance(self.mixer, DeltaNet):
-            return self._keys
-        n = self.mixer.queries_per_group
+            return self._keys(self.mixer)
+        n = self.n_per_group
         return first // n, -(-end // n)
 
     def columns(self, width: int) -> Range:
@@ -147,8 +150,7 @@ class BlockShare:
     def counts_group(self, group: int) -> bool:
         """Whether this node is the first that holds a group: sums over all groups have it once."""
         first, end = self.heads
-        assert isinstance(self.mixer, Attention)
-        return first < end and group * self.mixer.queries_per_group >= first
+        return first < end and group * self.n_per_group >= first
 
     def spec(self) -> BlockSpec:
         """The block that computes this share."""
@@ -160,8 +162,10 @@ class BlockShare:
         expert = _of_width(mlp.expert, self.columns(mlp.expert.width))
         return replace(self.block, mixer=mixer, mlp=replace(mlp, expert=expert, shared=shared))
 
-    def _mixer(self) -> Attention | DeltaNet:
+    def _mixer(self) -> Mixer:
         whole, (first, end), n_groups = self.mixer, self.heads, self.groups[1] - self.groups[0]
+        if isinstance(whole, LatentAttention):
+            return replace(whole, n_head=end - first)
         if isinstance(whole, DeltaNet):
             return replace(whole, n_head=end - first, n_groups=n_groups)
         n, positions = whole.queries_per_group, whole.positions
@@ -299,6 +303,15 @@ def piece_of(name: str, share: Share) -> Piece | None:
     return WHOLE
 
 
+def _of_latents(layer: str, own: BlockShare, mixer: LatentAttention) -> Piece:
+    """What makes latent rows, and compressed ones of queries, is whole."""
+    rows = {"attn.kv_b_proj": mixer.nope_size + mixer.value_size}
+    rows |= dict.fromkeys(("attn.q_proj", "attn.q_b_proj"), mixer.nope_size + mixer.rope_size)
+    if layer == "attn.proj":
+        return Piece(columns=_times(own.heads, mixer.value_size))
+    return Piece(rows=(_times(own.heads, rows[layer]),)) if layer in rows else WHOLE
+
+
 def _of_delta(layer: str, what: str, own: BlockShare) -> Piece:
     mixer, heads = own.mixer, own.heads
     assert isinstance(mixer, DeltaNet)
@@ -316,6 +329,8 @@ def _of_delta(layer: str, what: str, own: BlockShare) -> Piece:
 
 def _of_attention(layer: str, what: str, own: BlockShare) -> Piece | None:
     mixer = own.mixer
+    if isinstance(mixer, LatentAttention):
+        return _of_latents(layer, own, mixer)
     assert isinstance(mixer, Attention)
     size = mixer.head_size
     heads, groups = _times(own.heads, size), _times(own.groups, size)

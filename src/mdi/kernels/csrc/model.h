@@ -66,6 +66,17 @@ struct MdiAttention {
   float scale, softcap;       // softcap 0: none
 };
 
+// Latent attention: keys and values of all heads come from one row of kv_rank numbers, which lies in the caches with the key that
+// all heads rotate. MdiAttention has what it has in common with others: one group of keys of kv_rank + rope_n_elem numbers, which
+// qkv makes.
+struct MdiLatent {
+  MdiNorm norm_q, norm_kv;
+  MdiMatrix q_a, q_b;            // without q_a, q_b reads what qkv reads
+  const MdiMatrix *up_k, *up_v;  // of each head, in floats: nope_size numbers -> kv_rank, and kv_rank -> value_size
+  int32_t kv_rank;               // 0: the block has other attention
+  int32_t nope_size, value_size, reserved;
+};
+
 // A gated delta net in place of attention (delta.h).
 struct MdiDelta {
   MdiMatrix qkv, out_gate, gates, proj;  // gates: of each head b, then of each a
@@ -89,8 +100,8 @@ struct MdiExperts {
   const MdiMlp* experts;    // n of them
   MdiMatrix shared_gate;    // one output, whose sigmoid the shared expert is multiplied with; null: it is not
   int32_t n, n_used;
+  int32_t n_groups, n_used_groups, n_scores;  // only those groups are used whose largest n_scores sums add up to most; one is none
   float scale;
-  int32_t reserved;
 };
 
 // What a block adds behind its MLP: norm(proj(act(gate x) * column)).
@@ -106,6 +117,7 @@ enum MdiResidual { kSequential = 0, kParallel = 1, kBehind = 2 };  // kBehind: n
 struct MdiBlock {
   MdiNorm norm_1, post_attention_norm, norm_2, post_mlp_norm;
   MdiAttention attention;
+  MdiLatent latent;
   MdiDelta delta;
   MdiMlp mlp;  // also the shared expert, where there are experts
   MdiExperts experts;
