@@ -145,9 +145,9 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
                 continue  # queries and their gates are in one module
             assert shape is not None
             if known.heads is not None:
-                for first, (n_heads, *of_heads) in _of_heads(known, mixer, module):
-                    n_rows, n_in = n_heads * of_heads[2], shape[1]
-                    found.append(AdaptedRows(layer, first, (0, n_rows), of_heads=tuple(of_heads)))
+                for first, (n_heads, begin, n, period) in _of_heads(known, mixer, module):
+                    n_rows, n_in = n_heads * period, shape[1]
+                    found.append(AdaptedRows(layer, first, (0, n_rows), of_heads=(begin, n, period)))
             elif known.modules == (module,):
                 found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), known.is_interleaved))
                 n_rows, n_in = n_rows + shape[0], shape[1]
