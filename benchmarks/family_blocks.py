@@ -51,7 +51,9 @@ _QWEN_3_5: dict[str, Any] = {
     "num_experts_per_tok": 8, "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "hidden_act": "silu",
 }  # fmt: skip
-FAMILIES: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {  # a form of config.json in the tests, and other sizes
+FAMILIES: dict[
+    str, tuple[str | dict[str, Any], dict[str, Any]]
+] = {  # a form of config.json in the tests, and other sizes
     "gpt-oss-20b": ("gpt-oss 20B", {}),
     "glm-4.5-air": ("GLM 4.5 Air", {}),
     "glm-4.5": ("GLM 4.5", {}),

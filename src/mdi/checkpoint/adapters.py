@@ -145,9 +145,9 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
                 continue  # queries and their gates are in one module
             assert shape is not None
             if known.heads is not None:
-                for first, (n_heads, *of_heads) in _of_heads(known, mixer, module):
-                    n_rows, n_in = n_heads * of_heads[2], shape[1]
-                    found.append(AdaptedRows(layer, first, (0, n_rows), of_heads=tuple(of_heads)))
+                for first, (n_heads, begin, n, period) in _of_heads(known, mixer, module):
+                    n_rows, n_in = n_heads * period, shape[1]
+                    found.append(AdaptedRows(layer, first, (0, n_rows), of_heads=(begin, n, period)))
             elif known.modules == (module,):
                 found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), known.is_interleaved))
                 n_rows, n_in = n_rows + shape[0], shape[1]
@@ -274,10 +274,6 @@ class Adapter(ABC):
         """The same as numbers, float32."""
 
     @property
-    def _spec(self) -> ModelSpec:
-        return spec_of(self._config)
-
-    @property
     def _settings_path(self) -> Path:
         return self.folder / CONFIG_FILE
 
@@ -370,7 +366,7 @@ class LowRankAdapter(Adapter):
             for piece in module.pieces:
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = TensorSpec("F32", (rank, n_in))
-                found[f"{name}.b"] = TensorSpec("F32", (rank, len(piece.numbers(self._spec))))
+                found[f"{name}.b"] = TensorSpec("F32", (rank, len(piece.numbers(spec_of(self._config)))))
         return found
 
     def arrays(self, block: int) -> dict[str, np.ndarray]:
@@ -380,7 +376,7 @@ class LowRankAdapter(Adapter):
             for piece in module.pieces:
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = a
-                found[f"{name}.b"] = np.ascontiguousarray(b[piece.numbers(self._spec)].T * self._factor)
+                found[f"{name}.b"] = np.ascontiguousarray(b[piece.numbers(spec_of(self._config))].T * self._factor)
         return found
 
 

@@ -757,13 +757,10 @@ class Blocks:
         """Check what adapters add against the layers, and keep its memory."""
         found = []
         for block, own in zip(self._blocks, of_blocks, strict=True):
-            mlp, of_mlp = (
-                block.mlp,
-                ("mlp.fc_1", "mlp.fc_2", "mlp.proj") if block.mlp.fc_2.data else ("mlp.fc", "", "mlp.proj"),
-            )
-            layers = dict(zip(of_mlp, (mlp.fc_1, mlp.fc_2, mlp.proj), strict=True))
+            fc_1 = "mlp.fc_1" if block.mlp.fc_2.data else "mlp.fc"
             kind, mixer = ("delta", block.delta) if block.delta.n_head else ("attn", block.attention)
-            layers |= {f"{kind}.{name}": getattr(mixer, name) for name in ("qkv", "proj", "out_gate")}
+            layers = {f"{kind}.{name}": getattr(mixer, name) for name in ("qkv", "proj", "out_gate")}
+            layers |= {fc_1: block.mlp.fc_1, "mlp.fc_2": block.mlp.fc_2, "mlp.proj": block.mlp.proj}
             layers["delta.gates"] = block.delta.gates
             for part in own:
                 check_low_rank(part, layers.get(part.layer, MdiMatrix()), bool(block.experts.n))

@@ -77,6 +77,17 @@ inline void convolve(const MdiDelta& of, const float* rows, float* to) {
 inline F load_at_most(const float* p, int n) { return n > 0 ? load_part(p, n) : splat(0.0f); }
 inline void store_at_most(float* p, F x, int n) { if (n > 0) store_part(p, x, n); }
 
+// Two vectors of columns of a state, of which there may be fewer numbers.
+struct Columns {
+  float* at;
+  int stride, n_low, n_high;
+  F low(int i) const { return load_part(at + (int64_t)i * stride, n_low); }
+  F high(int i) const { return load_at_most(at + (int64_t)i * stride + 16, n_high); }
+  void store(int i, F a, F b) const {
+    store_part(at + (int64_t)i * stride, a, n_low), store_at_most(at + (int64_t)i * stride + 16, b, n_high);
+  }
+};
+
 // Rows that a state takes in.
 struct TakenIn {
   const float *from, *seen, *kept;  // the state in front of them, their convolutions, and themselves
@@ -84,46 +95,37 @@ struct TakenIn {
   int n, n_known;                   // the first ones have given already
 };
 
-// Columns [first, first + kColumns) of a head's state take in rows. own: memory for them.
+// Columns [first, first + kColumns) of a head's state take in rows. own: memory for them, where they stay between two rows.
 inline void take_in(const MdiDelta& of, const TakenIn& rows, int head, int first, float* own) {
   int k = of.k_size, size = of.v_size, n_low = size - first, n_high = n_low - 16, wide = channels(of), each = row_floats(of);
   int group = of.is_in_turn ? head % of.n_groups : head / (of.n_head / of.n_groups);
   int64_t at = (int64_t)head * k * size + first;
-  for (int i = 0; i < k; i++) {
-    store(own + i * kColumns, load_part(rows.from + at + (int64_t)i * size, n_low));
-    store(own + i * kColumns + 16, load_at_most(rows.from + at + (int64_t)i * size + 16, n_high));
-  }
   for (int m = 0; m < rows.n; m++) {
     const float *q = rows.seen + (int64_t)m * wide + group * k, *key = q + of.n_groups * k;
-    const float *gates = rows.kept + (int64_t)m * each + wide;
-    const float* v = rows.seen + (int64_t)m * wide + 2 * of.n_groups * k + head * size + first;
+    const float *gates = rows.kept + (int64_t)m * each + wide, *v = rows.seen + (int64_t)m * wide + 2 * of.n_groups * k + head * size + first;
+    Columns in = m ? Columns{own, kColumns, 16, 16} : Columns{(float*)rows.from + at, size, n_low, n_high};
+    Columns out = m + 1 < rows.n ? Columns{own, kColumns, 16, 16} : Columns{rows.to + at, size, n_low, n_high};
     F b = splat(gates[head]), decay = splat(gates[of.n_head + head]);
     F low[2] = {splat(0.0f), splat(0.0f)}, high[2] = {splat(0.0f), splat(0.0f)};  // of keys with even and with odd numbers
     for (int i = 0; i < k; i += 2)
       for (int odd = 0; odd < 2 && i + odd < k; odd++) {
         F x = splat(key[i + odd]);
-        low[odd] = fma(x, load(own + (i + odd) * kColumns), low[odd]);
-        high[odd] = fma(x, load(own + (i + odd) * kColumns + 16), high[odd]);
+        low[odd] = fma(x, in.low(i + odd), low[odd]), high[odd] = fma(x, in.high(i + odd), high[odd]);
       }
     F low_change = mul(b, sub(load_part(v, n_low), mul(decay, add(low[0], low[1]))));
     F high_change = mul(b, sub(load_at_most(v + 16, n_high), mul(decay, add(high[0], high[1]))));
     low[0] = low[1] = high[0] = high[1] = splat(0.0f);
     for (int i = 0; i < k; i += 2)
       for (int odd = 0; odd < 2 && i + odd < k; odd++) {
-        float* state = own + (i + odd) * kColumns;
         F x = splat(key[i + odd]), y = splat(q[i + odd]);
-        F a = fma(x, low_change, mul(decay, load(state))), c = fma(x, high_change, mul(decay, load(state + 16)));
-        store(state, a), store(state + 16, c);
+        F a = fma(x, low_change, mul(decay, in.low(i + odd))), c = fma(x, high_change, mul(decay, in.high(i + odd)));
+        out.store(i + odd, a, c);
         low[odd] = fma(y, a, low[odd]), high[odd] = fma(y, c, high[odd]);
       }
     if (m < rows.n_known) continue;
     float* given = rows.given + (int64_t)(m - rows.n_known) * of.n_head * size + head * size + first;
     store_part(given, add(low[0], low[1]), n_low);
     store_at_most(given + 16, add(high[0], high[1]), n_high);
-  }
-  for (int i = 0; i < k; i++) {
-    store_part(rows.to + at + (int64_t)i * size, load(own + i * kColumns), n_low);
-    store_at_most(rows.to + at + (int64_t)i * size + 16, load(own + i * kColumns + 16), n_high);
   }
 }
 

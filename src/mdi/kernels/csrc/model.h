@@ -127,7 +127,8 @@ struct MdiBlock {
 };
 
 // Layers of a block to whose results an adapter may add something.
-enum MdiLayer { kQkv = 0, kAttentionProj = 1, kFc1 = 2, kFc2 = 3, kProj = 4 };
+// kQkv and kAttentionProj: also of a delta net.
+enum MdiLayer { kQkv = 0, kAttentionProj = 1, kFc1 = 2, kFc2 = 3, kProj = 4, kOutGate = 5, kGates = 6 };
 constexpr int kMostRank = 256;
 
 // A part of an adapter: results [first, first + n_out) of a layer += B (A x), where x is what the layer reads.

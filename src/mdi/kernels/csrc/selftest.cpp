@@ -394,14 +394,14 @@ struct Stage {
     int32_t first[] = {0, 0};
     Floats x = Random(4).numbers((size_t)2 * kLength * 72);
     if (bad != 0) x[(size_t)kBadRow * 72 + 3] = bad;
-    const MdiDelta& net = block.delta;
-    int64_t state = net.n_head * net.k_size * net.v_size, row = net.qkv.n_out + 2 * net.n_head;
-    int64_t block_floats = 2 * state + (net.n_taps - 1 + kRoom) * row;
+    const MdiDelta& delta = block.delta;
+    int64_t state = delta.n_head * delta.k_size * delta.v_size, row = delta.qkv.n_out + 2 * delta.n_head;
+    int64_t block_floats = 2 * state + (delta.n_taps - 1 + kRoom) * row;
     Floats kept[2];
     int64_t places[2][2] = {{0, 0}, {0, 0}};
     MdiStates states[2];
     for (int s = 0; s < 2; s++) {
-      if (net.n_head) kept[s].resize((size_t)block_floats);
+      if (delta.n_head) kept[s].resize((size_t)block_floats);
       states[s] = {kept[s].data(), places[s], block_floats, 0};
     }
     size_t piece = 0;

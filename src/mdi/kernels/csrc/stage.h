@@ -120,6 +120,9 @@ class Runner {
     Products products;
     products.add(of.qkv, qkv), products.add(of.out_gate, out_gate), products.add(of.gates, gates);
     multiply(products, normed, n_);
+    adapt(block, kQkv, normed, qkv, of.qkv.n_out);
+    adapt(block, kOutGate, normed, out_gate, wide);
+    adapt(block, kGates, normed, gates, of.gates.n_out);
     DeltaStates(of, stage_, frame_, team_, scratch_.delta).take_in(qkv, gates, given);
     team_.run_rows(n_, [&](int m, int) {
       for (int h = 0; h < of.n_head; h++) {
@@ -132,6 +135,7 @@ class Runner {
       }
     });
     multiply(of.proj, given, n_, y);
+    adapt(block, kAttentionProj, given, y, stage_.n_embd);
   }
 
   // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions; gate: of what heads give, or null.
@@ -142,6 +146,7 @@ class Runner {
     if (gate) products.add(block.attention.out_gate, gate);
     multiply(products, normed, n_);
     adapt(block, kQkv, normed, heads, block.attention.qkv.n_out);
+    if (gate) adapt(block, kOutGate, normed, gate, block.attention.out_gate.n_out);
   }
 
   // The same of latent attention. What makes keys and values of all heads is absorbed: queries are multiplied by the first half
