@@ -18,11 +18,13 @@ import torch
 from forced import forced, instruction_sets
 from safetensors.torch import load_file
 
+from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.convert import convert
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import shapes_of
 from mdi.checkpoint.source import open_source
 from mdi.errors import CheckpointError
@@ -31,7 +33,10 @@ from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.spec.cluster import standalone
+from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.window import open_window
+from mdi.stages.window_budget import RunMemory
 from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
@@ -143,7 +148,7 @@ def test_weights_in_fewer_bits_give_the_same_over_any_cut(form: str, least: floa
 def test_nodes_that_share_all_blocks_give_the_same_logits(name: str, parts: tuple[int, ...], tmp_path: Path) -> None:
     folder, ids, expected = folder_of(name, tmp_path)
     source, spec = open_source(folder), spec_of(open_source(folder).config)
-    (whole,) = kernels.stages_of(source, [0, spec.n_layer], len(ids))
+    (alone,) = kernels.stages_of(source, [0, spec.n_layer], len(ids))
     shares = share_out(source.config, parts)
     places = [GroupSum(Share(shares, rank, source.config)) for rank in range(len(parts))]
     stages = []
@@ -157,10 +162,10 @@ def test_nodes_that_share_all_blocks_give_the_same_logits(name: str, parts: tupl
             place.join("all", all_reduce)
         for start, end in ((0, 40), (40, 41), (41, len(ids))):
             slices = [(0, start, end - start)]
-            x = whole.embed(np.array(ids[start:end]), slices)
+            x = alone.embed(np.array(ids[start:end]), slices)
             rows = on_all(len(parts), lambda rank, x=x, own=slices: stages[rank](x.copy(), own))  # type: ignore[misc]
             assert all(np.array_equal(one, rows[0]) for one in rows)
-            assert np.abs(whole.head(rows[0]) - expected[start:end]).max() < TOLERANCE
+            assert np.abs(alone.head(rows[0]) - expected[start:end]).max() < TOLERANCE
     kept = [stage.caches.export(0, 0, len(ids)).blocks for stage, part in zip(stages, parts, strict=True) if part]
     for blocks in kept:  # each node that has heads keeps the same latent rows
         assert all(np.array_equal(blocks[i].arrays[0], kept[0][i].arrays[0]) for i in range(spec.n_layer))
@@ -174,13 +179,13 @@ def test_caches_go_to_another_node_and_from_kernels_to_torch(cache_type: str) ->
     here, there = (kernels.stages_of(source, [0, 4], len(ids), cache_type)[0] for _ in range(2))
     first, rest = [(0, 0, 50)], [(0, 50, 40)]
     here(here.embed(np.array(ids[:50]), first), first)
-    run = here.caches.export(0, 0, 50)
+    kept = here.caches.export(0, 0, 50)
     expected = here.head(here(here.embed(np.array(ids[50:]), rest), rest))
-    there.caches.fill(0, run)
+    there.caches.fill(0, kept)
     assert np.array_equal(there.head(there(there.embed(np.array(ids[50:]), rest), rest)), expected)
     if cache_type == "float32":
         (in_torch,) = stages_of(source, [0, 4], len(ids))
-        in_torch.caches.fill(0, run)
+        in_torch.caches.fill(0, kept)
         assert np.abs(rows_of([in_torch], ids[50:], 50) - expected).max() < TOLERANCE
 
 
@@ -440,3 +445,18 @@ def test_exported_models_have_the_same_logits_in_transformers(tmp_path: Path) ->
     for name in CASES:
         expected = np.load(FOLDER / name / "logits.npy")
         assert np.abs(np.load(tmp_path / name / "found.npy") - expected).max() < TOLERANCE, name
+
+
+@needs_kernels
+def test_a_window_over_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
+    source, ids = PackedSource(open_source(FOLDER / "deepseek-v3"), Packing("int8", "int8")), list(range(1, 91))
+    chunk, parts = ChunkFile(write_chunks(source, tmp_path, (4,))[0]), stage_parts(0, 4, starter=True)
+    run = RunMemory(0, None, 0)
+    weights = open_window("starter", WindowOptions(2, 2), parts, lambda _: chunk, source.packing, tmp_path, run, None)
+    stage = KernelStage(spec_of(source.config), 0, 4, weights)
+    stage.prepare(len(ids))
+    try:
+        found = kernels.logits_of([stage], ids)
+    finally:
+        stage.close()
+    assert np.array_equal(found, kernels.logits_of(kernels.stages_of(source, [0, 4], len(ids)), ids))

@@ -38,7 +38,7 @@ from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.spec import StageSpec, check_spec
 from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory, work_bytes
+from mdi.stages.window_budget import RunMemory, absorbed_bytes, work_bytes
 from mdi.tensor.shard_blocks import GroupSum
 
 if TYPE_CHECKING:
@@ -84,8 +84,10 @@ def build_stage(
     if spec.window is not None:
         n_rows = spec.extent.n_sequences * spec.n_rows
         work = work_bytes(spec.model.spec if spec.has_ends else spec.own_spec, PROMPT_ROWS + n_rows, n_rows)
+        absorbed = absorbed_bytes(spec.own_spec.blocks[slice(*spec.blocks)])
         run = RunMemory(
-            spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory, promised + spec.beside
+            spec.run_bytes(family), spec.extent.n_sequences, work + spec.adapter_bytes, spec.kv_memory,
+            promised + spec.beside + absorbed,
         )  # fmt: skip
         folder = cache_dir / _FOLDER
         weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)

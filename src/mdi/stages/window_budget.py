@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +120,12 @@ def work_bytes(spec: ModelSpec, n_rows: int, n_logits: int) -> int:
     per_row = max(_work_per_row(block, spec.width) for block in spec.kinds)
     seen = max((one.mixer.n_channels for one in spec.kinds if isinstance(one.mixer, DeltaNet)), default=0)
     return 4 * (n_rows * per_row + (n_rows + MOST_SEEN) * seen + 3 * n_logits * spec.n_rows)
+
+
+def absorbed_bytes(blocks: Iterable[BlockSpec]) -> int:
+    """Bytes, at most, of what the kernels make of the up-projections of latent attention, which no window has."""
+    latents = (block.mixer for block in blocks if isinstance(block.mixer, LatentAttention))
+    return sum(4 * of.n_head * (of.nope_size + of.value_size) * of.kv_rank for of in latents)
 
 
 def _work_per_row(block: BlockSpec, n_embd: int) -> int:
