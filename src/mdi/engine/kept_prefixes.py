@@ -1,7 +1,7 @@
 """Prefixes that stay on the disk of each node: the one owner of their files, and of the tasks that a starter gives its ring.
 
 Blocks whose caches can be cut (pages without a window) have a file for each run of pages; what is behind the last whole run has
-a shorter one, which a longer one replaces. The others (states, windows) have a file for each end of a text that is kept. Names
+a shorter one, of which the newest few stay. The others (states, windows) have a file for each end of a text that is kept. Names
 are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), and of the block. So
 files are found whatever the cut, and a node never sees ids. The layout of a file:
 
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
+import psutil
 
 from mdi.errors import EngineError, MdiError, WireError
 from mdi.files import replacing
@@ -51,9 +52,11 @@ from mdi.spec.decode import Meta, Whole, decode, one_of
 FOLDER = "prefixes"  # in the cache folder
 FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
 RUN_BYTES = 1 << 20  # of a block's file, at least, where a run need not be too long for that
-RUN_PAGES = (8, 64)  # a shorter one makes many files, with a longer one more is computed again where texts part
+RUN_PAGES = (8, 32)  # a shorter one makes many files, with a longer one more is computed again where texts part
+TAILS_KEPT = 2  # of one run: the last answer may be asked for again
 ENDS_KEPT = 4  # ends of one conversation of which states are kept
 FREE_BYTES = 1 << 30  # that stay free on the disk
+FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
 
@@ -179,6 +182,23 @@ class Secrets:
         return mac(secret, label, *(part.encode() for part in parts)).hex()[:16]
 
 
+def kept_files(cache_dir: Path, limit_bytes: int, keys: KeyFile | None, is_shared: bool = False) -> KeptFiles | None:
+    """The files of a node; None if it is to keep none, or cannot.
+
+    Args:
+        keys: of the cluster.
+        is_shared: whether the node has shares of blocks, for which there are none.
+    """
+    if not limit_bytes or is_shared:
+        return None
+    folder = cache_dir / FOLDER
+    try:
+        return KeptFiles(folder, limit_bytes, Secrets(folder, keys))
+    except MdiError as e:
+        logger.warning("prefixes are not kept on this disk: %s", e)
+        return None
+
+
 class _Written(NamedTuple):
     """A file to write; then all but the newest `n_earlier` of some others go."""
 
@@ -200,19 +220,22 @@ class KeptFiles:
         limit_bytes: of all files there together.
         free: bytes that are free on the disk; measured by default.
         bytes_per_s: that are written at most.
+
+    Attributes:
+        secrets: that seal them.
     """
 
     def __init__(
         self, folder: Path, limit_bytes: int, secrets: Secrets, free: Callable[[], int] | None = None,
         bytes_per_s: float = BYTES_PER_S,
     ) -> None:  # fmt: skip
-        self._folder, self._limit_bytes, self._secrets = folder, limit_bytes, secrets
+        self._folder, self._limit_bytes, self.secrets = folder, limit_bytes, secrets
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
-        self._closed = threading.Event()
+        self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -230,7 +253,7 @@ class KeptFiles:
             self._remove_others(task)
         except OSError as e:
             logger.debug("kept prefixes: %s", e)
-            return replace(task, ends="0", is_done=False)
+            return replace(task, ends="0", is_done=task.kind == KEEP)  # it would fail again
         return task
 
     def ends(self, task: PrefixTask, caches: Caches) -> int:
@@ -296,7 +319,7 @@ class KeptFiles:
                         _path(folder, key, block),
                         _packed(piece, caches.cache_type),
                         [_path(folder, page, block) for page in earlier],
-                        ENDS_KEPT - 1 if is_whole else 0,
+                        (ENDS_KEPT if is_whole else TAILS_KEPT) - 1,
                     )  # fmt: skip
                 )
         return True
@@ -354,7 +377,7 @@ class KeptFiles:
                 is_told = True
             with self._lock:
                 self._waiting_bytes -= len(data)
-            self._closed.wait(len(data) / self._bytes_per_s)
+            self._ending.wait(len(data) / self._bytes_per_s)
 
     def _write(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -384,21 +407,28 @@ class KeptFiles:
         return files_in(self._folder)
 
     def sweep(self) -> None:
-        """Remove files that no key of this node opens, that have another version, or that were never finished."""
-        known = {_key_id(secret) for secret in self._secrets.all()}
-        for path, _, _ in self.files():
+        """Remove files of another version, those that were never finished, and those that no key of this node has opened for
+        long: others on this machine may have another key.
+        """
+        known = {_key_id(secret) for secret in self.secrets.all()}
+        for path, _, used_s in self.files():
+            if path.suffix == ".part":
+                _unlink_unfinished(path)
+                continue
             with open(path, "rb") as file:
                 head = file.read(_HEAD.size)
             magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
-            if (magic, version) != (_MAGIC, _VERSION) or key_id not in known:
+            is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
+            if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
                 path.unlink(missing_ok=True)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Nothing more is written; what waits is dropped. Harmless if repeated."""
-        self._closed.set()
+        """Write what waits, as far as that goes in so much time, and then nothing more. Harmless if repeated."""
+        self._ending.set()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
+        self._closed.set()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written that waits."""
@@ -408,7 +438,7 @@ class KeptFiles:
         return not self._waiting_bytes
 
     def _sealed(self, name: str, data: bytes) -> bytes:
-        secret, nonce = self._secrets.all()[0], os.urandom(12)
+        secret, nonce = self.secrets.all()[0], os.urandom(12)
         return _HEAD.pack(_MAGIC, _VERSION, _key_id(secret), nonce) + _cipher(secret).encrypt(
             nonce, data, name.encode()
         )
@@ -421,7 +451,7 @@ class KeptFiles:
         magic, version, key_id, nonce = _HEAD.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION):
             raise _UnreadableError("it is of another version, or no file of ours")
-        for secret in self._secrets.all():
+        for secret in self.secrets.all():
             if _key_id(secret) == key_id:
                 opened = bytearray(max(0, len(data) - _HEAD.size - TAG_BYTES))
                 try:
@@ -529,6 +559,13 @@ def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:
 def _keep_newest(paths: Sequence[Path], n: int) -> None:
     there = sorted((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime)
     for path in there[: max(0, len(there) - n)]:
+        path.unlink(missing_ok=True)
+
+
+def _unlink_unfinished(path: Path) -> None:
+    """If who wrote it has ended, see files.replacing."""
+    number = path.name.rpartition(".kv.")[2].removesuffix(".part")
+    if number.isdigit() and not psutil.pid_exists(int(number)):
         path.unlink(missing_ok=True)
 
 

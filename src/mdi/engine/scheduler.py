@@ -114,6 +114,7 @@ class Scheduler:
         self._tasks: deque[PrefixTask] = deque()
         self._asking: dict[int, Sequence] = {}  # whose beginnings nodes look for on their disks, or read
         self._n_snapshots = 0
+        self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
         self._n_on_disk: dict[int, int] = {}  # of each ended sequence, pages that the nodes were asked to keep
         self.keeps_later = False  # nodes have enough to write at present
         self._by_prompt: dict[
@@ -316,7 +317,8 @@ class Scheduler:
                 self._running[part.seq_id].n_flying += 1
         is_guessed = is_guessed and bool(slices)
         copies = tuple(pair for pair in self._copies if pair[1] < SNAPSHOTS or pair[1] not in freed)
-        self._freed, self._copies = [seq_id for seq_id in self._freed if seq_id in self.pinned], []
+        self._freed = [seq_id for seq_id in self._freed if seq_id in self.pinned]
+        self._copies, self._snapshots = self._snapshots, []
         self._n_bare += is_guessed
         return self._planned(Plan(self.n_plans, tuple(slices), freed, copies, is_replay, is_guessed, is_plain))
 
@@ -772,7 +774,7 @@ class Scheduler:
             return
         self._n_snapshots += 1
         snapshot = SNAPSHOTS + self._n_snapshots
-        self._copies.append((sequence.seq_id, snapshot))
+        self._snapshots.append((sequence.seq_id, snapshot))  # behind the rows of this frame, before those of the next
         kept = Kept(snapshot, sequence.kept_for, tuple(sequence.ids[:n]), self._use.needs(n), n)
         self._freed += self._prefixes.add(kept)
 
