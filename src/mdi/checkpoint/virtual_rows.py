@@ -43,7 +43,7 @@ def why_no_rows(is_prefix: bool, spec: ModelSpec) -> str | None:
         verb = verb if ends.embedding_factor is None else "multiplies"
         return f"{verb} its embeddings, so that rows before them have no one form in other programs"
     if any(isinstance(one.mixer, LatentAttention) for one in spec.kinds):
-        return "has latent attention, which the kernels do not compute"
+        return "has latent attention, before which such rows are not computed"
     if is_prefix and spec.has_window:
         return "has attention in windows, which see no prefix"
     if is_prefix and any(one.cache_of is not None for one in spec.kinds):

@@ -17,6 +17,7 @@ from mdi.model.tensors import Shape
 
 from . import (
     bloom,
+    deepseek,
     ernie,
     falcon,
     gemma,
@@ -37,8 +38,8 @@ from . import (
 )
 
 _FILES = (
-    llama, qwen, qwen_next, phi, glm, minimax, gpt_oss, gemma, gemma4, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie,
-    smollm,
+    llama, qwen, qwen_next, phi, glm, minimax, deepseek, gpt_oss, gemma, gemma4, olmo, stablelm, neox, falcon, bloom, opt, gpt2,
+    ernie, smollm,
 )  # fmt: skip
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}

@@ -19,6 +19,7 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import Code, EngineError, KernelError, UsageError
+from mdi.kernels.cache_columns import CacheColumns
 from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
@@ -26,9 +27,21 @@ from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable, only_logits
 from mdi.kernels.weight_formats import check_packed, layout_of
-from mdi.model.caches import Paged, stage_places
+from mdi.model.caches import Paged, cache_numbers, stage_places
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Gated, Mlp, ModelSpec, Norm, Rotary
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Rotary,
+)
 from mdi.model.tensors import FINAL_NORM, HEAD
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
@@ -104,15 +117,23 @@ class MdiAttention(ctypes.Structure):
     ]
 
 
+class MdiLatent(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiNorm) for n in ("norm_q", "norm_kv")),
+        *((n, MdiMatrix) for n in ("q_a", "q_b")),
+        *((n, POINTER(MdiMatrix)) for n in ("up_k", "up_v")),
+        *((n, c_int32) for n in ("kv_rank", "nope_size", "value_size", "reserved")),
+    ]
+
+
 class MdiExperts(ctypes.Structure):
     _fields_ = [
         ("router", MdiMatrix),
         *((n, MdiNorm) for n in ("norm_router", "norm", "norm_behind", "norm_behind_shared")),
         *((n, c_void_p) for n in ("correction", "scales")),
         ("experts", POINTER(MdiMlp)),
-        *((n, c_int32) for n in ("n", "n_used")),
+        *((n, c_int32) for n in ("n", "n_used", "n_groups", "n_used_groups", "n_scores")),
         ("scale", c_float),
-        ("reserved", c_int32),
     ]
 
 
@@ -128,6 +149,7 @@ class MdiBlock(ctypes.Structure):
     _fields_ = [
         *((n, MdiNorm) for n in ("norm_1", "post_attention_norm", "norm_2", "post_mlp_norm")),
         ("attention", MdiAttention),
+        ("latent", MdiLatent),
         ("mlp", MdiMlp),
         ("experts", MdiExperts),
         ("gated", MdiGated),
@@ -228,6 +250,55 @@ class BlockReader:
             softcap=of.softcap or 0.0,
         )
 
+    def shared_part(self, of: LatentAttention, width: int) -> MdiAttention:
+        """What latent attention has in common with other attention, without positions and the places of its cache."""
+        size = of.kv_rank + of.rope_size
+        return MdiAttention(
+            qkv=self.matrix("attn.kv_a_proj_with_mqa", size, width),
+            proj=self.matrix("attn.proj", width, of.n_head * of.value_size),
+            n_head=of.n_head,
+            n_groups=1,
+            head_size=size,
+            rope_n_elem=of.rope_size,
+            rope_interleaved=of.positions.interleaved,
+            window=of.window or 0,
+            scale=of.scale,
+            softcap=of.softcap or 0.0,
+        )
+
+    def latent(self, of: LatentAttention, width: int) -> MdiLatent:
+        norm, n_queries = Norm("rms", of.norm_eps), of.n_head * (of.nope_size + of.rope_size)
+        found = MdiLatent(
+            norm_kv=self.norm("attn.kv_a_norm", of.kv_rank, norm),
+            kv_rank=of.kv_rank,
+            nope_size=of.nope_size,
+            value_size=of.value_size,
+        )
+        if of.q_rank is None:
+            found.q_b = self.matrix("attn.q_proj", n_queries, width)
+        else:
+            found.q_a = self.matrix("attn.q_a_proj", of.q_rank, width)
+            found.norm_q = self.norm("attn.q_a_norm", of.q_rank, norm)
+            found.q_b = self.matrix("attn.q_b_proj", n_queries, of.q_rank)
+        found.up_k, found.up_v = self._absorbed(of)
+        return found
+
+    def _absorbed(self, of: LatentAttention) -> tuple[Any, Any]:
+        """Of each head, what makes keys and values: numbers of which bfloat16 loses nothing are that."""
+        name, n = "attn.kv_b_proj.weight", of.nope_size + of.value_size
+        up = self._tensors.get(name)
+        if not isinstance(up, np.ndarray) or up.shape != (of.n_head * n, of.kv_rank):
+            raise KernelError(f"block {self._block}: {name} is no array of {of.n_head * n} x {of.kv_rank}")
+        up = np.ascontiguousarray(up, dtype=np.float32)
+        form = "float32" if (up.view(np.uint32) & 0xFFFF).any() else "bf16"
+        found = []
+        for rows, is_turned in ((slice(0, of.nope_size), True), (slice(of.nope_size, n), False)):
+            own = [head[rows].T if is_turned else head[rows] for head in up.reshape(of.n_head, n, of.kv_rank)]
+            packed = [MdiMatrix.of(pack(form, np.ascontiguousarray(one)), None, self._kept) for one in own]
+            found.append((MdiMatrix * len(packed))(*packed))
+        self._kept.append(found)
+        return found[0], found[1]
+
     def mlp(self, name: str, width: int, of: Dense) -> MdiMlp:
         into = {"fc_1": "fc_1", "fc_2": "fc_2"} if of.is_gated else {"fc_1": "fc"}
         return MdiMlp(
@@ -239,13 +310,19 @@ class BlockReader:
 
     def experts(self, width: int, of: Experts) -> MdiExperts:
         """Files hold the router in plain numbers."""
-        name, router = "mlp.gate", self._tensors.get("mlp.gate.weight")
-        if isinstance(router, np.ndarray) and router.shape == (of.n, width):
-            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", router)}
-        found = MdiExperts(self.matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=of.router.scale)
-        if of.router.has_correction:
+        name, weight = "mlp.gate", self._tensors.get("mlp.gate.weight")
+        if isinstance(weight, np.ndarray) and weight.shape == (of.n, width):
+            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", weight)}
+        router = of.router
+        found = MdiExperts(self.matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=router.scale)
+        found.n_groups, found.n_used_groups, found.n_scores = (
+            router.n_groups,
+            router.n_used_groups,
+            router.n_scores_per_group,
+        )
+        if router.has_correction:
             found.correction = self._array(f"{name}.e_score_correction_bias", of.n).ctypes.data
-        if of.router.has_expert_scales:
+        if router.has_expert_scales:
             found.scales = self._array(f"{name}.expert_scales", of.n).ctypes.data
         if of.own_norm is not None:
             weight = self._array("mlp.norm_gate.weight", width) / np.sqrt(np.float32(width))
@@ -425,6 +502,7 @@ def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
 
 
 MOST_ROPE = 1024  # csrc/rotary.h
+LATENTS_TOGETHER = 16  # csrc/latent.h
 
 
 def why_not_in_kernels(config: ModelConfig) -> str | None:
@@ -440,15 +518,14 @@ def _why_not(block: BlockSpec) -> str | None:
     mixer, mlp = block.mixer, block.mlp
     if isinstance(mixer, DeltaNet):
         return "gated delta nets"
-    if not isinstance(mixer, Attention):
-        return "latent attention"
-    if mixer.has_gate:
+    if isinstance(mixer, Attention) and mixer.has_gate:
         return "gates of attention"
     if isinstance(mlp, Experts) and mlp.has_shared_gate:
         return "a gate of the shared expert"
-    if isinstance(mlp, Experts) and mlp.router.n_groups > 1:
-        return "experts in groups"
-    return _contradiction(mixer) or _contradiction_of_mlp(mlp)
+    if isinstance(mlp, Experts) and mlp.router.has_correction and not mlp.router.is_normed:
+        return "weights of experts that do not add up to one"
+    wrong = _contradiction_of_latents(mixer) if isinstance(mixer, LatentAttention) else _contradiction(mixer)
+    return wrong or _contradiction_of_mlp(mlp)
 
 
 def _contradiction(of: Attention) -> str | None:
@@ -464,9 +541,22 @@ def _contradiction(of: Attention) -> str | None:
     return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
 
 
+def _contradiction_of_latents(of: LatentAttention) -> str | None:
+    if of.bias or of.a_bias:
+        return "biases of latent attention"
+    if of.kv_rank % LATENTS_TOGETHER or of.rope_size % LATENTS_TOGETHER or of.rope_size > MOST_ROPE:
+        return f"latent attention with rows of {of.kv_rank} and {of.rope_size} numbers"
+    return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
+
+
 def _contradiction_of_mlp(of: Mlp) -> str | None:
     if isinstance(of, Experts) and not 1 <= of.n_used <= of.n:
         return f"{of.n_used} of {of.n} experts"
+    if isinstance(of, Experts) and of.router.n_groups > 1:
+        router, each = of.router, of.n // of.router.n_groups
+        is_whole = each * router.n_groups == of.n and router.has_correction and router.n_scores_per_group <= each
+        if not is_whole or not of.n_used <= router.n_used_groups * each <= of.n:
+            return f"{of.n_used} of {of.n} experts in {router.n_groups} groups"
     dense = of if isinstance(of, Dense) else of.expert
     return "clamped MLPs of two layers" if dense.activation == "clamped_glu" and not dense.is_gated else None
 
@@ -547,6 +637,10 @@ class Blocks:
         self.context = context
         self.n_embd, self.row_in = spec.width, spec.row_at(start)
         counts, self._places = stage_places(spec, start, stop)
+        self._numbers, self.cache_columns = (
+            cache_numbers(spec, start, stop),
+            CacheColumns(spec, start, stop, cache_type),
+        )
         self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}  # states are refused
         self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
         self._cache_type = cache_type
@@ -571,7 +665,7 @@ class Blocks:
         layouts = [
             KernelLayout(*one, self._cache_type, pool) for one, pool in zip(self._kinds.items(), pools, strict=True)
         ]
-        self.caches = CachePages(self.classes, pools, layouts, self._places, self.start, self._cache_type)
+        self.caches = CachePages(self.classes, pools, layouts, self._places, self._numbers, self._cache_type)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
@@ -587,12 +681,12 @@ class Blocks:
         self._tables = []
         for block, spec in zip(self._blocks, self.spec.blocks[self.start : self.stop], strict=True):
             attention, mixer = block.attention, spec.mixer
-            assert isinstance(mixer, Attention)
+            assert isinstance(mixer, Attention | LatentAttention)
             if isinstance(mixer.positions, Rotary):
                 cos, sin = rotary(mixer.positions)
                 attention.cos, attention.sin = cos.ctypes.data, sin.ctypes.data
                 self._tables += [cos, sin]
-            elif (bias := biases(mixer)) is not None:
+            elif isinstance(mixer, Attention) and (bias := biases(mixer)) is not None:
                 attention.score_bias, attention.score_bias_floats = bias.ctypes.data, bias.shape[1]
                 self._tables.append(bias)
 
@@ -788,6 +882,9 @@ class Blocks:
         shape = n_rows, self.row_in.width - self.n_embd
         if (np.empty((n_rows, 0), np.float32) if columns is None else columns).shape != shape:
             raise EngineError(f"rows without the {shape[1]} numbers that blocks read beside hidden")
+        if self.cache_columns.reads and not has_room:
+            assert columns is not None
+            self.cache_columns.put(self.caches, slices, columns)
         frame = MdiFrame(
             rows.ctypes.data, SliceTable.of(slices).records, pages.buffer_info()[0], first.buffer_info()[0],
             self._pool_address, self._page_bytes_address, len(slices), n_rows,
@@ -800,16 +897,19 @@ class Blocks:
         reader = BlockReader(index, tensors, self._kept)
         if (reason := _why_not(spec)) is not None:
             raise KernelError(f"block {index}: the kernels do not compute {reason}")
-        assert isinstance(spec.mixer, Attention)
+        mixer = spec.mixer
+        assert isinstance(mixer, Attention | LatentAttention)
         block = MdiBlock(
             norm_1=reader.norm("norm_1", width, spec.norm_1),
             post_attention_norm=reader.norm("post_attention_norm", width, spec.post_attention_norm),
             norm_2=reader.norm("norm_2", width, spec.norm_2),
             post_mlp_norm=reader.norm("post_mlp_norm", width, spec.post_mlp_norm),
-            attention=reader.mixer(spec.mixer, width),
+            attention=reader.mixer(mixer, width) if isinstance(mixer, Attention) else reader.shared_part(mixer, width),
             residual=RESIDUALS[spec.residual],
             norm_is_shared=spec.norm_is_shared,
         )
+        if isinstance(mixer, LatentAttention):
+            block.latent = reader.latent(mixer, width)
         block.attention.cache_type = CACHE_TYPES[self._cache_type]
         block.attention.cache_class, block.attention.cache_layer = self._places[index - self.start]
         if spec.gated is not None:

@@ -43,7 +43,7 @@ from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
 from mdi.placement.planning import choose, format_blocks, profile_cluster
-from mdi.placement.profile import ClusterProfile
+from mdi.placement.profile import UNLIMITED, ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
@@ -61,8 +61,6 @@ from mdi.text.texts import TextCodec
 from mdi.units import duration, size
 
 ALL_NODES = "all nodes"
-
-UNLIMITED = 1 << 60  # bytes
 
 logger = logging.getLogger("mdi")
 

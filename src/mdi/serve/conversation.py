@@ -198,6 +198,7 @@ SEEN = (
     "input_file",
     "document",
 )
+LANGUAGE_ALONE = "of a model that sees or hears as well, it computes the language part alone"
 
 
 def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
@@ -218,10 +219,8 @@ def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "")
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
         if not isinstance(text, str):
-            why = "; of a model that sees or hears as well, it computes the language part alone"
-            raise invalid(
-                where, f"this server reads parts of type {' and '.join(kinds)} only{why if kind in SEEN else ''}"
-            )
+            why = f"; {LANGUAGE_ALONE}" if kind in SEEN else ""
+            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only{why}")
         parts.append(checked_text(where, text))
     return between.join(parts)
 

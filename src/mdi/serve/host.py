@@ -75,7 +75,7 @@ class Outlet:
         sampling = wanted["sampling"]
         values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
         ends = () if wanted.get("ignores_end") else (*self._codec.eos_ids, *wanted.get("ends", ()))
-        params = SamplingParams(**values, eos_ids=frozenset(ends))
+        params = SamplingParams(**values, eos_ids=frozenset(ends), suppressed=self._codec.suppressed)
         again: Callable[[Sequence[int]], Request] | None = None
         with self._lock:  # its first event must not come before its number is known
             if (beams := wanted.get("beams")) is not None:

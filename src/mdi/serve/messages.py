@@ -14,7 +14,9 @@ from msgspec import Meta
 
 from mdi.serve.api_errors import TYPES, ApiError, invalid, tell_ignored
 from mdi.serve.conversation import (
+    LANGUAGE_ALONE,
     MOST_MESSAGES,
+    SEEN,
     ChatRequest,
     Conversation,
     Turn,
@@ -131,7 +133,8 @@ def _turns(given: Any) -> list[Turn]:
                 result = text_of(where, block.get("content"), TEXTS, "\n\n")
                 turns.append(Turn("tool", result, others={"tool_call_id": word_of(where, block, "tool_use_id")}))
             elif not isinstance(kind, str) or kind in OF_USERS or kind in ("thinking", "tool_use", "tool_result"):
-                raise invalid(where, f"this server reads no {str(kind)[:40]} in a message of the {role}")
+                why = f": {LANGUAGE_ALONE}" if kind in SEEN else ""
+                raise invalid(where, f"this server reads no {str(kind)[:40]} in a message of the {role}{why}")
             else:
                 others.add(kind)
         if role == "assistant":

@@ -445,9 +445,12 @@ class KernelStage:
         elif self.n_blocks:
             self._forward(rows, slices, taps, take, columns)
         if self.row_out.width > self.n_embd:  # the columns that are read behind these blocks
-            rows = np.concatenate(
-                [rows, *(x[:, self.row_in.place(one.name)] for one in self.row_out.columns[1:])], axis=1
-            )
+            made = self._blocks.cache_columns.made(self.caches, slices) if self.n_blocks else {}
+            others = [
+                own if (own := made.get(one.name)) is not None else x[:, self.row_in.place(one.name)]
+                for one in self.row_out.columns[1:]
+            ]
+            rows = np.concatenate([rows, *others], axis=1)
         return np.concatenate([rows, *seen]) if seen else rows
 
     def last_logits(self, ids: np.ndarray, slices: Slices) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from mdi.errors import Code, EngineError, LimitError, MdiError
-from mdi.model.spec import Attention, BlockSpec, Experts, ModelSpec
+from mdi.model.spec import BlockSpec, DeltaNet, Experts, LatentAttention, ModelSpec
 from mdi.spec.window import WindowOptions
 from mdi.stages.window_files import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
 from mdi.units import megabytes, size
@@ -125,10 +125,15 @@ def _work_per_row(block: BlockSpec, n_embd: int) -> int:
     width = block.dense.width
     if isinstance(mlp, Experts):
         experts, width = 3 * n_embd, max(width, mlp.shared.width if mlp.shared else 0)
-    if not isinstance(mixer, Attention):
+    if isinstance(mixer, DeltaNet):
         return 0  # the kernels do not compute it
-    wide = mixer.n_head * mixer.head_size
-    heads = wide + 2 * mixer.n_groups * mixer.head_size
+    if isinstance(mixer, LatentAttention):
+        queries, values = mixer.nope_size + mixer.rope_size, 2 * mixer.kv_rank + mixer.rope_size
+        heads = mixer.n_head * (queries + values) + (mixer.q_rank or 0) + mixer.kv_rank + mixer.rope_size
+        wide = mixer.n_head * mixer.value_size
+    else:
+        wide = mixer.n_head * mixer.head_size
+        heads = wide + 2 * mixer.n_groups * mixer.head_size
     return 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
 
 

@@ -1,6 +1,7 @@
 """The division of every block among nodes: query heads and MLP columns, shared over the nodes of a group.
 
-Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group.
+Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group. Latent rows
+are of all heads, so each node computes and keeps the same ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Range, skipped
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Alibi, Attention, BlockSpec, Dense, Experts, ModelSpec
+from mdi.model.spec import Alibi, Attention, BlockSpec, Dense, Experts, LatentAttention, Mixer, ModelSpec
 
 COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
 ROWS_TOGETHER = 16  # of the head
@@ -103,10 +104,15 @@ class BlockShare:
     block: BlockSpec
 
     @property
-    def mixer(self) -> Attention:
+    def mixer(self) -> Attention | LatentAttention:
         mixer = self.block.mixer
-        assert isinstance(mixer, Attention)  # the others are not shared out
+        assert isinstance(mixer, Attention | LatentAttention)  # the others are not shared out
         return mixer
+
+    @property
+    def n_per_group(self) -> int:
+        """Heads of queries that share keys and values."""
+        return self.mixer.queries_per_group if isinstance(self.mixer, Attention) else self.mixer.n_head
 
     @property
     def heads(self) -> Range:
@@ -116,7 +122,7 @@ class BlockShare:
     def groups(self) -> Range:
         """Groups of keys and values that its heads read; without heads one group, which is not read."""
         first, end = self.heads
-        n = self.mixer.queries_per_group
+        n = self.n_per_group
         if first == end:
             return 0, 1
         return first // n, -(-end // n)
@@ -137,18 +143,19 @@ class BlockShare:
     def counts_group(self, group: int) -> bool:
         """Whether this node is the first that holds a group: sums over all groups have it once."""
         first, end = self.heads
-        return first < end and group * self.mixer.queries_per_group >= first
+        return first < end and group * self.n_per_group >= first
 
     def spec(self) -> BlockSpec:
         """The block that computes this share."""
-        (first, end), n, positions = self.heads, self.mixer.queries_per_group, self.mixer.positions
-        mixer = replace(
-            self.mixer,
-            n_head=end - first,
-            n_groups=self.groups[1] - self.groups[0],
-            positions=replace(positions, first=first) if isinstance(positions, Alibi) else positions,
-            share=(n, first % n if first < end else 0),
-        )
+        (first, end), n, positions = self.heads, self.n_per_group, self.mixer.positions
+        mixer: Mixer = replace(self.mixer, n_head=end - first)
+        if isinstance(mixer, Attention):
+            mixer = replace(
+                mixer,
+                n_groups=self.groups[1] - self.groups[0],
+                positions=replace(positions, first=first) if isinstance(positions, Alibi) else positions,
+                share=(n, first % n if first < end else 0),
+            )
         if isinstance(self.block.mlp, Dense):
             return replace(self.block, mixer=mixer, mlp=_of_width(self.block.mlp, self.columns(self.block.mlp.width)))
         mlp = self.block.mlp
@@ -278,7 +285,18 @@ def piece_of(name: str, share: Share) -> Piece | None:
     return WHOLE
 
 
+def _of_latents(layer: str, own: BlockShare, mixer: LatentAttention) -> Piece:
+    """What makes latent rows, and compressed ones of queries, is whole."""
+    rows = {"attn.kv_b_proj": mixer.nope_size + mixer.value_size}
+    rows |= dict.fromkeys(("attn.q_proj", "attn.q_b_proj"), mixer.nope_size + mixer.rope_size)
+    if layer == "attn.proj":
+        return Piece(columns=_times(own.heads, mixer.value_size))
+    return Piece(rows=(_times(own.heads, rows[layer]),)) if layer in rows else WHOLE
+
+
 def _of_attention(layer: str, what: str, own: BlockShare) -> Piece | None:
+    if isinstance(own.mixer, LatentAttention):
+        return _of_latents(layer, own, own.mixer)
     mixer, size = own.mixer, own.mixer.head_size
     heads, groups = _times(own.heads, size), _times(own.groups, size)
     if layer == "attn.qkv":

@@ -65,6 +65,17 @@ struct MdiAttention {
   float scale, softcap;       // softcap 0: none
 };
 
+// Latent attention: keys and values of all heads come from one row of kv_rank numbers, which lies in the caches with the key that
+// all heads rotate. MdiAttention has what it has in common with others: one group of keys of kv_rank + rope_n_elem numbers, which
+// qkv makes.
+struct MdiLatent {
+  MdiNorm norm_q, norm_kv;
+  MdiMatrix q_a, q_b;            // without q_a, q_b reads what qkv reads
+  const MdiMatrix *up_k, *up_v;  // of each head, in floats: nope_size numbers -> kv_rank, and kv_rank -> value_size
+  int32_t kv_rank;               // 0: the block has other attention
+  int32_t nope_size, value_size, reserved;
+};
+
 struct MdiExperts {
   MdiMatrix router;         // float32; null without experts
   MdiNorm norm_router, norm, norm_behind, norm_behind_shared;  // with these, experts and router read rows without norm_2
@@ -72,8 +83,8 @@ struct MdiExperts {
   const float* scales;      // n factors of the experts' weights, or null
   const MdiMlp* experts;    // n of them
   int32_t n, n_used;
+  int32_t n_groups, n_used_groups, n_scores;  // only those groups are used whose largest n_scores sums add up to most; one is none
   float scale;
-  int32_t reserved;
 };
 
 // What a block adds behind its MLP: norm(proj(act(gate x) * column)).
@@ -89,6 +100,7 @@ enum MdiResidual { kSequential = 0, kParallel = 1, kBehind = 2 };  // kBehind: n
 struct MdiBlock {
   MdiNorm norm_1, post_attention_norm, norm_2, post_mlp_norm;
   MdiAttention attention;
+  MdiLatent latent;
   MdiMlp mlp;  // also the shared expert, where there are experts
   MdiExperts experts;
   MdiGated gated;

@@ -266,6 +266,7 @@ struct Shape {
   int format, cache_type;
   bool layer_norm, parallel, interleaved, experts, window;
   bool gated;  // and values made of keys, norms of experts, and a scalar
+  bool latent = false;  // and experts in groups
 };
 
 // One block of attention and MLP or experts, with everything that the shape asks for.
@@ -274,6 +275,7 @@ struct Stage {
   std::vector<Weight*> weights;
   std::vector<Floats*> floats;
   std::vector<MdiMlp> experts;
+  std::vector<MdiMatrix> up_k, up_v;
   MdiBlock block{};
   MdiStage stage{};
   Floats cos, sin;
@@ -299,6 +301,7 @@ struct Stage {
       block.experts.router = weights.back()->matrix, block.experts.experts = experts.data();
       block.experts.n = 5, block.experts.n_used = 2, block.experts.scale = 1.0f;
     }
+    if (s.latent) make_latent(s);
     if (s.gated) {
       attention.norm_v = norm(20, false);
       block.gated = {matrix(s, 21, 72), matrix(s, 72, 21), norm(72, false), kGeluTanh, 3};
@@ -322,6 +325,27 @@ struct Stage {
   }
   Stage(const Stage&) = delete;
 
+  void make_latent(const Shape& s) {
+    MdiAttention& attention = block.attention;
+    MdiLatent& of = block.latent;
+    of.kv_rank = 32, of.nope_size = 20, of.value_size = 12;
+    attention.n_groups = 1, attention.head_size = 48, attention.rope_n_elem = 16, attention.rope_interleaved = true;
+    attention.qkv = matrix(s, 48, 72), attention.proj = matrix(s, 72, 4 * 12);
+    of.norm_q = norm(40, false), of.norm_kv = norm(32, false);
+    of.q_a = matrix(s, 40, 72), of.q_b = matrix(s, 4 * (20 + 16), 40);
+    for (int h = 0; h < 4; h++) {
+      weights.push_back(new Weight(random, kBf16, 32, 20)), up_k.push_back(weights.back()->matrix);
+      weights.push_back(new Weight(random, kBf16, 12, 32)), up_v.push_back(weights.back()->matrix);
+    }
+    of.up_k = up_k.data(), of.up_v = up_v.data();
+    if (!s.experts) return;
+    experts.push_back(mlp(s));
+    weights.push_back(new Weight(random, kFloat32, 6, 72));
+    block.experts.router = weights.back()->matrix, block.experts.experts = experts.data(), block.experts.n = 6;
+    block.experts.correction = norm(6, false).weight;
+    block.experts.n_groups = 3, block.experts.n_used_groups = 2, block.experts.n_scores = 2;
+  }
+
   MdiNorm norm(int n, bool with_bias) {
     floats.push_back(new Floats(random.numbers(n, 0.5f, 1.0f)));
     const float* weight = floats.back()->data();
@@ -342,7 +366,8 @@ struct Stage {
   // brought into one number of row kBadRow of the first one, unless it is zero.
   Floats run(const Context& context, const std::vector<int>& pieces, float bad = 0) {
     int n_pages = (kLength + kPage - 1) / kPage, items[] = {4, 2, 2, 1};
-    int64_t slot = (int64_t)(20 + 32) * kPage * items[block.attention.cache_type] + (block.attention.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
+    int numbers = block.latent.kv_rank ? block.attention.head_size : 20 + 32;
+    int64_t slot = (int64_t)numbers * kPage * items[block.attention.cache_type] + (block.attention.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
     int64_t page_bytes = 2 * ((slot + 63) / 64 * 64);
     uint8_t* pool = (uint8_t*)std::aligned_alloc(64, 2 * n_pages * page_bytes);
     std::memset(pool, 0xff, 2 * n_pages * page_bytes);  // numbers that would show
@@ -401,6 +426,9 @@ int main(int argc, char** argv) {
       {"q6_k-window", kQ6_k, kCacheInt8, false, false, false, false, true, false},
       {"float32-gated", kFloat32, kCacheFloat32, false, false, false, false, false, true},
       {"int4-experts-gated", kInt4, kCacheInt8, false, false, false, true, false, true},
+      {"float32-latent", kFloat32, kCacheFloat32, false, false, false, false, false, false, true},
+      {"bf16-latent", kBf16, kCacheFp16, false, false, false, true, false, false, true},
+      {"int8-latent", kInt8, kCacheInt8, false, false, false, true, false, false, true},
   };
   std::istringstream sets(mdi_instruction_sets());
   int left = argc > 1 ? std::atoi(argv[1]) : 100;
