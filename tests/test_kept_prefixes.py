@@ -62,7 +62,7 @@ def ask(made: InProcessRing, ids: list[int], owner: str | None = "a") -> Text:
 
 
 def all_files(folders: list[Path]) -> list[Path]:
-    return sorted(path for folder in folders for path in folder.rglob("*.kv"))
+    return sorted({path for folder in folders for path in folder.rglob("*.kv")})
 
 
 @pytest.mark.parametrize("family", [LLAMA, GEMMA, LATENT])
@@ -257,7 +257,7 @@ class Disk:
                 monkeypatch.setattr(of, name, call)
 
 
-N_TRIALS = int(os.environ.get("TRIALS", "30"))
+N_TRIALS = int(os.environ.get("TRIALS", "12"))
 
 
 @pytest.mark.parametrize("seed", range(N_TRIALS))
