@@ -125,11 +125,6 @@ LARGE: dict[str, tuple[float, float, float]] = {
     "moonshotai/Moonlight-16B-A3B": (15.29 + 0.671, 2.24 + 0.336, 0.01),  # of its report, and embedding and head
     **{f"moonshotai/Kimi-K2-Instruct{one}": (1026, 32, 0.015) for one in ("", "-0905")},
     "MiniMaxAI/MiniMax-M2": (228.7, 10, 0.06),
-    "zai-org/GLM-4.7-Flash": (30, 3, 0.2),  # without the block that predicts further tokens; theirs are rounded
-    **{f"deepseek-ai/DeepSeek-{name}": (671, 37, 0.02) for name in ("V3", "V3-0324", "R1", "R1-0528", "V3.1")},
-    "moonshotai/Kimi-K2-Instruct": (1026, 32, 0.03),
-    "moonshotai/Kimi-K2-Instruct-0905": (1026, 32, 0.03),
-    "moonshotai/Moonlight-16B-A3B": (16, 2.8, 0.2),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (80, 3.56, 0.01),
     "Qwen/Qwen3.5-35B-A3B": (35, 3, 0.02),  # without the parts that see
     "Qwen/Qwen3.5-122B-A10B": (122, 9.4, 0.05),

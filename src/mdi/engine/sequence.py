@@ -106,11 +106,13 @@ class TextAdapter(NamedTuple):
     Attributes:
         sha256: of what it does.
         n_virtual: positions before those of a text, whose rows the nodes know.
+        number: by which the nodes know it; 0: they do not.
         side: a side network, which is the starter's alone: the nodes know nothing of it.
     """
 
     sha256: str
     n_virtual: int = 0
+    number: int = 0
     side: Side | None = None
 
 

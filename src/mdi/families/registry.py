@@ -193,4 +193,4 @@ def _as_read(value: Any) -> Any:
 def places_of(config: ModelConfig, layer: str) -> list[Held]:
     """What holds a layer of ours in a block, in any family: adapters name the modules of the model that they were made for."""
     found = [family.names(config).block.get(layer) for family in FAMILIES.values()]
-    return list({where.modules: where for where in (held(one) for one in found if one)}.values())
+    return list({(where.modules, where.heads): where for where in (held(one) for one in found if one)}.values())

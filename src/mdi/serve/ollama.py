@@ -82,6 +82,7 @@ class _Asked(ChatRequest):
     """A request, read from its body. One that says nothing, in the field PARAM, has the model loaded."""
 
     PARAM = "messages"
+    streams_calls = False  # arguments are objects
 
     def _read(self, kind: type[Any], body: Any) -> Any:
         """The fields, after those have been set that all requests have."""

@@ -225,7 +225,7 @@ class ParallelOptions:
 SIDE_FILE = "side.safetensors"  # in the folder of a side network
 
 
-def _is_side(adapter: str) -> bool:
+def is_side(adapter: str) -> bool:
     """Whether NAME=DIR has a side network, and no adapter in PEFT's form."""
     folder = Path(adapter.partition("=")[2]).expanduser()
     return (folder / SIDE_FILE).is_file() and not (folder / "adapter_config.json").is_file()
@@ -347,13 +347,13 @@ class StarterOptions(Requested):
     @property
     def in_peft_form(self) -> tuple[str, ...]:
         """Adapters in PEFT's form."""
-        return tuple(one for one in self.named_adapters if not _is_side(one))
+        return tuple(one for one in self.named_adapters if not is_side(one))
 
     @property
     def sides(self) -> dict[str, Path]:
         """Folders of side networks by their names; "": of all texts. Raises UsageError if that one is not alone."""
         if len(self.named_adapters) == len(self.adapter):
-            named = (one.partition("=") for one in self.named_adapters if _is_side(one))
+            named = (one.partition("=") for one in self.named_adapters if is_side(one))
             return {name: Path(folder).expanduser() for name, _, folder in named}
         if len(self.adapter) > 1:
             given = " and ".join(self.adapter)

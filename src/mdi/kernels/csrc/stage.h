@@ -10,8 +10,12 @@
 #include "adapters.h"
 
 namespace MDI_NS {
-
 constexpr int kMostThreads = 256;
+}
+
+#include "delta.h"
+
+namespace MDI_NS {
 
 // Memory of a stage that every frame uses again. Grows with the largest frame.
 struct Scratch {
@@ -20,12 +24,13 @@ struct Scratch {
     Buffer<const float*> bias;
     Buffer<int32_t> position;
   };
-  Buffer<float> normed, heads, attended, gate, up, result, chosen, expert, shifted;
+  Buffer<float> normed, heads, attended, out_gate, gate, up, result, chosen, expert, shifted;
   Buffer<float> router, corrected, of_groups, probability;
   Buffer<float> low, queries, absorbed, latents;
   Buffer<int32_t> choice, adapter, taken;
   Buffer<float> floats;
   ByteRows bytes;
+  DeltaScratch delta;
   PerThread threads[kMostThreads];
 };
 
@@ -95,15 +100,47 @@ class Runner {
   // x (n, n_embd) -> y: what attention makes of the normed rows, before the norm that may follow it.
   void attention_half(const MdiBlock& block, const float* x, float* y) {
     if (block.latent.kv_rank) return latent_half(block, x, y);
-    float* heads = scratch_.heads.of((size_t)n_ * block.attention.qkv.n_out);
-    project(block, x, heads);
-    attend_heads(block, heads, y);
+    if (block.delta.n_head) return delta_half(block, x, y);
+    const MdiAttention& of = block.attention;
+    float* heads = scratch_.heads.of((size_t)n_ * of.qkv.n_out);
+    float* gate = of.out_gate.data ? scratch_.out_gate.of((size_t)n_ * of.out_gate.n_out) : nullptr;
+    project(block, x, heads, gate);
+    attend_heads(block, heads, y, gate);
   }
 
-  // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions.
-  void project(const MdiBlock& block, const float* x, float* heads) {
+  // The same of a block with a gated delta net.
+  void delta_half(const MdiBlock& block, const float* x, float* y) {
+    const MdiDelta& of = block.delta;
+    int size = of.v_size, wide = of.n_head * size;
+    float* qkv = scratch_.heads.of((size_t)n_ * of.qkv.n_out);
+    float* out_gate = scratch_.out_gate.of((size_t)n_ * wide);
+    float* gates = scratch_.router.of((size_t)n_ * of.gates.n_out);
+    float* given = scratch_.attended.of((size_t)n_ * wide);
     const float* normed = normalized(block.norm_1, x);
-    multiply(block.attention.qkv, normed, n_, heads);
+    Products products;
+    products.add(of.qkv, qkv), products.add(of.out_gate, out_gate), products.add(of.gates, gates);
+    multiply(products, normed, n_);
+    DeltaStates(of, stage_, frame_, team_, scratch_.delta).take_in(qkv, gates, given);
+    team_.run_rows(n_, [&](int m, int) {
+      for (int h = 0; h < of.n_head; h++) {
+        float* head = given + (int64_t)m * wide + h * size;
+        normalize(of.norm, head, size, head);
+        for (int i = 0; i < size; i += 16) {
+          F z = load_part(out_gate + (int64_t)m * wide + h * size + i, size - i);
+          store_part(head + i, mul(load_part(head + i, size - i), activate(z, kSilu)), size - i);
+        }
+      }
+    });
+    multiply(of.proj, given, n_, y);
+  }
+
+  // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions; gate: of what heads give, or null.
+  void project(const MdiBlock& block, const float* x, float* heads, float* gate = nullptr) {
+    const float* normed = normalized(block.norm_1, x);
+    Products products;
+    products.add(block.attention.qkv, heads);
+    if (gate) products.add(block.attention.out_gate, gate);
+    multiply(products, normed, n_);
     adapt(block, kQkv, normed, heads, block.attention.qkv.n_out);
   }
 
@@ -137,13 +174,14 @@ class Runner {
     adapt(block, kAttentionProj, attended, y, stage_.n_embd);
   }
 
-  // heads as `project` gives them, changed in place -> y (n, n_embd).
-  void attend_heads(const MdiBlock& block, float* heads, float* y) {
+  // heads as `project` gives them, changed in place, and gate -> y (n, n_embd).
+  void attend_heads(const MdiBlock& block, float* heads, float* y, const float* gate = nullptr) {
     const MdiAttention& of = block.attention;
     int width = of.qkv.n_out, wide = of.n_head * of.head_size;
     prepare_heads(of, heads, width);
     float* attended = scratch_.attended.of((size_t)n_ * wide);
     attend_slices(of, heads, width, attended, wide);
+    if (gate) open_gates(gate, attended, wide, wide);
     multiply(of.proj, attended, n_, y);
     adapt(block, kAttentionProj, attended, y, stage_.n_embd);
   }
@@ -191,7 +229,7 @@ class Runner {
     const uint8_t* next_block = b + 1 < stage_.n_blocks ? stage_.blocks[b + 1].attention.qkv.data : nullptr;
     switch (what) {
       case kAttentionShare:
-        if (block.attention.n_head) attention_half(block, frame_.rows, y);
+        if (block.attention.n_head || block.delta.n_head) attention_half(block, frame_.rows, y);
         else std::memset(y, 0, sizeof(float) * (size_t)n_floats);
         return true;
       case kMlpShare:
@@ -221,11 +259,12 @@ class Runner {
 
   // Weights in one format each that read the same rows, and where their results go.
   struct Products {
+    static constexpr int kMostProducts = 3 * kMostPieces;
     struct One {
       const MdiMatrix* w;
       Out out;
     };
-    One all[2 * kMostPieces];
+    One all[kMostProducts];
     int n = 0;
 
     void add(const MdiMatrix& w, float* y) {
@@ -239,7 +278,7 @@ class Runner {
     const Products::One* all = products.all;
     for (int at = 0, end; at < products.n; at = end) {
       Rows rows = prepared(*all[at].w, x, n);
-      int first[2 * kMostPieces], total = 0;
+      int first[Products::kMostProducts], total = 0;
       for (end = at; end < products.n && read_the_same(*all[at].w, *all[end].w); end++) {
         first[end - at] = total;
         total += n_pieces(*all[end].w);
@@ -312,6 +351,17 @@ class Runner {
         const MdiLowRank& part = stage_.low_rank[i];
         if (part.adapter == adapter[m] && part.layer == layer)
           add_low_rank(part, x + (int64_t)m * part.n_in, y + (int64_t)m * width + part.first);
+      }
+    });
+  }
+
+  // y (n, width) *= sigmoid of gate (n, n_gates): each of its own, or all of a row by one. Not finite where the gate is not.
+  void open_gates(const float* gate, float* y, int width, int n_gates) {
+    team_.run_rows(n_, [&](int m, int) {
+      float* row = y + (int64_t)m * width;
+      for (int i = 0; i < width; i += 16) {
+        F g = n_gates == 1 ? splat(gate[m]) : load_part(gate + (int64_t)m * width + i, width - i);
+        store_part(row + i, mul(load_part(row + i, width - i), add(sigmoid(g), sub(g, g))), width - i);
       }
     });
   }
@@ -566,6 +616,11 @@ class Runner {
     int width = stage_.n_embd, n_expert = of.n, k = of.n_used;
     bool is_apart = of.norm_router.weight;
     if (block.mlp.fc_1.data) mlp(block.mlp, x, n_, y);
+    if (of.shared_gate.data) {
+      float* gate = scratch_.router.of((size_t)n_);
+      multiply(of.shared_gate, x, n_, gate);
+      open_gates(gate, y, width, 1);
+    }
     if (is_apart) {
       normalize_rows(of.norm_behind_shared, y);
       x = normalized(of.norm_router, before);
