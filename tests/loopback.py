@@ -15,6 +15,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from families import CONTEXT
+from mdi.engine.kept_prefixes import KeptFiles, PrefixTask, RingPrefixes
 from mdi.engine.memory import CacheMemory
 from mdi.engine.rows import TensorRows
 from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
@@ -221,10 +222,17 @@ class InProcessRing:
         n_frames: int | None = None,
         wire: str = "auto",
         kv_dtype: torch.dtype = torch.float32,
+        files: Sequence[KeptFiles] = (),
+        seed: str = "",
+        owner_folder: Callable[[str], str] = str,
+        owners: Sequence[str] = (),
+        stages: list[Stage] | None = None,
     ) -> None:
         cuts = even_cuts(gpt.config.n_layer, n_nodes) if cuts is None else cuts
         self.wire = wire
-        self.stages = stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype)
+        self.stages = stages or stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype)
+        self.tasks: queue.SimpleQueue[PrefixTask] = queue.SimpleQueue()  # that came back to the starter
+        self._files = files
         self.nodes = Nodes(n_nodes, capacity=n_frames) if n_nodes > 1 else None
         self.ring = self.nodes.rings[0] if self.nodes else LoopbackRing(n_frames or 1)
         self.endings: dict[int, BaseException | None] = {}
@@ -237,6 +245,15 @@ class InProcessRing:
         assert isinstance(starter, StarterStage)
         scheduler = Scheduler(chunk_rows=chunk_rows, memory=memory, decode_rows=decode_rows)
         self.engine = StarterEngine(starter, scheduler, max_length, TensorRows(CPU, torch.float32), wire)
+        if files:
+            self.engine.prefixes = RingPrefixes(files[0], starter.caches, seed, 2, owner_folder, owners)
+            answered, tasks = scheduler.answered, self.tasks
+
+            def note(number: int, task: PrefixTask) -> None:
+                answered(number, task)
+                tasks.put(task)
+
+            scheduler.answered = note  # type: ignore[method-assign]
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, then: Callable[[], object] | None = None) -> Text:
         """`then` is called by the engine's thread for each token; True ends the text."""
@@ -245,6 +262,18 @@ class InProcessRing:
 
     def run(self) -> None:
         self.engine.run(self.ring)
+
+    def keep(self) -> None:
+        """Be idle until the end of a text, and all before it, is on the disks."""
+        thread = threading.Thread(target=self.engine.run, args=(self.ring, False))
+        thread.start()
+        while not (task := self.tasks.get(timeout=DEADLINE_S)).is_end:
+            pass
+        self.engine.leave(self.ring.epoch)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive() and task.is_done
+        self.engine.leave(-1)
+        assert all([one.flush(DEADLINE_S) for one in self._files])
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Text]:
         texts = [self.submit(p, params) for p in prompts]
@@ -271,7 +300,9 @@ class InProcessRing:
         assert self.nodes is not None
         ring, seat = self.nodes.rings[index], self.nodes.seats[index]
         is_last = index == seat.n_nodes - 1
-        loop = SecondaryLoop(self.stages[index], TensorRows(CPU, torch.float32), ring, is_last, self.wire)
+        stage = self.stages[index]
+        answer = (lambda task: self._files[index].answer(task, stage.caches)) if self._files else None
+        loop = SecondaryLoop(stage, TensorRows(CPU, torch.float32), ring, is_last, self.wire, answer=answer)
         self.endings[index] = None
         try:
             loop.run()

@@ -30,6 +30,8 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import shapes_of
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
+from mdi.engine.kept_prefixes import FILL, FIND, KEEP, KeptFiles, PrefixTask, Secrets
+from mdi.engine.memory import page_keys
 from mdi.engine.rows import ArrayRows
 from mdi.errors import CheckpointError, EngineError, RingError
 from mdi.families.registry import FAMILIES
@@ -534,3 +536,29 @@ def test_a_plan_counts_what_states_take_and_what_each_token_reads_and_writes() -
     assert sum(one.cache_bytes(100_000) for one in states) == 30 * (2 * state + (64 + 64 + 3) * row)
     assert pages[0].cache_bytes(100_000) > states[0].cache_bytes(100_000) > pages[0].cache_bytes(1000)
     assert 34.6e9 < sum(math.prod(shape) for shape in shapes_of(config).values()) < 34.7e9
+
+
+def test_kept_states_go_on_as_if_nothing_had_ended(tmp_path: Path) -> None:
+    """From files of an ended text, at the end of its last whole page; without one of them nothing is filled."""
+    source, rng = open_source(FOLDER / "qwen3_5"), random.Random(1)
+    ids = [rng.randrange(1, 320) for _ in range(250)]
+    stages, other = (stages_of(source, [0, 3, 5], 400) for _ in range(2))
+    for at in range(0, 200, 50):
+        rows_of(stages, ids[at : at + 50], at, 1)
+    keys, owner = page_keys("", ids[:200]), f"{'0' * 16}-{'0' * 16}"
+    keep = PrefixTask(KEEP, 1, 0, owner, b"".join(keys).hex(), 8, 0, 192, is_end=True)
+    files = KeptFiles(tmp_path, 1 << 30, Secrets(tmp_path, None), lambda: 1 << 40, 1e12)
+    for stage in stages:
+        assert files.answer(keep, stage.caches).is_done
+    assert files.flush(60)
+    find = replace(keep, kind=FIND, ends=f"{(1 << len(keys)) - 1:x}")
+    for stage in other:
+        find = files.answer(find, stage.caches)
+    assert find.possible == 1 << 5, "a state has one end only"
+    for stage in other:
+        assert files.answer(replace(keep, kind=FILL), stage.caches).is_done
+    found = rows_of(other, ids[192:], 192, 1)
+    assert np.abs(found - Texts(source).logits(ids)[192:]).max() < CLOSE
+    files.close()
+    next(path for path, *_ in files.files()).unlink()
+    assert not all([files.answer(find, stage.caches).possible for stage in other])

@@ -164,7 +164,8 @@ def _made_node(
     weights = model.open_source(path) if path is not None else None
     cache_dir = options.cache_dir or default_cache_dir()
     node = SecondaryNode(
-        config, weights, cache_dir, asked, options.kv_memory, model, options.cache_size, memory, keys
+        config, weights, cache_dir, asked, options.kv_memory, model, options.cache_size, memory, keys,
+        prefix_dir=options.prefix_dir,
     )  # fmt: skip
     return node, weights
 

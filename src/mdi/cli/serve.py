@@ -67,8 +67,10 @@ def run(options: Options, cancel: Cancel) -> int:
     if options.nodes is not None:
         refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
     found = with_machines(options)
-    options = replace(options, key=found.key)
     settings = serve_settings(options)
+    owners = tuple((key.name, key.digest) for key in settings.keys)
+    realm = str(options.api_key_file or "") if owners else ""
+    options = replace(options, key=found.key, prefix_owners=owners, prefix_realm=realm)
     with Discovery(found, cancel) as discovery:
         return _run_api(options, settings, discovery, cancel)
 

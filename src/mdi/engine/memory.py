@@ -8,11 +8,15 @@ Pure: from the nodes' reports to numbers; which caches exist, which one fits bes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from mdi.model.caches import CHUNK_ROWS, PAGE, CacheClass, cut_to
 from mdi.units import size
+
+_PAGE_IDS = struct.Struct(f"<{PAGE}Q")
 
 KEPT_SHARE = 0.25  # share of a node's memory for caches; the rest is for growing texts
 
@@ -88,6 +92,7 @@ class Kept:
         owner: only sequences of the same owner, with the same adapter, may continue from them (`Sequence.kept_for`).
         n_bytes: on each node.
         n_reached: position behind the furthest row that the nodes had; behind those of `ids` there may be void ones.
+        keys: of its whole pages.
     """
 
     seq_id: int
@@ -95,6 +100,7 @@ class Kept:
     ids: tuple[int, ...]
     n_bytes: tuple[int, ...]
     n_reached: int = 0
+    keys: tuple[bytes, ...] = ()
 
 
 class Prefixes:
@@ -103,13 +109,14 @@ class Prefixes:
     Args:
         memory: of the ring that has them; says where they can be cut.
         share: of each node's memory, that they may take.
+        seed: of their pages' keys.
     """
 
-    def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE) -> None:
+    def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE, seed: str = "") -> None:
+        self._seed = seed
         self._memory = memory
         self._kept: dict[int, Kept] = {}
-        # (owner, hash of the first pages' ids) -> those that begin so
-        self._by_pages: dict[tuple[str, int], list[int]] = {}
+        self._by_pages: dict[bytes, list[int]] = {}  # those that begin with the pages of this key
         self._limits = [share * node.limit_bytes for node in memory.nodes]
         self.total = [0] * len(memory.nodes)
 
@@ -120,9 +127,10 @@ class Prefixes:
         """Keep one more; those that are given up for it: its own beginnings, where it can be cut to them, and the oldest where
         the share is full.
         """
+        kept = replace(kept, keys=tuple(self.keys(kept.owner, kept.ids)))
         needless = [
             other
-            for key in _page_keys(kept.owner, kept.ids)
+            for key in kept.keys
             for other in self._by_pages.get(key, ())
             if (ids := self._kept[other].ids) == kept.ids[: len(ids)] and self._cut_to(kept, len(ids)) == len(ids)
         ]
@@ -130,7 +138,7 @@ class Prefixes:
         for seq_id in gone:
             self.drop(seq_id)
         self._kept[kept.seq_id] = kept
-        for key in _page_keys(kept.owner, kept.ids):
+        for key in kept.keys:
             self._by_pages.setdefault(key, []).append(kept.seq_id)
         self._count(kept, 1)
         while any(n > limit for n, limit in zip(self.total, self._limits, strict=True)):
@@ -143,7 +151,7 @@ class Prefixes:
         The last token is never among them: its row gives the first new one.
         """
         by_pages: list[list[int]] = []
-        for key in _page_keys(owner, ids):
+        for key in self.keys(owner, ids):
             if not (found := self._by_pages.get(key)):
                 break
             by_pages.append(found)
@@ -163,9 +171,18 @@ class Prefixes:
     def _cut_to(self, kept: Kept, n: int) -> int:
         return self._memory.cut_to(max(len(kept.ids), kept.n_reached), n)
 
+    def keys(self, owner: str, ids: Sequence[int]) -> list[bytes]:
+        """Of the whole pages of a text."""
+        return page_keys(f"{self._seed}/{owner}", ids)
+
+    @property
+    def newest(self) -> Iterator[Kept]:
+        """The one used last comes first."""
+        return reversed(self._kept.values())
+
     def drop(self, seq_id: int) -> None:
         kept = self._kept.pop(seq_id)
-        for key in _page_keys(kept.owner, kept.ids):
+        for key in kept.keys:
             self._by_pages[key].remove(seq_id)
             if not self._by_pages[key]:
                 del self._by_pages[key]
@@ -182,12 +199,12 @@ class Prefixes:
             self.total[node] += sign * n_bytes
 
 
-def _page_keys(owner: str, ids: Sequence[int]) -> list[tuple[str, int]]:
-    """For each whole page, a key for the ids up to its end. Equal keys are compared by their ids before they are used."""
-    keys, chain = [], 0
+def page_keys(seed: str, ids: Sequence[int]) -> list[bytes]:
+    """For each whole page, 16 bytes that stand for the seed and all ids up to its end: the same in every process."""
+    keys, key = [], hashlib.blake2b(seed.encode(), digest_size=16).digest()
     for end in range(PAGE, len(ids) + 1, PAGE):
-        chain = hash((chain, *ids[end - PAGE : end]))
-        keys.append((owner, chain))
+        key = hashlib.blake2b(key + _PAGE_IDS.pack(*ids[end - PAGE : end]), digest_size=16).digest()
+        keys.append(key)
     return keys
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
+from mdi.engine.kept_prefixes import FILL, FIND, KEEP, PrefixTask, RingPrefixes
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
@@ -24,6 +26,9 @@ from mdi.errors import Code, EngineError
 from mdi.model.caches import CHUNK_ROWS, PAGE, SLACK, UNKNOWN
 
 DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the limit of a link (net.wire.FRAME_ROWS)
+SNAPSHOT_EVERY = 4096  # tokens of a prompt
+SNAPSHOTS = 1 << 47  # ids of sequences from here on are those of snapshots; above are bits of adapters
+LEAST_FROM_DISK = 2  # pages more than memory has, for which nodes are asked
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
 # Guesses of one text that are under way, at most: any cache can be cut by SLACK positions, and a prefix of the ended text is to
@@ -105,6 +110,13 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()
         self._n_bare = 0  # of these, with guesses alone
         self._freed: list[int] = []
+        self.ring_prefixes: RingPrefixes | None = None  # that its nodes have on their disks; set between two runs
+        self._tasks: deque[PrefixTask] = deque()
+        self._asking: dict[int, Sequence] = {}  # whose beginnings nodes look for on their disks, or read
+        self._n_snapshots = 0
+        self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
+        self._n_on_disk: dict[int, int] = {}  # of each ended sequence, pages that the nodes were asked to keep
+        self.keeps_later = False  # nodes have enough to write at present
         self._by_prompt: dict[
             tuple[str | None, str, tuple[int, ...]], list[Sequence]
         ] = {}  # running ones; see `siblings`
@@ -200,11 +212,13 @@ class Scheduler:
             self._waiting.extendleft(reversed(self._running.values()))
             self._running.clear()
             self._by_prompt.clear()
-        self._prefilling = deque(self._running.values())
+        self._prefilling.clear()
         self._ready.clear()
         self._replays.clear()
         self._copies = []
         self._take_ring(n_frames, memory, n_places)
+        for sequence in self._running.values():
+            self._begin(sequence)
         events = self._end_misfits()
         self._freed = []
         return events
@@ -269,6 +283,7 @@ class Scheduler:
         n_known = len(self._in_flight)
         if n_known >= (self.n_frames if self.guesser is None else self.n_places):
             return None
+        self.keeps_later = self.keeps_later and not self._running
         if self._has_grown:
             while not self._holds(self._use.total):
                 self._preempt(next(reversed(self._running.values())))
@@ -278,6 +293,8 @@ class Scheduler:
             self._admit()
         for sequence in filter(self._awaits_prefix, self._prefilling):
             self._fork(sequence)
+        if self._tasks and n_known - self._n_bare < self.n_frames:
+            return self._planned(Plan(self.n_plans, (), (), task=self._tasks.popleft()))
         slices: list[PlannedSlice] = []
         is_replay, is_plain, n_guessed = False, False, self.n_guessed
         if n_known - self._n_bare < self.n_frames:
@@ -292,16 +309,22 @@ class Scheduler:
             slices = self._guess_slices()
         freed = tuple(seq_id for seq_id in self._freed if seq_id not in self.pinned)
         if not slices and not (freed and not self._in_flight):
-            return None
+            if self._in_flight or self._running or (task := self._task_to_keep()) is None:
+                return None
+            return self._planned(Plan(self.n_plans, (), (), task=task))
         for part in slices:
             if part.n_logits:
                 self._running[part.seq_id].n_flying += 1
-        copies, is_guessed = tuple(self._copies), is_guessed and bool(slices)
-        plan = Plan(self.n_plans, tuple(slices), freed, copies, is_replay, is_guessed, is_plain)
-        self.n_plans += 1
-        self._freed, self._copies = [seq_id for seq_id in self._freed if seq_id in self.pinned], []
-        self._in_flight.append(plan)
+        is_guessed = is_guessed and bool(slices)
+        copies = tuple(pair for pair in self._copies if pair[1] < SNAPSHOTS or pair[1] not in freed)
+        self._freed = [seq_id for seq_id in self._freed if seq_id in self.pinned]
+        self._copies, self._snapshots = self._snapshots, []
         self._n_bare += is_guessed
+        return self._planned(Plan(self.n_plans, tuple(slices), freed, copies, is_replay, is_guessed, is_plain))
+
+    def _planned(self, plan: Plan) -> Plan:
+        self.n_plans += 1
+        self._in_flight.append(plan)
         return plan
 
     def prompt_rows(self, number: int) -> int:
@@ -427,7 +450,13 @@ class Scheduler:
         self.n_frames, self.n_places = n_frames, max(n_frames, n_places)
         self.memory = memory
         self._use = CacheUse(memory)
-        self._prefixes = None if memory is None else Prefixes(memory, self._kept_share)
+        seed = "" if self.ring_prefixes is None else self.ring_prefixes.seed
+        self._prefixes = None if memory is None else Prefixes(memory, self._kept_share, seed)
+        self._tasks.clear()
+        self._asking.clear()
+        self._n_on_disk.clear()
+        if self.ring_prefixes is not None and self.ring_prefixes.owners:
+            self._tasks.append(self.ring_prefixes.owners)
         for sequence in self._running.values():
             self._count(sequence)
 
@@ -442,12 +471,22 @@ class Scheduler:
             for sequence in unit:  # which stand one after the other
                 self._waiting.popleft()
                 self._running[sequence.seq_id] = sequence
-                self._prefilling.append(sequence)
                 self._count(sequence)
                 sequence.siblings = self._by_prompt.setdefault(sequence.prompt_key, [])
-                if not any(self._can_lend(other, sequence) for other in sequence.siblings):
-                    self._reuse(sequence)
+                self._begin(sequence)
                 sequence.siblings.append(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Let it in without anything in caches: behind the prompt of another one, what is kept, or from its first token."""
+        earlier = itertools.takewhile(lambda one: one is not sequence, sequence.siblings)
+        if any(self._can_lend(other, sequence) for other in earlier):
+            self._prefilling.append(sequence)
+        elif (task := self._task_to_find(sequence)) is not None:
+            self._asking[sequence.seq_id] = sequence
+            self._tasks.append(task)
+        else:
+            self._reuse(sequence)
+            self._prefilling.append(sequence)
 
     def _can_lend(self, other: Sequence, sequence: Sequence) -> bool:
         """Whether another one's caches have the prompt that this one can share, or will have it."""
@@ -458,7 +497,9 @@ class Scheduler:
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether it computes nothing yet, because another one's frames already bring its prompt."""
-        return not sequence.n_sent and any(one.n_sent and self._can_lend(one, sequence) for one in sequence.siblings)
+        return not sequence.n_sent and any(
+            (one.n_sent or one.seq_id in self._asking) and self._can_lend(one, sequence) for one in sequence.siblings
+        )
 
     def _fork(self, sequence: Sequence) -> None:
         """Begin behind the prompt, if another one has sent that."""
@@ -471,13 +512,93 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Begin behind the part that this sequence has in common with an ended one."""
-        if self._prefixes is None or sequence.kept_for is None:
-            return
-        before = sequence.ids[: sequence.first_wanted + 1]  # from that row on, all are wanted
-        if (found := self._prefixes.find(sequence.kept_for, before)) is not None:
+        if (found := self._found_in_memory(sequence)) is not None:
             source, n = found
-            self._copies.append((source, sequence.seq_id))
+            pending = {new_id: old for old, new_id in self._copies}  # what is not copied yet is still the same there
+            self._copies.append((pending.get(source, source), sequence.seq_id))
             self.n_reused += sequence.begin_behind(n)
+
+    def _found_in_memory(self, sequence: Sequence) -> tuple[int, int] | None:
+        """See `Prefixes.find`."""
+        if self._prefixes is None or sequence.kept_for is None:
+            return None
+        before = sequence.ids[: sequence.first_wanted + 1]  # from that row on, all are wanted
+        return self._prefixes.find(sequence.kept_for, before)
+
+    # Prefixes on the nodes' disks
+
+    def _task_to_find(self, sequence: Sequence, n_pages: int | None = None) -> PrefixTask | None:
+        """To look for a beginning of a text, if it can be longer than what is in memory; the starter has looked already.
+
+        Args:
+            n_pages: of the beginning, at most; None: any number.
+        """
+        files = self.ring_prefixes
+        if files is None or self._prefixes is None or sequence.kept_for is None:
+            return None
+        keys = self._prefixes.keys(sequence.kept_for, sequence.ids[: sequence.first_wanted])[:n_pages]
+        in_memory = self._found_in_memory(sequence)
+        n_here = 0 if in_memory is None else in_memory[1] // PAGE
+        if len(keys) < n_here + LEAST_FROM_DISK:
+            return None
+        possible = (1 << len(keys)) - (1 << (n_here + LEAST_FROM_DISK - 1))
+        task = files.task(
+            FIND,
+            sequence.kept_for,
+            keys,
+            seq_id=sequence.seq_id,
+            n_evictions=sequence.n_evictions,
+            ends=f"{possible:x}",
+        )
+        return task if files.answer(task).possible else None
+
+    def answered(self, number: int, task: PrefixTask) -> None:
+        """A frame with a task is back. Raises EngineError: it is not the frame that is due."""
+        plan, _ = self.due(number)
+        if plan.task is None or plan.task.kind != task.kind:
+            raise EngineError(f"frame {number} came back with another task than it was sent with")
+        self._in_flight.popleft()
+        if task.kind == KEEP:
+            self._note_kept(task)
+            return
+        sequence = self._asking.get(task.seq_id) if task.kind in (FIND, FILL) else None
+        if sequence is not None and sequence.n_evictions == task.n_evictions:
+            self._go_on_with(sequence, task)
+
+    def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
+        if task.kind == FIND and task.possible:
+            stop = PAGE * task.possible.bit_length()
+            self._tasks.append(replace(task, kind=FILL, start=0, stop=stop))
+            return
+        if task.kind == FILL and not task.is_done:  # what was damaged is gone: a shorter one may be whole
+            self._freed.append(sequence.seq_id)
+            if (again := self._task_to_find(sequence, task.stop // PAGE - 1)) is not None:
+                return self._tasks.append(again)
+        del self._asking[sequence.seq_id]
+        if task.kind == FILL and task.is_done:
+            self.n_reused += sequence.begin_behind(task.stop)
+        else:
+            self._reuse(sequence)
+        self._prefilling.append(sequence)
+
+    def _task_to_keep(self) -> PrefixTask | None:
+        """The next run of an ended text that is in the nodes' memory and not on their disks; the newest text comes first."""
+        files = self.ring_prefixes
+        if files is None or self._prefixes is None or self.keeps_later:
+            return None
+        for kept in self._prefixes.newest:
+            n, begin = len(kept.keys), self._n_on_disk.get(kept.seq_id, 0)
+            if begin < n and n >= LEAST_FROM_DISK:
+                end = min(begin + files.run_pages, n)
+                return files.task(
+                    KEEP, kept.owner, kept.keys[:end], seq_id=kept.seq_id, start=begin * PAGE, stop=end * PAGE, is_end=end == n
+                )  # fmt: skip
+        return None
+
+    def _note_kept(self, task: PrefixTask) -> None:
+        self.keeps_later = not task.is_done
+        if task.is_done:
+            self._n_on_disk[task.seq_id] = task.stop // PAGE
 
     def _count(self, sequence: Sequence) -> None:
         self._has_grown |= self._use.count(sequence)
@@ -510,6 +631,7 @@ class Scheduler:
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
             del self._by_prompt[sequence.prompt_key]
+        self._asking.pop(sequence.seq_id, None)
         for queue in (self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
@@ -554,7 +676,7 @@ class Scheduler:
 
     @property
     def _n_decoding(self) -> int:
-        return len(self._running) - len(self._prefilling) - len(self._replays)
+        return len(self._running) - len(self._prefilling) - len(self._replays) - len(self._asking)
 
     def _share(self) -> int:
         # The sequences of each frame that continue when it is back; not frames with guesses alone.
@@ -623,7 +745,7 @@ class Scheduler:
             return []
         slices: list[PlannedSlice] = []
         budget, n_prompts = self.chunk_rows, len(self._prefilling)
-        if self.doubling_rows is not None and (n_decoding := len(self._running) - n_prompts):
+        if self.doubling_rows is not None and (n_decoding := len(self._running) - n_prompts - len(self._asking)):
             budget = min(budget, rows_beside(self.doubling_rows, n_prompts, n_decoding))
         waiting: deque[Sequence] = deque()  # for the rest of a prompt that another one sends
         while self._prefilling and budget:
@@ -636,8 +758,25 @@ class Scheduler:
             slices.append(part)
             if not sequence.in_prefill:
                 self._prefilling.popleft()
+            self._snapshot(sequence, part)
         self._prefilling.extendleft(reversed(waiting))
         return slices
+
+    def _snapshot(self, sequence: Sequence, part: PlannedSlice) -> None:
+        """Keep a copy of what a text has at the end of its prompt, and here and there in a long one, if it could not be cut to
+        that later: the next turn may go on otherwise from there.
+        """
+        n = sequence.n_sent
+        is_due = not sequence.in_prefill or part.start // SNAPSHOT_EVERY < n // SNAPSHOT_EVERY
+        if not is_due or self._prefixes is None or sequence.kept_for is None or sequence.cohort or n < SLACK:
+            return
+        if _cut_to(self.memory, sequence.n_positions, n) == n:
+            return
+        self._n_snapshots += 1
+        snapshot = SNAPSHOTS + self._n_snapshots
+        self._snapshots.append((sequence.seq_id, snapshot))  # behind the rows of this frame, before those of the next
+        kept = Kept(snapshot, sequence.kept_for, tuple(sequence.ids[:n]), self._use.needs(n), n)
+        self._freed += self._prefixes.add(kept)
 
     def _replay_slices(self) -> list[PlannedSlice]:
         """Rows that were sent before. A sequence with all of them continues, because frames do not overtake each other."""

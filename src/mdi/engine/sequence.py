@@ -21,6 +21,7 @@ from mdi.errors import Code, UsageError
 if TYPE_CHECKING:
     import numpy as np
 
+    from mdi.engine.kept_prefixes import PrefixTask
     from mdi.engine.pooling import Pool
 
 STREAM_STEP = 0x9E3779B97F4A7C15  # of SplitMix64
@@ -195,7 +196,7 @@ class Sequence:
     @property
     def kept_for(self) -> str | None:
         """Texts for which this is the same may continue from its caches once it has ended: its owner's with its adapter."""
-        return self.owner if self.owner is None or not self.adapter else f"{self.adapter}/{self.owner}"
+        return None if self.owner is None else f"{self.adapter}/{self.owner}"
 
     @property
     def prompt_key(self) -> tuple[str | None, str, tuple[int, ...]]:
@@ -345,7 +346,7 @@ class Plan:
     begin with a copy of another one's (sequence, new sequence).
 
     A replay has rows that only the nodes need which have lost their caches (net.wire.Frame). With `is_guessed` it has guesses
-    alone, with `is_plain` only last tokens, without guesses.
+    alone, with `is_plain` only last tokens, without guesses. With a task it has nothing else.
     """
 
     number: int
@@ -355,6 +356,7 @@ class Plan:
     is_replay: bool = False
     is_guessed: bool = False
     is_plain: bool = False
+    task: PrefixTask | None = None
 
 
 @dataclass(frozen=True)

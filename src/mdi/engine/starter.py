@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mdi.engine.cohort import Beams, Chooser, Cohort, Ended
+from mdi.engine.kept_prefixes import PrefixTask, RingPrefixes
 from mdi.engine.memory import CacheMemory
 from mdi.engine.pooling import Pool
 from mdi.engine.replay import SentRows
@@ -48,6 +49,7 @@ from mdi.spec.combinations import refuse
 
 logger = logging.getLogger(__name__)
 
+KEEP_AGAIN_S = 0.5  # after nodes had enough to write
 CERTAIN_ROWS = 16  # of a text in a frame, of tokens that were not drawn
 SCORED_ROWS = 64  # whose logits are in memory at the same time, of a text that is scored
 NOT_FINITE = (
@@ -338,6 +340,15 @@ class StarterEngine:
             self._wake()
 
     @property
+    def prefixes(self) -> RingPrefixes | None:
+        """What the nodes of the next ring have on their disks; None: nothing. Set between two runs."""
+        return self.scheduler.ring_prefixes
+
+    @prefixes.setter
+    def prefixes(self, prefixes: RingPrefixes | None) -> None:
+        self.scheduler.ring_prefixes = prefixes
+
+    @property
     def speculation(self) -> Speculation | None:
         return self._speculation
 
@@ -470,6 +481,11 @@ class StarterEngine:
     def _step(self, ring: Ring) -> None:
         speculation, begin = self._speculation, time.perf_counter()
         for plan in iter(self.scheduler.schedule, None):
+            if plan.task is not None:
+                assert self.scheduler.ring_prefixes is not None
+                ring.send(self.scheduler.ring_prefixes.answer(plan.task).frame(ring.epoch, plan.number))
+                begin = time.perf_counter()
+                continue
             if self.pace is not None:
                 self.pace.sent(plan, time.perf_counter())
             if speculation is not None and (not plan.is_plain or speculation.is_watching(plan.number)):
@@ -478,8 +494,13 @@ class StarterEngine:
                 speculation.sent(plan, now, now - begin)
             ring.send(self._compute(plan, ring))
             begin = time.perf_counter()
-        frame = ring.recv()
-        if frame is not None:
+        frame = ring.recv(KEEP_AGAIN_S if self.scheduler.keeps_later else None)
+        if frame is None:
+            self.scheduler.keeps_later = False
+        elif frame.is_task:
+            self.scheduler.answered(frame.number, PrefixTask.of(frame))
+            ring.release(frame)
+        else:
             tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
             self._deliver(self.scheduler.update(frame.number, tokens))
             if self._n_constrained and self.scheduler.guesser is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mdi.engine.kept_prefixes import PrefixTask
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.engine.rows import FrameRows, whole_rows
 from mdi.errors import RingEndedError, WireError
@@ -212,13 +213,15 @@ class SecondaryLoop:
         tapped: the stage, if outputs of blocks are wanted; None: they are not.
         is_hot: whether the next node has the same blocks, and gets the frames as they come: this one computes them as well, so
             that it can take the other's place.
+        answer: what this node does for a task about prefixes; None: it keeps none.
     """
 
     def __init__(
         self, stage: FrameStage, rows: FrameRows, ring: Ring, is_last: bool, wire: str = "auto", sent: SentRows | None = None,
         replay: str = COMPUTE, tapped: TappedStage | None = None, received: SentRows | None = None, is_hot: bool = False,
+        answer: Callable[[PrefixTask], PrefixTask] | None = None,
     ) -> None:  # fmt: skip
-        self._stage = stage
+        self._stage, self._answer = stage, answer
         self._tapped = TappedStage(stage, rows, (), 0, 0) if tapped is None else tapped
         self._rows = rows
         self._ring = ring
@@ -258,13 +261,20 @@ class SecondaryLoop:
             self._pass_on(frame)
 
     def _pass_on(self, frame: Frame) -> None:
-        if self._is_hot:
+        if frame.is_task:
+            self._ring.send(self._answered(frame))
+        elif self._is_hot:
             # The next node computes at the same time. This one keeps the rows that it would send in its place.
             self._ring.send(self._as_it_came(frame))
             self._compute(frame)
         else:
             self._ring.send(self._compute(frame))
         self._ring.release(frame)
+
+    def _answered(self, frame: Frame) -> Frame:
+        task = PrefixTask.of(frame)
+        done = replace(task, ends="0", is_done=False) if self._answer is None else self._answer(task)
+        return done.frame(frame.epoch, frame.number)
 
     def _as_it_came(self, frame: Frame) -> Frame:
         """The frame for the next node, which has the same blocks; rows of a replay only if that has lost its caches, too."""

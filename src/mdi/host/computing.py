@@ -25,7 +25,7 @@ from mdi.spec.model_id import Formats
 from mdi.spec.options import Requested
 
 # Of a run, or known from the rest.
-_NOT_OF_STAGES = ("threads", "wire_dtype", "silence_s", "n_spans", "cache_share", "why_torch")
+_NOT_OF_STAGES = ("threads", "wire_dtype", "silence_s", "n_spans", "cache_share", "keep_prefixes", "why_torch")
 
 
 @dataclass(frozen=True)

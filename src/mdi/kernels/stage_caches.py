@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mdi.errors import EngineError
-from mdi.model.caches import Place
+from mdi.model.caches import CacheClass, Place
 
 Entry = TypeVar("Entry")  # of one sequence in one store
 S = TypeVar("S", bound="Store[Any]")
@@ -62,6 +62,9 @@ class CacheRun:
 
 class Store(Protocol[Entry]):
     """The caches of all sequences in the blocks of one class."""
+
+    @property
+    def cache_class(self) -> CacheClass: ...
 
     @property
     def n_bytes(self) -> int:
@@ -113,7 +116,7 @@ class StageCaches(Generic[S]):
         stores: of each class.
         places: of each block; blocks that read the cache of another one have its place.
         numbers: of each block, the one in the model that writes this cache (`mdi.model.caches.cache_numbers`).
-        cache_type: what the caches hold.
+        cache_type: what the caches hold, as in CacheRun.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class StageCaches(Generic[S]):
     ) -> None:
         self.stores = list(stores)
         self._writers: dict[Place, int] = dict(zip(places, numbers, strict=True))
-        self._cache_type = cache_type
+        self.cache_type = cache_type
         self._sequences: dict[int, _Sequence] = {}
 
     def __len__(self) -> int:
@@ -181,6 +184,10 @@ class StageCaches(Generic[S]):
             store.cut(entry, end)
         sequence.end = end
 
+    def classes_of_blocks(self) -> dict[int, CacheClass]:
+        """Of each block that writes a cache, by its number in the model."""
+        return {i: self.stores[c].cache_class for (c, _), i in self._writers.items()}
+
     def end(self, seq_id: int) -> int:
         """Positions that a sequence has; 0 if it is not known."""
         sequence = self._sequences.get(seq_id)
@@ -198,7 +205,7 @@ class StageCaches(Generic[S]):
         for store, entry in zip(self.stores, entries, strict=True):
             store.check(entry, stop)
         blocks = {i: self.stores[c].read(entries[c], number, start, stop) for (c, number), i in self._writers.items()}
-        return CacheRun(start, stop, self._cache_type, blocks)
+        return CacheRun(start, stop, self.cache_type, blocks)
 
     def fill(self, seq_id: int, run: CacheRun) -> None:
         """Have the positions of a run, which may have more blocks; what was there from its start on is cut off.
@@ -207,18 +214,17 @@ class StageCaches(Generic[S]):
             EngineError: the run lacks something, or does not follow what is here: nothing has changed. Or there is no memory,
                 or it has other shapes: the sequence has no cache any more.
         """
-        pieces = {place: run.blocks.get(i) for place, i in self._writers.items()}
-        if run.cache_type != self._cache_type or None in pieces.values():
+        if run.cache_type != self.cache_type or not run.blocks.keys() >= set(self._writers.values()):
             raise EngineError(
-                f"caches of {run.cache_type} numbers of the blocks {sorted(run.blocks)}, where those of {self._cache_type} of "
+                f"caches of {run.cache_type} numbers of the blocks {sorted(run.blocks)}, where those of {self.cache_type} of "
                 f"{sorted(self._writers.values())} are needed"
             )
         sequence = self._sequences.get(seq_id) or self._begun()
         self._go_back(sequence, run.start)
         self._sequences[seq_id] = sequence
         try:
-            for (c, number), piece in pieces.items():
-                assert piece is not None
+            for (c, number), i in self._writers.items():
+                piece = run.blocks[i]  # it may be read only now
                 if not number:
                     self._make_room(sequence, c, run, piece.first)
                 self.stores[c].write(sequence.entries[c], number, piece, run.stop)

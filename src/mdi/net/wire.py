@@ -170,6 +170,11 @@ class Frame:
         return bool(self.n_rows or self.n_cached)
 
     @property
+    def is_task(self) -> bool:
+        """Whether it has bytes instead of rows: a task for all nodes, whose answers are in the bytes that come back."""
+        return self.dtype == PLAIN_BYTES.name and self.n_rows > 0 and self.type is FrameType.BATCH
+
+    @property
     def sections(self) -> list[Frame]:
         """The columns that only computed rows have, and those for caches, if there are some: each as if they were all."""
         if not self.n_cached:
@@ -387,7 +392,8 @@ def _assembled(header: Header, tables: Buffer, payload: bytearray | memoryview, 
     freed = tuple(seq_id for (seq_id,) in _SEQ_ID.iter_unpack(view[n_slices : n_slices + n_freed]))
     copies = tuple(_COPY.iter_unpack(view[n_slices + n_freed :]))
     if header.type is FrameType.BATCH:
-        _check_slices(slices, header.n_rows, n_taps)
+        is_task = header.dtype == PLAIN_BYTES.name and not (slices or freed or copies)
+        _check_slices(slices, 0 if is_task else header.n_rows, n_taps)
         _check_copies(copies)
     if header.n_cached:
         form = DTYPES[DTYPE_CODES[header.dtype]]

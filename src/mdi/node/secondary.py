@@ -83,6 +83,7 @@ class SecondaryNode:
         config: this node's entry of the nodes file.
         weights: a chunk or checkpoint on this machine, or None; the starter sends missing parts.
         cache_dir: folder for received parts; `cache_bytes` is its limit.
+        prefix_dir: folder for prefixes, if they are kept elsewhere.
         asked: the user's choice of what to compute with; next comes the nodes file, then the starter.
         kv_memory: limit for caches in bytes, in the same order; else the free memory.
         family: of the models that it can run; None is litgpt's.
@@ -102,9 +103,10 @@ class SecondaryNode:
         weight_memory: WeightMemory | None = None,
         keys: KeyFile | None = None,
         waits: Waits | None = None,
+        prefix_dir: Path | None = None,
     ) -> None:
         self.config, self._keys, self.waits = config, keys, waits or Waits()
-        self.store = BlockStore(cache_dir, cache_bytes)
+        self.store, self._prefix_dir = BlockStore(cache_dir, cache_bytes), prefix_dir or cache_dir
         own = asked.over(Requested.of(config))
         self.weights = NodeWeights(
             config.name, weights, self.store, own, family or ModelFamily(), weight_memory or WeightMemory()
@@ -331,7 +333,7 @@ class SecondaryNode:
         assert self.listener is not None
         worker = RingWorker(
             self.config.name, self.process, request, held, self.weights, self.stages, self.turns, self.listener,
-            self.waits.lease_s, self._leave_if_idle,
+            self.waits.lease_s, self._leave_if_idle, self._prefix_dir,
         )  # fmt: skip
         self.runs.add(worker)
         self.workers = [*(one for one in self.workers if one.is_alive), worker]

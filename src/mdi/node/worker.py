@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mdi.block_ranges import block_span
 from mdi.cancel import Cancel, Periodic
 from mdi.checkpoint.parts import Part
 from mdi.control.messages import HAND_OVER_S, InitRequest
+from mdi.engine.kept_prefixes import kept_files
 from mdi.engine.recorder import LIVE_SPANS, Recorder, recorder_of
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend, SecondaryLoop, TappedStage
@@ -99,6 +101,7 @@ class RingWorker:
         listener: the ring port.
         lease_s: see Waits.
         on_end: called from the thread when the ring has ended.
+        prefix_dir: where prefixes are kept.
 
     Attributes:
         changed: notified, and n_changes counted, when the state has changed, and what of the parts is known.
@@ -121,11 +124,12 @@ class RingWorker:
     def __init__(
         self, name: str, process: str, request: InitRequest, held: HeldStage, weights: NodeWeights, store: StageStore,
         turns: RoundRobin, listener: RingListener, lease_s: float, on_end: Callable[[], None] = lambda: None,
+        prefix_dir: Path = Path(),
     ) -> None:  # fmt: skip
         self._name, self._process = name, process
         self.request, self.held = request, held
         self._weights, self._store, self._turns, self._listener = weights, store, turns, listener
-        self._on_end = on_end
+        self._on_end, self._prefix_dir = on_end, prefix_dir
         self.cancel = RingLease(lease_s)
         self.changed = threading.Condition()
         self.n_changes = 0
@@ -401,9 +405,12 @@ class RingWorker:
         recorded = ring if recorder is None else recorder.over(ring, self.request.is_hot)
         seen = group.of_member(recorded)
         tapped = TappedStage(stage, stage.rows, self.request.taps, stage.start, stage.stop)
+        files = kept_files(
+            self._prefix_dir, self.request.keep_prefixes, self._listener.keys, self.held.spec.group is not None
+        )
         loop = SecondaryLoop(
             stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay, tapped, self.held.received,
-            self.request.is_hot,
+            self.request.is_hot, None if files is None else lambda task: files.answer(task, stage.caches),
         )  # fmt: skip
         turn = Turn(loop, ring, self.held.spec.computing.threads, partial(getattr, stage, "n_finished"))
         if self.held.spec.window is not None:
@@ -422,6 +429,8 @@ class RingWorker:
             ring.fail(Fault(seat.name, words, seat.name, code))
             raise
         finally:
+            if files is not None:
+                files.close()
             self.measure = None
             self.metrics = _measured(stage, turn, recorder)
             logger.info(

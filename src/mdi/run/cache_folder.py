@@ -18,6 +18,7 @@ from mdi.checkpoint.hffolder import folder_record
 from mdi.checkpoint.kept_packed import read_packed
 from mdi.checkpoint.part_users import PartUser, read_users
 from mdi.checkpoint.store import BlockStore
+from mdi.engine import kept_prefixes
 from mdi.errors import KernelError
 from mdi.kernels import library
 from mdi.placement import profiler
@@ -33,6 +34,7 @@ PLACES = {
     "profiles": (profiler.FILE,),
     "records": (kept_packed.FILE, part_users.FILE),
     "window": ("window",),
+    "prefixes": (kept_prefixes.FOLDER,),
 }
 KINDS = (WEIGHTS, RECEIVED, PACKED, KERNELS, RUNS, *PLACES, LEFTOVERS)
 

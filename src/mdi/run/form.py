@@ -25,11 +25,13 @@ from mdi.checkpoint.adapters import Adapter
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import reach_node
+from mdi.engine.kept_prefixes import RingPrefixes, kept_files
 from mdi.engine.memory import CacheMemory
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend
 from mdi.errors import Code, MdiError, NodeLostError, RingError, UsageError
+from mdi.files import default_cache_dir
 from mdi.host.computing import Computing
 from mdi.host.threads import share_cores
 from mdi.net.handshake import close_starter_ring
@@ -40,6 +42,7 @@ from mdi.net.wire import REFUSED_S
 from mdi.run.identity import RingArithmetic
 from mdi.run.part_sending import Holders
 from mdi.run.policy import Form, Stage, computing
+from mdi.run.ring_prefixes import StarterPrefixes
 from mdi.run.setup import SecondarySetup, with_true_port
 from mdi.run.supply import StarterSupply
 from mdi.spec.arithmetic import Arithmetic
@@ -206,6 +209,7 @@ class Ring:
         has_fresh: whether there are nodes without caches.
         arithmetics: by name of each node; `arithmetic` is that of all together.
         n_frames: in flight at most, without guesses.
+        prefixes: that its nodes keep on their disks; None: none.
         link: from and to this node; None before it is closed, and after its end.
         computed: the same as the engine sees it.
     """
@@ -232,6 +236,7 @@ class Ring:
     link: Link | None = None
     computed: Link | None = None
     n_frames: int = 1
+    prefixes: RingPrefixes | None = None
 
 
 @dataclass(frozen=True)
@@ -281,6 +286,8 @@ class Former:
         self._have: dict[str, set[str]] = {}  # the sha256 of parts that each node has had, by its name
         self._unreached: Counter[str] = Counter()  # processes that live, and that no ring could be closed with
         self._closing: list[tuple[threading.Thread, Link]] = []
+        files = kept_files(basis.options.cache_dir or default_cache_dir(), basis.options.keep_prefixes, starter.keys)
+        self._prefixes = None if files is None else StarterPrefixes(files, basis.options)
         self._past: Measured = (0.0, 0.0, 0, 0)  # of rings that are closed, whose buffers are gone with them
         self._lock = threading.Lock()  # of these two
 
@@ -430,6 +437,8 @@ class Former:
         ring.computed = ring.part.of_starter(inner)
         ring.is_exact = before is None or before.arithmetic == ring.arithmetic
         ring.may_guess = basis.options.draft_inexact or ring.arithmetic.is_fixed
+        if self._prefixes is not None:
+            ring.prefixes = self._prefixes.of_ring(basis.weights, ring.stage, names, [*ring.arithmetics.values()])
         ring.is_deep = not ring.has_window and not share_cores(cluster.nodes)
         self._has_caches = True
         return ring
@@ -562,6 +571,8 @@ class Former:
         """Give the memory of the starter's stage back; harmless if there is none."""
         if self.held is not None:
             self.basis.caches.remove(self.held)
+        if self._prefixes is not None:
+            self._prefixes.close()
 
     def measured(self) -> Measured:
         """wait_s, send_s, bytes_sent and frames of NodeMetrics, of all rings so far; from any thread."""

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from mdi.errors import NodeLostError, UsageError
-from mdi.files import module_environment
+from mdi.files import default_cache_dir, module_environment
 from mdi.host.threads import fair_threads
 from mdi.spec.cluster import ClusterConfig, load_cluster
 
@@ -213,7 +213,8 @@ class LocalRing:
     def spawn(self, nodes: Path, index: int) -> subprocess.Popen[bytes]:
         assert self._folder is not None
         command = [*self.command(nodes, index), "--until-stdin-closes"]
-        command += ["--cache-dir", str(self._folder.path / f"cache{index}"), *self._flags]
+        command += ["--cache-dir", str(self._folder.path / f"cache{index}"), "--prefix-dir", str(default_cache_dir())]
+        command += self._flags
         if not self._flags:
             command.append("--quiet")
         if self._key is not None:

@@ -668,7 +668,7 @@ class RingLoop:
         engine.stage, engine.memory = ring.stage.at_starter, ring.memory
         engine.kept = None if ring.replay is None else ring.replay.kept
         engine.fills_replays = ring.replay is not None and ring.replay.is_by_starter
-        engine.has_fresh = ring.has_fresh
+        engine.has_fresh, engine.prefixes = ring.has_fresh, ring.prefixes
         engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
         return ring
 

@@ -312,7 +312,7 @@ class Run(StatusOnly):
         engine.adapters = self._text_adapters()
         engine.sent = SentRows(self.replay_bytes)
         engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
-        engine.speculation = self._speculation(model, ring)
+        engine.speculation, engine.prefixes = self._speculation(model, ring), ring.prefixes
         engine.verifier = self._verifier(engine, loop)
         self._state = "RUNNING"
         self._texts = RunTexts(engine, model.codec, self.max_length)

@@ -170,6 +170,11 @@ class Requested:
     silence_s: Annotated[Silence, Option(
         "a node that is silent for S seconds is lost (%(default)g)", metavar="S"
     )] = SILENCE_S
+    keep_prefixes: Annotated[int, Meta(ge=0, le=1 << 50), Option(
+        "have each node keep the caches of ended texts on its disk, sealed, in so much at most: a text that begins like one "
+        "of them goes on behind it, also after a restart (default: none, as texts would be on disks)", metavar="SIZE",
+        read=parse_bytes, default=None,
+    )] = 0
     n_spans: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     cache_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
@@ -256,6 +261,8 @@ class StarterOptions(Requested):
         placement: None is the default one, unless chunks that lie there have been cut already.
         cache_dir: where this node keeps what it measured of itself.
         weight_memory: how the starter's own weights are read.
+        prefix_owners: whose texts are kept on disks, each with the digest of a key; () is everybody's together.
+        prefix_realm: which list that is.
     """
 
     ckpt: Annotated[Path | None, Option(
@@ -273,6 +280,9 @@ class StarterOptions(Requested):
     cache_dir: Annotated[Path | None, Option(
         "folder for weights that a starter sent (default: MDI_CACHE_DIR, else mdi-llm in the user's cache folder)",
         metavar="DIR",
+    )] = None
+    prefix_dir: Annotated[Path | None, Option(
+        "folder for what a server has its nodes keep of ended texts (default: --cache-dir)", metavar="DIR"
     )] = None
     kv_dtype: Annotated[Annotated[str, one_of(KV_DTYPES)], Option(
         "number type of the key/value caches on all nodes (%(default)s: as computed); bf16 and fp16 take half of float32, "
@@ -323,6 +333,8 @@ class StarterOptions(Requested):
         "and `serve` has the model also as NAME (default: the folder's; a side network without a name is for all texts)",
         metavar="[NAME=]DIR", nargs="append",
     )] = ()
+    prefix_owners: tuple[tuple[str, str], ...] = ()
+    prefix_realm: str = ""
     draft_inexact: Annotated[bool, Option(
         "guess also where nodes compute in torch, whose rows may differ in their last bits in other company"
     )] = False
@@ -807,8 +819,8 @@ TUNING = (
 RESUME = ("resume", "run_dir", "no_journal")
 OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")
 COMMON = ("verb", "debug", "log_json")
-NODE = ("cache_dir", "cache_size", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
+NODE = ("cache_dir", "cache_size", "prefix_dir", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
-    "keep_alive", "alias", "tool_parser", "ollama_port", "pooling", "open",
+    "keep_alive", "keep_prefixes", "alias", "tool_parser", "ollama_port", "pooling", "open",
 )  # fmt: skip

@@ -1,0 +1,603 @@
+"""Prefixes that stay on the disk of each node: the one owner of their files, and of the tasks that a starter gives its ring.
+
+Blocks whose caches can be cut (pages without a window) have a file for each run of pages; what is behind the last whole run has
+a shorter one, of which the newest few stay. The others (states, windows) have a file for each end of a text that is kept. Names
+are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), and of the block. So
+files are found whatever the cut, and a node never sees ids. The layout of a file:
+
+    offset  size  field
+    0       4     magic "MDIp"
+    4       1     version
+    5       8     which key sealed it
+    13      12    nonce
+    25            sealed with AES-256-GCM or ChaCha20-Poly1305, the name as associated data: u32, JSON of so many bytes (type of
+                  the caches, first position, type and shape of each array), the arrays
+
+The tag of the seal is the checksum. A file that cannot be opened is removed, and counts as absent.
+
+A task travels as a frame of its own, in the order of the frames with rows, and each node answers it in the thread that
+computes: nothing else touches caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import numpy as np
+import psutil
+
+from mdi.errors import EngineError, MdiError, WireError
+from mdi.files import replacing
+from mdi.kernels.stage_caches import CacheRun, Piece
+from mdi.model.caches import PAGE, CacheClass, PageClass, Paged, kind_of
+from mdi.model.spec import ModelSpec
+from mdi.net.keys import TAG_BYTES, KeyFile, has_fast_aes, mac, new_secret, write_keys
+from mdi.net.wire import Frame, FrameType
+from mdi.spec.decode import Meta, Whole, decode, one_of
+
+FOLDER = "prefixes"  # in the cache folder
+FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
+RUN_BYTES = 1 << 20  # of a block's file, at least, where a run need not be too long for that
+RUN_PAGES = (8, 32)  # a shorter one makes many files, with a longer one more is computed again where texts part
+TAILS_KEPT = 2  # of one run: the last answer may be asked for again
+ENDS_KEPT = 4  # ends of one conversation of which states are kept
+FREE_BYTES = 1 << 30  # that stay free on the disk
+FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
+WAITING_BYTES = 64 << 20  # that may wait to be written
+BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
+
+logger = logging.getLogger("mdi")
+
+_MAGIC, _VERSION = b"MDIp", 1
+_HEAD = struct.Struct("<4sB8s12s")
+_SIZE = struct.Struct("<I")
+_KEY_BYTES = 16  # of a page's key, see memory.page_keys
+_COLUMNS = 1024  # of a frame that carries a task
+_OWNER = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+_NAME = re.compile(r"[0-9a-f]{40}\.kv")
+_TYPES = {"float32": np.float32, "float16": np.float16, "uint16": np.uint16, "int8": np.int8}
+
+Text = Annotated[str, Meta(max_length=1 << 22)]
+
+
+@dataclass(frozen=True)
+class PrefixTask:
+    """What the nodes of a ring are asked to do with one prefix, and what they have answered so far.
+
+    Attributes:
+        kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
+            positions [start, stop) of a sequence; remove the folders of all other OWNERS.
+        seq_id, n_evictions: of the sequence.
+        owner: name of a folder; of OWNERS several, with spaces between.
+        keys: of the prefix's pages, from the first one on, in hex.
+        run_pages: of a run.
+        ends: bit i says that a prefix may end behind page i; in hex.
+        is_end: of KEEP: whether the text ends there, so that states are kept as well.
+        is_done: whether all nodes so far could do it.
+    """
+
+    kind: Annotated[str, one_of((FIND, FILL, KEEP, OWNERS))]
+    seq_id: Whole = 0
+    n_evictions: Whole = 0
+    owner: Text = ""
+    keys: Text = ""
+    run_pages: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    start: Whole = 0
+    stop: Whole = 0
+    ends: Text = "0"
+    is_end: bool = False
+    is_done: bool = True
+
+    @property
+    def pages(self) -> list[bytes]:
+        whole = bytes.fromhex(self.keys)
+        return [whole[i : i + _KEY_BYTES] for i in range(0, len(whole), _KEY_BYTES)]
+
+    @property
+    def possible(self) -> int:
+        """`ends` as a number."""
+        return int(self.ends, 16)
+
+    def frame(self, epoch: int, number: int) -> Frame:
+        data = json.dumps({name: value for name, value in vars(self).items()}).encode()
+        n_rows = -(-len(data) // _COLUMNS)
+        return Frame(
+            FrameType.BATCH, epoch, number, n_rows=n_rows, n_cols=_COLUMNS, payload=data.ljust(n_rows * _COLUMNS)
+        )
+
+    @classmethod
+    def of(cls, frame: Frame) -> PrefixTask:
+        """Raises WireError if the frame has none."""
+        try:
+            found = decode(cls, json.loads(bytes(frame.payload)), "a task", WireError)
+            n, is_empty = len(bytes.fromhex(found.keys)) // _KEY_BYTES, int(found.ends, 16) < 0
+        except ValueError as e:
+            raise WireError(f"a frame without rows has no task that can be read: {e}") from None
+        has_place = found.kind not in (FILL, KEEP) or 0 <= found.start < found.stop <= n * PAGE
+        if is_empty or not has_place or found.stop % PAGE or not all(map(_OWNER.fullmatch, found.owner.split(" "))):
+            raise WireError(f"a task {found.kind} for positions {found.start} to {found.stop} of {n} pages")
+        return found
+
+
+class Caches(Protocol):
+    """Of a stage: kernels.stage_caches.StageCaches."""
+
+    @property
+    def cache_type(self) -> str: ...
+    def classes_of_blocks(self) -> dict[int, CacheClass]: ...
+    def export(self, seq_id: int, start: int, stop: int) -> CacheRun: ...
+    def fill(self, seq_id: int, run: CacheRun) -> None: ...
+    def free(self, seq_id: int) -> None: ...
+
+
+def run_pages(spec: ModelSpec, cache_type: str) -> int:
+    """Pages of a run, the same on all nodes: the largest block's file has RUN_BYTES, within RUN_PAGES."""
+    sizes = [kind.block_bytes(cache_type) for block in spec.blocks if isinstance(kind := kind_of(block), Paged)]
+    wanted = -(-RUN_BYTES // max(sizes, default=RUN_BYTES))
+    return min(max(1 << (wanted - 1).bit_length(), RUN_PAGES[0]), RUN_PAGES[1])
+
+
+class Secrets:
+    """The secrets of a node from which keys for its files are made: of the cluster key, else of a file of its own.
+
+    Raises:
+        UsageError: there is no cluster key, and a file can neither be read nor written.
+    """
+
+    def __init__(self, folder: Path, keys: KeyFile | None) -> None:
+        path = folder / "key"
+        if keys is None and not path.exists():
+            write_keys(path, (new_secret(),))
+        self._keys = KeyFile(path) if keys is None else keys
+
+    def all(self) -> list[bytes]:
+        """The one that seals first; those of earlier keys open files."""
+        return [mac(one, "kept prefixes") for one in self._keys.keys]
+
+    def owner_folder(self, realm: str, owner: str) -> str:
+        """Name of an owner's folder; who has no key cannot tell whose it is.
+
+        Args:
+            realm: whose owners are listed together (OWNERS).
+        """
+        secret = self.all()[0]
+        return f"{self._hash(secret, 'realm', realm)}-{self._hash(secret, 'owner', realm, owner)}"
+
+    @staticmethod
+    def _hash(secret: bytes, label: str, *parts: str) -> str:
+        return mac(secret, label, *(part.encode() for part in parts)).hex()[:16]
+
+
+def kept_files(cache_dir: Path, limit_bytes: int, keys: KeyFile | None, is_shared: bool = False) -> KeptFiles | None:
+    """The files of a node; None if it is to keep none, or cannot.
+
+    Args:
+        keys: of the cluster.
+        is_shared: whether the node has shares of blocks, for which there are none.
+    """
+    if not limit_bytes or is_shared:
+        return None
+    folder = cache_dir / FOLDER
+    try:
+        return KeptFiles(folder, limit_bytes, Secrets(folder, keys))
+    except MdiError as e:
+        logger.warning("prefixes are not kept on this disk: %s", e)
+        return None
+
+
+class _Written(NamedTuple):
+    """A file to write; then all but the newest `n_earlier` of some others go."""
+
+    path: Path
+    data: bytes
+    earlier: list[Path]
+    n_earlier: int
+
+
+class _UnreadableError(EngineError):
+    """A file that is not what it should be; it is removed."""
+
+
+class KeptFiles:
+    """The files of one node, which may share the folder with other nodes and runs.
+
+    Args:
+        folder: of all of them, made when the first is written.
+        limit_bytes: of all files there together.
+        free: bytes that are free on the disk; measured by default.
+        bytes_per_s: that are written at most.
+
+    Attributes:
+        secrets: that seal them.
+    """
+
+    def __init__(
+        self, folder: Path, limit_bytes: int, secrets: Secrets, free: Callable[[], int] | None = None,
+        bytes_per_s: float = BYTES_PER_S,
+    ) -> None:  # fmt: skip
+        self._folder, self._limit_bytes, self.secrets = folder, limit_bytes, secrets
+        self._free = free or (lambda: shutil.disk_usage(folder).free)
+        self._bytes_per_s = bytes_per_s
+        self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
+        self._waiting_bytes = 0
+        self._known_bytes: int | None = None  # of all files; None: they have to be counted
+        self._ending, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    # Of the thread that computes
+
+    def answer(self, task: PrefixTask, caches: Caches) -> PrefixTask:
+        """Do this node's part of a task. Never raises for what is on the disk."""
+        try:
+            if task.kind == FIND:
+                return replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
+            if task.kind == FILL:
+                return replace(task, is_done=task.is_done and self._fill(task, caches))
+            if task.kind == KEEP:
+                return replace(task, is_done=self._keep(task, caches) and task.is_done)
+            self._remove_others(task)
+        except OSError as e:
+            logger.debug("kept prefixes: %s", e)
+            return replace(task, ends="0", is_done=task.kind == KEEP)  # it would fail again
+        return task
+
+    def ends(self, task: PrefixTask, caches: Caches) -> int:
+        """The ends, of those that are possible, of which all files are here."""
+        blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
+        if not blocks:
+            return task.possible
+        if not folder.is_dir():
+            return 0
+        cut, whole = _by_cut(blocks)
+        n = self._n_pages(folder, cut, pages, task.run_pages)
+        found = task.possible & ((1 << n) - 1)
+        for i in range(n) if whole else ():
+            if found >> i & 1 and not _all_there(folder, whole, pages[i]):
+                found &= ~(1 << i)
+        return found
+
+    def _n_pages(self, folder: Path, blocks: Sequence[int], pages: Sequence[bytes], run: int) -> int:
+        """Pages from the first one on that are in the files of all these blocks."""
+        if not blocks:
+            return len(pages)
+        n = 0
+        while n + run <= len(pages) and _all_there(folder, blocks, pages[n + run - 1]):
+            n += run
+        tail = range(min(n + run, len(pages)), n, -1)
+        return next((end for end in tail if _all_there(folder, blocks, pages[end - 1])), n)
+
+    def _fill(self, task: PrefixTask, caches: Caches) -> bool:
+        caches.free(task.seq_id)
+        blocks = caches.classes_of_blocks()
+        if not blocks:
+            return True
+        try:
+            caches.fill(task.seq_id, CacheRun(0, task.stop, caches.cache_type, _FromFiles(self, task, caches)))
+        except EngineError as e:
+            logger.info("a kept prefix cannot be used: %s", e)
+            return False
+        return True
+
+    def _keep(self, task: PrefixTask, caches: Caches) -> bool:
+        """Have what is missing of a run written; False: too much waits already, to be asked again."""
+        blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
+        if self._waiting_bytes > WAITING_BYTES // 2:
+            return False
+        cut, whole = _by_cut(blocks)
+        key = pages[task.stop // PAGE - 1]
+        missing = [i for i in (*cut, *(whole if task.is_end else ())) if not _path(folder, key, i).exists()]
+        if missing:
+            try:
+                found = caches.export(task.seq_id, task.start, task.stop)
+                states = caches.export(task.seq_id, 0, task.stop) if task.is_end and whole else found
+            except EngineError as e:  # it cannot be cut to the end of a page any more
+                logger.debug("not kept: %s", e)
+                return True
+            for block in missing:
+                is_whole = block in whole
+                earlier = (
+                    pages[: task.stop // PAGE - 1] if is_whole else pages[task.start // PAGE : task.stop // PAGE - 1]
+                )
+                piece = (states if is_whole else found).blocks[block]
+                self._put(
+                    _Written(
+                        _path(folder, key, block),
+                        _packed(piece, caches.cache_type),
+                        [_path(folder, page, block) for page in earlier],
+                        (ENDS_KEPT if is_whole else TAILS_KEPT) - 1,
+                    )  # fmt: skip
+                )
+        return True
+
+    def _remove_others(self, task: PrefixTask) -> None:
+        """Remove folders of owners of the same realm that are not among those of the task."""
+        own = task.owner.split()
+        if own and self._folder.is_dir():
+            for folder in self._folder.glob(f"{own[0].partition('-')[0]}-*"):
+                if folder.name not in own:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    self._known_bytes = None
+
+    def _put(self, one: _Written) -> None:
+        with self._lock:
+            self._waiting_bytes += len(one.data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="kept-prefixes", daemon=True)
+                self._thread.start()
+        self._queue.put(one)
+
+    def read(self, path: Path, cache_type: str) -> Piece:
+        """What a file has. Raises EngineError; the file is removed if it is not what it should be."""
+        try:
+            data = path.read_bytes()
+        except OSError as e:
+            raise EngineError(f"{path.name}: {e.strerror or e}") from None
+        try:
+            piece = _unpacked(self._opened(path.name, data), cache_type)
+        except _UnreadableError as e:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise EngineError(f"{path.name} is removed: {e}") from None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used just now
+        return piece
+
+    # Of the thread that writes
+
+    def _write_all(self) -> None:
+        try:
+            self.sweep()
+        except OSError as e:
+            logger.debug("kept prefixes: %s", e)
+        is_told = False
+        while (item := self._queue.get()) is not None and not self._closed.is_set():
+            path, data = item.path, item.data
+            try:
+                self._write(path, data)
+                _keep_newest(item.earlier, item.n_earlier)
+            except (MdiError, OSError) as e:
+                self._known_bytes = None
+                if not is_told:
+                    logger.warning("prefixes are not kept on this disk: %s", e)
+                is_told = True
+            with self._lock:
+                self._waiting_bytes -= len(data)
+            self._ending.wait(len(data) / self._bytes_per_s)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make_room(len(data) + _HEAD.size + TAG_BYTES)
+        with replacing(path) as file:
+            file.write(self._sealed(path.name, data))
+        if self._known_bytes is not None:
+            self._known_bytes += len(data)
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Remove the files that were used longest ago, until there is room. Raises EngineError if there is none."""
+        lacks = n_bytes + FREE_BYTES - self._free()
+        if self._known_bytes is None:
+            self._known_bytes = sum(size for _, size, _ in self.files())
+        lacks = max(lacks, self._known_bytes + n_bytes - self._limit_bytes)
+        for path, size, _ in sorted(self.files(), key=lambda one: one[2]) if lacks > 0 else ():
+            if lacks <= 0:
+                break
+            path.unlink(missing_ok=True)
+            lacks -= size
+            self._known_bytes -= size
+        if lacks > 0:
+            raise EngineError(f"no room for files of {n_bytes} bytes in {self._folder}")
+
+    def files(self) -> Iterator[tuple[Path, int, float]]:
+        """All files of prefixes there: path, bytes, and when it was used last, in seconds since 1970."""
+        return files_in(self._folder)
+
+    def sweep(self) -> None:
+        """Remove files of another version, those that were never finished, and those that no key of this node has opened for
+        long: others on this machine may have another key.
+        """
+        known = {_key_id(secret) for secret in self.secrets.all()}
+        for path, _, used_s in self.files():
+            if path.suffix == ".part":
+                _unlink_unfinished(path)
+                continue
+            with open(path, "rb") as file:
+                head = file.read(_HEAD.size)
+            magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
+            is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
+            if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
+                path.unlink(missing_ok=True)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what waits, as far as that goes in so much time, and then nothing more. Harmless if repeated."""
+        self._ending.set()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self._closed.set()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is written that waits."""
+        deadline = time.monotonic() + timeout_s
+        while self._waiting_bytes and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not self._waiting_bytes
+
+    def _sealed(self, name: str, data: bytes) -> bytes:
+        secret, nonce = self.secrets.all()[0], os.urandom(12)
+        return _HEAD.pack(_MAGIC, _VERSION, _key_id(secret), nonce) + _cipher(secret).encrypt(
+            nonce, data, name.encode()
+        )
+
+    def _opened(self, name: str, data: bytes) -> bytearray:
+        from cryptography.exceptions import InvalidTag
+
+        if len(data) < _HEAD.size:
+            raise _UnreadableError("it is cut off")
+        magic, version, key_id, nonce = _HEAD.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise _UnreadableError("it is of another version, or no file of ours")
+        for secret in self.secrets.all():
+            if _key_id(secret) == key_id:
+                opened = bytearray(max(0, len(data) - _HEAD.size - TAG_BYTES))
+                try:
+                    _cipher(secret).decrypt_into(nonce, memoryview(data)[_HEAD.size :], name.encode(), opened)
+                    return opened
+                except (InvalidTag, ValueError):
+                    raise _UnreadableError("it is damaged") from None
+        raise _UnreadableError("it was sealed with another key")
+
+
+class RingPrefixes:
+    """The kept prefixes of one ring, as its starter sees them.
+
+    Args:
+        files, caches: of the starter itself.
+        seed: of all keys: what the numbers of caches depend on besides ids and adapter.
+        run_pages: see the function.
+        owner_folder: see Secrets; without the realm.
+        owners: all that there are; of any others the files go. (): nobody knows.
+
+    Attributes:
+        seed, run_pages: as given.
+        owners: the task for that.
+    """
+
+    def __init__(
+        self, files: KeptFiles, caches: Caches, seed: str, run_pages: int, owner_folder: Callable[[str], str],
+        owners: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._files, self._caches, self.seed = files, caches, seed
+        self.run_pages, self._owner_folder = run_pages, owner_folder
+        self.owners = PrefixTask(OWNERS, owner=" ".join(map(owner_folder, owners))) if owners else None
+
+    def task(self, kind: str, kept_for: str, keys: Sequence[bytes], **of: Any) -> PrefixTask:
+        """A task; `kept_for` is that of a sequence."""
+        folder = self._owner_folder(kept_for.partition("/")[2])
+        return PrefixTask(kind, owner=folder, keys=b"".join(keys).hex(), run_pages=self.run_pages, **of)
+
+    def answer(self, task: PrefixTask) -> PrefixTask:
+        """The task with the starter's own answer."""
+        return self._files.answer(task, self._caches)
+
+
+class _FromFiles(Mapping[int, Piece]):
+    """The pieces of all blocks of a stage, each read when it is asked for: so one block at a time is in memory."""
+
+    def __init__(self, files: KeptFiles, task: PrefixTask, caches: Caches) -> None:
+        self._files, self._task, self._type = files, task, caches.cache_type
+        self._blocks = caches.classes_of_blocks()
+        self._folder = files._folder / task.owner  # noqa: SLF001 (of this module)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, block: int) -> Piece:
+        pages, run, n = self._task.pages, self._task.run_pages, self._task.stop // PAGE
+        if not _is_cut(self._blocks[block]):
+            return self._files.read(_path(self._folder, pages[n - 1], block), self._type)
+        parts: list[tuple[np.ndarray, ...]] = []
+        for begin in range(0, n, run):
+            ends = range(min(begin + run, len(pages)), begin, -1)
+            paths = [_path(self._folder, pages[end - 1], block) for end in ends if end >= min(begin + run, n)]
+            path = next((one for one in paths if one.exists()), paths[-1])
+            piece = self._files.read(path, self._type)
+            n_rows = min(begin + run, n) * PAGE - begin * PAGE
+            if piece.first != begin * PAGE or any(len(one) < n_rows for one in piece.arrays):
+                raise EngineError("a file of other positions")
+            parts.append(tuple(one[:n_rows] for one in piece.arrays))
+        return Piece(0, tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
+    """The files of prefixes in a folder: path, bytes, and when each was used last, in seconds since 1970."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = Path(where) / name
+            with contextlib.suppress(OSError):  # removed meanwhile
+                stat = path.lstat()
+                if _NAME.fullmatch(name) or name.endswith(".part"):
+                    yield path, stat.st_size, stat.st_mtime
+
+
+def _is_cut(cache_class: CacheClass) -> bool:
+    """Whether a text can be cut anywhere in it."""
+    return isinstance(cache_class, PageClass) and cache_class.window is None
+
+
+def _by_cut(blocks: Mapping[int, CacheClass]) -> tuple[list[int], list[int]]:
+    """Blocks that can be cut anywhere, and the others."""
+    return [i for i, one in blocks.items() if _is_cut(one)], [i for i, one in blocks.items() if not _is_cut(one)]
+
+
+def _path(folder: Path, key: bytes, block: int) -> Path:
+    """Of what a block has up to the end of the page with this key."""
+    return folder / f"{hashlib.blake2b(key + _SIZE.pack(block), digest_size=20).hexdigest()}.kv"
+
+
+def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:
+    return all(_path(folder, key, block).exists() for block in blocks)
+
+
+def _keep_newest(paths: Sequence[Path], n: int) -> None:
+    there = sorted((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime)
+    for path in there[: max(0, len(there) - n)]:
+        path.unlink(missing_ok=True)
+
+
+def _unlink_unfinished(path: Path) -> None:
+    """If who wrote it has ended, see files.replacing."""
+    number = path.name.rpartition(".kv.")[2].removesuffix(".part")
+    if number.isdigit() and not psutil.pid_exists(int(number)):
+        path.unlink(missing_ok=True)
+
+
+def _key_id(secret: bytes) -> bytes:
+    return mac(secret, "key id")[:8]
+
+
+def _cipher(secret: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+    return (AESGCM if has_fast_aes() else ChaCha20Poly1305)(secret)
+
+
+def _packed(piece: Piece, cache_type: str) -> bytes:
+    """A piece as bytes."""
+    arrays = [[one.dtype.name, one.shape] for one in piece.arrays]
+    head = json.dumps({"cache_type": cache_type, "first": piece.first, "arrays": arrays}).encode()
+    return b"".join([_SIZE.pack(len(head)), head, *(one.tobytes() for one in piece.arrays)])
+
+
+def _unpacked(data: bytearray, cache_type: str) -> Piece:
+    """The reverse. What is sealed with our key was made here: only the type can be another one."""
+    try:
+        (n,) = _SIZE.unpack_from(data)
+        head = json.loads(data[_SIZE.size : _SIZE.size + n])
+        if head["cache_type"] != cache_type:
+            raise _UnreadableError("it has numbers of another type")
+        arrays, at = [], _SIZE.size + n
+        for name, shape in head["arrays"]:
+            count = int(np.prod(shape))
+            arrays.append(np.frombuffer(data, _TYPES[name], count, at).reshape(shape))
+            at += arrays[-1].nbytes
+        return Piece(int(head["first"]), tuple(arrays))
+    except (ValueError, KeyError, TypeError, struct.error) as e:
+        raise _UnreadableError(f"it cannot be read: {e}") from None

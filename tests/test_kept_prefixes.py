@@ -1,0 +1,286 @@
+"""Prefixes on the disks of the nodes: a text that begins with one has the ids that it would have had, whatever files became."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families import greedy, model_of, prompt
+from loopback import InProcessRing, Text, ring_of
+from mdi.engine.cohort import Beams
+from mdi.engine.kept_prefixes import KeptFiles, Secrets
+from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.sequence import SamplingParams
+
+GREEDY = SamplingParams(n_tokens=12, temperature=0)
+LLAMA, GEMMA, LATENT = "Llama-3.1-8B", "Gemma-3-1b-it", "deepseek-v3-shape"
+
+
+def owner_folder(owner: str) -> str:
+    return f"{'0' * 16}-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def kept(
+    folders: list[Path], limit_bytes: int = 1 << 30, free: Callable[[], int] | None = None
+) -> Iterator[list[KeptFiles]]:
+    """The files of nodes, each with a folder."""
+    with ExitStack() as stack:
+        nodes = []
+        for folder in folders:
+            files = KeptFiles(folder, limit_bytes, Secrets(folder, None), free or (lambda: 1 << 40), bytes_per_s=1e12)
+            stack.callback(files.close)
+            nodes.append(files)
+        yield nodes
+
+
+@contextmanager
+def ring(family: str, n_nodes: int, files: list[KeptFiles], **kwargs: object) -> Iterator[InProcessRing]:
+    """A ring whose nodes have just begun: nothing is in memory."""
+    with ring_of(model_of(family), n_nodes, files=files, owner_folder=owner_folder, **kwargs) as made:
+        nodes = [NodeCaches(f"node{i}", 1 << 40, tuple(s.caches.classes)) for i, s in enumerate(made.stages)]
+        made.engine.memory = CacheMemory(tuple(nodes))
+        yield made
+
+
+def folders_of(tmp_path: Path, n: int) -> list[Path]:
+    return [tmp_path / f"node{i}" for i in range(n)]
+
+
+def ask(made: InProcessRing, ids: list[int], owner: str | None = "a") -> Text:
+    text = Text(made.engine.submit(ids, GREEDY, owner=owner))
+    made.run()
+    return text
+
+
+def all_files(folders: list[Path]) -> list[Path]:
+    return sorted({path for folder in folders for path in folder.rglob("*.kv")})
+
+
+@pytest.mark.parametrize("family", [LLAMA, GEMMA, LATENT])
+@pytest.mark.parametrize("n_nodes", [1, 3])
+def test_after_a_restart_the_next_turn_has_the_ids_that_it_would_have_had(
+    family: str, n_nodes: int, tmp_path: Path
+) -> None:
+    gpt, first = model_of(family), prompt(110, 1)
+    second = [*first, *greedy(gpt, first, 12), *prompt(20, 2)]
+    folders = folders_of(tmp_path, n_nodes)
+    with kept(folders) as files, ring(family, n_nodes, files) as made:
+        ask(made, first)
+        made.keep()
+    assert all_files(folders)
+    with kept(folders) as files, ring(family, n_nodes, files) as made:
+        assert ask(made, second, "b").ids == greedy(gpt, second, 12)
+        assert made.engine.n_reused == 0, "others' files are theirs"
+        assert ask(made, second).ids == greedy(gpt, second, 12)
+        assert made.engine.n_reused == 96, "files were not read"
+
+
+@contextmanager
+def kept_text(family: str, n_nodes: int, folders: list[Path], n: int = 110) -> Iterator[list[int]]:
+    """A text and its answer, which nodes that have ended meanwhile have kept."""
+    ids = prompt(n, 1)
+    with kept(folders) as files, ring(family, n_nodes, files) as made:
+        text = ask(made, ids)
+        made.keep()
+    yield [*ids, *text.ids]
+
+
+def check_next_turn(family: str, n_nodes: int, folders: list[Path], before: list[int], **kwargs: object) -> int:
+    """The next turn over nodes that have just begun; how many of its tokens were not computed."""
+    gpt, ids = model_of(family), [*before, *prompt(20, 2)]
+    with kept(folders) as files, ring(family, n_nodes, files, **kwargs) as made:
+        assert ask(made, ids).ids == greedy(gpt, ids, 12)
+        return made.engine.n_reused
+
+
+def test_another_cut_finds_the_files_of_its_blocks(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with kept_text(LLAMA, 2, [shared] * 2) as before:
+        assert check_next_turn(LLAMA, 3, [shared] * 3, before) == 96
+        assert check_next_turn(LLAMA, 1, [shared], before) == 96
+
+
+def test_a_node_without_files_and_other_numbers_take_nothing(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, 3)
+    with kept_text(LLAMA, 3, folders) as before:
+        assert check_next_turn(LLAMA, 3, folders, before, seed="another arithmetic") == 0
+        assert check_next_turn(LLAMA, 3, [*folders[:2], tmp_path / "new"], before) == 0
+        assert check_next_turn(LLAMA, 3, folders, before) == 96
+
+
+def test_a_ring_takes_the_longest_beginning_that_all_nodes_have(tmp_path: Path) -> None:
+    """The starter lacks what is behind the first run."""
+    folders = folders_of(tmp_path, 2)
+    with kept_text(LLAMA, 2, folders) as before:
+        newest = max(all_files(folders[:1]), key=lambda path: path.stat().st_size)
+        tails = [path for path in all_files(folders[:1]) if path.stat().st_size < newest.stat().st_size]
+        assert tails
+        for path in tails:
+            path.unlink()
+        with kept(folders) as files, ring(LLAMA, 2, files) as made:
+            ids = [*before, *prompt(20, 2)]
+            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+            assert made.engine.n_reused == 64
+            assert [made.tasks.get_nowait().is_done for _ in range(made.tasks.qsize())] == [True, True], "one round"
+
+
+@pytest.mark.parametrize("family", [LLAMA, GEMMA])
+def test_a_file_that_was_changed_is_removed_and_its_part_computed(family: str, tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, 2)
+    with kept_text(family, 2, folders) as before:
+        for path in all_files(folders):
+            whole = path.read_bytes()
+            path.write_bytes(whole[:100] + bytes([whole[100] ^ 4]) + whole[101:])
+        assert check_next_turn(family, 2, folders, before) == 0
+
+
+def test_files_of_another_key_or_version_go_and_one_cannot_stand_for_another(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, 1)
+    with kept_text(LLAMA, 1, folders) as before:
+        first, second, *_ = all_files(folders)
+        a, b = first.read_bytes(), second.read_bytes()
+        first.write_bytes(b)
+        second.write_bytes(a)
+        assert check_next_turn(LLAMA, 1, folders, before) < 96
+    with kept_text(LLAMA, 1, [tmp_path / "again"]) as before:
+        for path in all_files([tmp_path / "again"])[:2]:
+            path.write_bytes(b"MDIp\x09" + path.read_bytes()[5:])
+        (tmp_path / "again" / "key").unlink()
+        assert check_next_turn(LLAMA, 1, [tmp_path / "again"], before) == 0
+        with kept([tmp_path / "again"]) as (files,):
+            files.sweep()
+            assert all(path.stat().st_mtime > 0 for path, _, _ in files.files())
+
+
+def test_only_the_owners_that_there_are_keep_their_files(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, 2)
+    with kept_text(LLAMA, 2, folders) as before:
+        (others := folders[1] / f"{'1' * 16}-{'2' * 16}").mkdir()
+        assert check_next_turn(LLAMA, 2, folders, before, owners=("a", "b")) == 96
+        assert check_next_turn(LLAMA, 2, folders, before, owners=("b",)) == 0
+        assert not (folders[1] / owner_folder("a")).exists() and not (folders[0] / owner_folder("a")).exists()
+        assert others.exists(), "it is another server's"
+
+
+def test_a_full_disk_and_a_quota(tmp_path: Path) -> None:
+    """Where there is no room nothing is kept, and texts go on; what was used longest ago makes way."""
+    with kept([tmp_path / "full"], free=lambda: 0) as files, ring(LLAMA, 1, files) as made:
+        ask(made, prompt(110, 1))
+        made.keep()
+        assert not all_files([tmp_path / "full"])
+    folder = tmp_path / "small"
+    with kept_text(LLAMA, 1, [folder]) as before:
+        size = sum(path.stat().st_size for path in all_files([folder]))
+    with kept([folder], limit_bytes=int(1.5 * size)) as files, ring(LLAMA, 1, files) as made:
+        ask(made, prompt(110, 7))
+        made.keep()
+    assert size <= sum(path.stat().st_size for path in all_files([folder])) <= 1.5 * size
+    assert check_next_turn(LLAMA, 1, [folder], before) < 96
+
+
+def test_several_texts_and_beams_of_one_prompt_wait_for_what_is_read(tmp_path: Path) -> None:
+    gpt, folders = model_of(LLAMA), folders_of(tmp_path, 2)
+    with kept_text(LLAMA, 2, folders) as before:
+        ids = [*before, 9, 8, 7]
+        with kept(folders) as files, ring(LLAMA, 2, files) as made:
+            texts = [Text(made.engine.submit(ids, GREEDY, owner="a")) for _ in range(3)]
+            made.run()
+            assert [text.ids for text in texts] == [greedy(gpt, ids, 12)] * 3
+            assert made.engine.n_reused == 96 + 2 * (len(ids) - 1)
+            cancelled = Text(made.engine.submit([*before, 5], GREEDY, owner="a"))
+            cancelled.cancel()
+            made.run()
+        with kept(folders) as files, ring(LLAMA, 2, files) as made:
+            beams = made.engine.submit_beams(ids, GREEDY, Beams(2), owner="a")
+            found = [Text(one) for one in beams]
+            made.run()
+            assert made.engine.n_reused >= 96
+        with kept(folders_of(tmp_path / "none", 2)) as files, ring(LLAMA, 2, files) as made:
+            alone = [Text(one) for one in made.engine.submit_beams(ids, GREEDY, Beams(2), owner="a")]
+            made.run()
+        assert [text.ids for text in found] == [text.ids for text in alone]
+
+
+def test_what_another_turn_may_go_on_from_stays_in_memory_at_the_end_of_a_prompt(tmp_path: Path) -> None:
+    """A model with windows: from the end of its answer the text could not be cut to the end of its prompt."""
+    gpt, ids = model_of(GEMMA), prompt(70, 1)
+    params = SamplingParams(n_tokens=75, temperature=0)
+    with ring(GEMMA, 2, []) as made:
+        Text(made.engine.submit(ids, params, owner="a"))
+        made.run()
+        other = [*ids, *prompt(10, 3)]
+        assert ask(made, other).ids == greedy(gpt, other, 12)
+        assert made.engine.n_reused == 70
+        assert len(set(made.caches())) == 1
+
+
+class Disk:
+    """Does to files what disks and ends of processes do, at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def harm(self, folders: list[Path]) -> None:
+        rng = self.rng
+        for path in all_files(folders):
+            whole, at = path.read_bytes(), rng.randrange(max(1, path.stat().st_size))
+            what = rng.choice(["nothing"] * 4 + ["bit", "cut", "gone", "empty", "swapped", "part"])
+            if what == "bit" and whole:
+                path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+            elif what == "cut":
+                path.write_bytes(whole[:at])
+            elif what == "gone":
+                path.unlink()
+            elif what == "empty":
+                path.write_bytes(b"")
+            elif what == "swapped":
+                path.write_bytes(rng.choice(all_files(folders)).read_bytes())
+            elif what == "part":  # killed before the file had its name
+                path.rename(path.with_name(f"{path.name}.999999999.part"))
+
+    def fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on some calls of the system fail."""
+        for of, name in ((os, "replace"), (os, "fsync"), (Path, "read_bytes"), (Path, "exists"), (Path, "mkdir")):
+            if self.rng.random() < 0.3:
+                real, share = getattr(of, name), self.rng.choice([0.1, 1.0])
+
+                def call(*args: object, real: Any = real, share: float = share, **kwargs: object) -> object:
+                    if any(".kv" in str(one) or isinstance(one, int) for one in args) and self.rng.random() < share:
+                        raise OSError(self.rng.choice([errno.ENOSPC, errno.EROFS, errno.EIO]), "made up")
+                    return real(*args, **kwargs)
+
+                monkeypatch.setattr(of, name, call)
+
+
+N_TRIALS = int(os.environ.get("TRIALS", "12"))
+
+
+@pytest.mark.parametrize("seed", range(N_TRIALS))
+def test_whatever_happens_to_files_ids_stay_the_same(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    family, n_nodes, disk = rng.choice([LLAMA, GEMMA]), rng.choice([1, 2]), Disk(rng)
+    folders = [tmp_path / "shared"] * n_nodes if rng.random() < 0.3 else folders_of(tmp_path, n_nodes)
+    gpt, ids = model_of(family), prompt(rng.choice([66, 100]), 1)
+    for turn in range(3):
+        with monkeypatch.context() as patch, kept(folders) as files, ring(family, n_nodes, files) as made:
+            if rng.random() < 0.4:
+                disk.fail(patch)
+            text = ask(made, ids)
+            patch.undo()
+            assert text.ids == greedy(gpt, ids, 12)
+            if rng.random() < 0.8:
+                disk.fail(patch) if rng.random() < 0.4 else None
+                made.keep()
+        disk.harm(folders)
+        ids = [*ids, *text.ids[: rng.randrange(12)], *prompt(1 + rng.randrange(8), turn + 5)]
