@@ -109,20 +109,6 @@ def batch(setup: Setup) -> Scenario:
     return Scenario("batch", "Sixteen sequences against one, one node", tuple(systems), tuple(runs), tuple(checks))
 
 
-def long_position(setup: Setup) -> Scenario:
-    n_new = setup.case(1, 1, 32).n_new
-    systems, runs, checks = [], [], []
-    for fmt, kv_dtype in (("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")):
-        plain = setup.ring(fmt, 1, CONTEXT, cache=kv_dtype)
-        ours = SystemSpec(f"{plain.name}, {kv_dtype} caches", plain.kind, plain.options, plain.cores)
-        far, near = (Run(f"{ours.name}, at {at}", ours.name, Case(1, at - n_new // 2, n_new)) for at in (2000, 100))
-        systems.append(ours)
-        runs += [far, near]
-        what = f"{fmt} weights, {kv_dtype} caches: speed at position 2,000 against position 100"
-        checks.append(Check(what, far.label, (near.label,)))
-    return Scenario("long-position", "Decoding far into a text, one stream", tuple(systems), tuple(runs), tuple(checks))
-
-
 def depth(setup: Setup) -> Scenario:
     """With the first of the instruction sets that have a llama.cpp, if there are any."""
     deep, n_new, best = setup.deep(), setup.case(1, 1, 32).n_new, next(iter(setup.llama_libs), "")
@@ -248,7 +234,6 @@ SCENARIOS: dict[str, Builder] = {
     "batch": batch,
     "threads": threads,
     "ttft": ttft,
-    "long-position": long_position,
     "frameworks": frameworks,
     "quotas": quotas,
     "memory": memory,
