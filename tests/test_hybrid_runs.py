@@ -158,8 +158,7 @@ def test_texts_go_on_when_a_member_is_lost(
     with secondaries(len(groups) - 1, tmp_path) as nodes:
         lost = lose_after(8, nodes[0], monkeypatch)
         ids, metrics = run(
-            grouped(nodes, groups), checkpoint, tmp_path, ParallelOptions(), n_tokens=16, fixed=False, silence_s=1.0,
-            layers="2,3",
+            grouped(nodes, groups), checkpoint, tmp_path, ParallelOptions(), n_tokens=16, fixed=False, layers="2,3",
         )  # fmt: skip
     assert lost.is_set() and ids == [list(reference(PROMPTS[0], 16))]
     assert metrics.n_nodes == n_left

@@ -241,9 +241,7 @@ def test_texts_go_on_when_a_node_is_lost(
     """Those that are left get other shares, one node alone all of it, and compute the texts' caches again."""
     with secondaries(n_secondaries, tmp_path) as nodes:
         lost = lose_after(40, nodes[0], monkeypatch)
-        ids, metrics = run(
-            cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), n_tokens=24, fixed=False, silence_s=1.0
-        )
+        ids, metrics = run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), n_tokens=24, fixed=False)
     assert lost.is_set() and ids == [list(reference(PROMPTS[0], 24))]
     assert metrics.n_nodes == n_secondaries
     (recovery,) = metrics.to_json()["recoveries"]
@@ -256,7 +254,7 @@ def test_a_spare_gets_just_the_shares_of_the_lost_node(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In int8, where other shares give other numbers: the text is that of an undisturbed run, to the last token."""
-    options: dict[str, Any] = {"n_tokens": 60, "quantize": "int8", "fixed": False, "silence_s": 1.0}
+    options: dict[str, Any] = {"n_tokens": 60, "quantize": "int8", "fixed": False}
     parallel = ParallelOptions("tensor", (2.0, 3.0, 1.0))
     with secondaries(3, tmp_path) as nodes:
         spare = entry_of(nodes[2], is_spare=True)

@@ -359,6 +359,9 @@ class _Server(wsgi.Server):
         """Log at debug level: strangers can provoke these lines without end."""
         logger.debug("HTTP: %s", msg, exc_info=traceback)
 
+    def _serve_unservicable(self) -> None:
+        """A thread of cheroot for connections that its pool refuses. `ConnectionWorkers` refuses none, so it ends at once."""
+
     @staticmethod
     def bind_socket(socket_: socket.socket, bind_addr: tuple[str, int]) -> socket.socket:
         try:
