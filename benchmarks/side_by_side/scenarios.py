@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from peers.protocol import Case
-from random_checkpoint import CONTEXT, DEEP_CONTEXT
+from random_checkpoint import DEEP_CONTEXT
 from side_by_side.memory import load_results, secondary_results
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
 from side_by_side.setup import CACHE, GGUF_OF, READ, Setup

@@ -94,7 +94,9 @@ def scenario_table(result: Mapping[str, Any]) -> str:
 
 def overview(results: Sequence[Mapping[str, Any]]) -> str:
     """All ratios in one table."""
-    rows = [[result["name"], c["what"], _measured(c), processor(result)] for result in results for c in result["checks"]]
+    rows = [
+        [result["name"], c["what"], _measured(c), processor(result)] for result in results for c in result["checks"]
+    ]
     return markdown(["scenario", "", "median [lowest .. highest]", "on"], rows)
 
 

@@ -27,9 +27,14 @@ def test_a_scenario_shows_ratios_medians_and_failures():
 
 
 def test_all_medians_are_in_one_table():
-    lines = all_medians([RESULT, {**RESULT, "name": "reading", "medians": {"ring x2": {"read_bytes_per_s": 2e10}}}]).splitlines()
+    lines = all_medians(
+        [RESULT, {**RESULT, "name": "reading", "medians": {"ring x2": {"read_bytes_per_s": 2e10}}}]
+    ).splitlines()
     assert lines[0] == "| scenario | median | tokens/s | per stream | first token, s | GB/s read | peak MB per node |"
-    assert lines[2:] == ["| two-nodes | ring x2 | 123.4 | 7.72 | 0.50 |  | 900, 700 |", "| reading | ring x2 |  |  |  | 20.0 | 900, 700 |"]
+    assert lines[2:] == [
+        "| two-nodes | ring x2 | 123.4 | 7.72 | 0.50 |  | 900, 700 |",
+        "| reading | ring x2 |  |  |  | 20.0 | 900, 700 |",
+    ]
 
 
 def sets_result(name, metric, rates):
@@ -63,7 +68,9 @@ def test_what_was_not_measured_says_why():
 
 def test_shares_are_percentages():
     check = {**CHECK, "unit": "%", "measured": {**CHECK["measured"], "n": 1}}
-    assert "| two-nodes | a against b | 150% (one run) | Intel Xeon, 2026-11-22 |" in overview([{**RESULT, "checks": [check]}])
+    assert "| two-nodes | a against b | 150% (one run) | Intel Xeon, 2026-11-22 |" in overview(
+        [{**RESULT, "checks": [check]}]
+    )
 
 
 def test_a_table_takes_the_place_of_the_one_before_and_of_nothing_else():
