@@ -71,7 +71,8 @@ def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             in text
         )
         assert (
-            "| NanoLlama 304M | 12; 5 + 7; 2 + 5 + 5 | 2.00; 1.00 / 1.00; 0.67 / 0.67 / 0.67 | 2.60; 1.76 / 1.76; 1.34 / 1.46 / 1.46 |"
+            "| NanoLlama 304M | 12; 5 + 7; 2 + 5 + 5 | 2.00; 1.00 / 1.00; 0.67 / 0.67 / 0.67 "
+            "| 2.60; 1.76 / 1.76; 1.34 / 1.46 / 1.46 |"
             in text
         )
         monkeypatch.setattr(thesis_report, "save", lambda figure, path: None)  # once is enough, and takes a second

@@ -48,7 +48,7 @@ def add_node_options(parser: Parser) -> None:
     parser.options(
         None, *NODE, "seed", "quiet", "until_stdin_closes",
         dtype={"help": "float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"},
-        quantize={"help": "weight format, see `mdi starter --help` (default: what the starter asks for)", "read": packed_format},
+        quantize={"help": "weight format, see mdi starter --help (default: what the starter asks for)", "read": packed_format},
         seed={"help": ""},  # once accepted; a secondary draws nothing
     )  # fmt: skip
 
